@@ -1,4 +1,4 @@
-"""A sample of masked diffusion: its canvas, whose masks are revealed in any order. Plain lists and ints, no torch.
+"""A sample of masked diffusion: its canvas, whose masks are revealed in any order. Imports no torch.
 
     position    0 1 2 | 3 4 5 6 | 7 8 9 10 | 11        block_length 4, the first mask at 3
     block       0 0 0   0 0 0 0   1 1 1 1    2
@@ -14,6 +14,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import compress
 
+import numpy as np
+from numpy.typing import NDArray
+
 from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, TraceStep
 from draftmill.decoders.engine.ends import EOS, STOP, Stops, ending
 from draftmill.decoders.engine.looks import Pick
@@ -23,12 +26,11 @@ from draftmill.decoders.engine.samples import Sample, Spent, Times
 class Canvas(Sample):
     """One request at work. `tokens` are those of the positions, HOLE at masks; `holes` are the positions of the masks, ascending.
 
-    `news` are the tokens revealed since the engine last asked, as (position, token) pairs; `size` is the length of a block, by
-    default of the whole canvas. A decoder that wants columns copied after an answer sets `copies`: (from column, to column,
-    count), one after the other.
+    `canvas` are the tokens as an array; `size` is the length of a block, by default of the whole canvas. A decoder that wants
+    columns copied after an answer sets `copies`: (from column, to column, count), one after the other.
     """
 
-    __slots__ = ("copies", "holes", "keep", "log_p_at", "news", "origin", "size")
+    __slots__ = ("canvas", "copies", "holes", "keep", "log_p_at", "origin", "size")
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class Canvas(Sample):
         self.holes = [position for position, token in enumerate(self.tokens) if token == HOLE]
         self.origin = self.holes[0] if self.holes else 0
         self.size = block_length or max(self.length, 1)
-        self.news: list[int] = []
+        self.canvas: NDArray[np.int64] = np.array(self.tokens, dtype=np.int64)
         self.copies: Sequence[int] = ()
         self.log_p_at: dict[int, float] = {}
         # How many tokens are kept of a completion that has ended.
@@ -81,10 +83,9 @@ class Canvas(Sample):
         """
         count = self._until_end(picks)
         for _, position, token, log_p in picks[:count]:
-            self.tokens[position] = token
+            self.tokens[position] = self.canvas[position] = token
             self.log_p_at[position] = log_p
             self.logprob += log_p
-            self.news += (position, token)
         if count == 1:
             del self.holes[bisect_left(self.holes, picks[0][1])]
         else:

@@ -48,7 +48,7 @@ from draftmill.decoders.engine.asks import (
     Weights,
 )
 from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.canvases import CanvasLane, canvas_lane
+from draftmill.decoders.engine.canvases import CanvasLane
 from draftmill.decoders.engine.counters import Counters
 from draftmill.decoders.engine.drawn import Drawn, plans_ahead
 from draftmill.decoders.engine.ends import Stops
@@ -56,12 +56,14 @@ from draftmill.decoders.engine.flights import Flight
 from draftmill.decoders.engine.graphs import find_graphs, why_no_graphs
 from draftmill.decoders.engine.lanes import Lane, Packed, Reading
 from draftmill.decoders.engine.lengths import Lengths
+from draftmill.decoders.engine.look_packing import copied, pack
 from draftmill.decoders.engine.memory import Account, column_multiple
 from draftmill.decoders.engine.named import NamedRows
 from draftmill.decoders.engine.named_answers import NamedAnswers
 from draftmill.decoders.engine.orders import decoding_order
 from draftmill.decoders.engine.packing import Asked, Ints, Table
 from draftmill.decoders.engine.parcels import Parcel
+from draftmill.decoders.engine.picks import Picks
 from draftmill.decoders.engine.pieces import DEVICE_ROWS, ask_of_piece, cut_drafting, deal, ran_ahead
 from draftmill.decoders.engine.prefixes import Prefixes
 from draftmill.decoders.engine.prompts import Prompts
@@ -137,7 +139,7 @@ class Engine:
             lane.graphs = find_graphs(lane.backbone) if lane.can_capture else None
             if self._plans_ahead and (algorithm.following or not lane.is_target):
                 lane.drawn = Drawn(setup.max_rows, algorithm.window + 1, lane.device)
-        made = NamedAnswers if self._names else NoiseAnswers
+        made = NamedAnswers if self._names else Picks if algorithm.canvases is not None else NoiseAnswers
         self.answers: Answers = answers or made(setup, algorithm, account=lambda: self.account)
         self.stats = EngineStats()
         self.counters = Counters(setup.max_rows, self.stats)
@@ -169,7 +171,7 @@ class Engine:
 
     def _target(self, setup: Setup) -> Lane:
         if (canvases := self.algorithm.canvases) is not None:
-            return canvas_lane(setup, canvases, account=lambda: self.account)
+            return CanvasLane(setup.backbone, setup.info, canvases)
         kind = TwoStreamLane if self.algorithm.kind == "any_subset" else TokenLane
         return kind(setup.backbone, setup.info.vocab_size, is_target=True)
 
@@ -527,15 +529,24 @@ class Engine:
 
     def _look(self, samples: list[Sample], lane: CanvasLane) -> list[Sample]:
         """One forward over canvases of these samples, and their answers; returns the samples that ended."""
-        slot_B = np.array([sample.slot for sample in samples])
         canvases = [sample for sample in samples if isinstance(sample, Canvas)]
-        answers = lane.look(canvases, slot_B)
-        laps = lane.laps()
-        self._count(samples, lane, slot_B, sum(laps), useful=lane.useful, computed=lane.computed)
-        self.stats.verified += lane.num_nodes
-        self.counters.first([sample.slot for sample in samples if sample.nfe == 1], laps[0])
-        ended = self._resume(samples, answers)
-        lane.settle(canvases)
+        packed, asked, num_nodes = pack(
+            canvases,
+            self._slots_of(samples),
+            cached=lane.cached,
+            by_node=lane.by_node,
+            conditioned=lane.conditioned,
+            mask_id=lane.mask_id,
+        )
+        parcel = Parcel()
+        assert isinstance(self.answers, Picks), "what reads masks"
+        reading = self.answers.looked(lane, asked, parcel)
+        verified_B = np.array([num_nodes])
+        ended = self._land(
+            self._flight(samples, [], lane, packed, parcel, reading=reading, verified_B=verified_B), is_new=True
+        )
+        if wanting := [canvas for canvas in canvases if canvas.copies]:
+            lane.backbone.copy_columns(*lane.put(copied(wanting, packed.longest)))
         return ended
 
     def _start(self, samples: list[Sample], lane: Lane, following: list[Ask] | None = None) -> Flight:

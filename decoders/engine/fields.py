@@ -1,95 +1,67 @@
 """The noise of positions, on the device: of every mask, for as long as it may be read.
 
 Where steps draw anew, each forward computes the noise of its masks. Else every forward reads the noise of a mask until it is
-revealed: where the noise of whole canvases fits into memory, it is computed once, from left to right as far as masks are asked
-about; which masks these are the host knows. Where it does not fit, each forward computes it again.
+revealed: where the noise of whole canvases fits into memory, it is computed once, when the mask is first asked about. Where it
+does not fit, each forward computes it again.
 
 Legend: S slots, W positions of a canvas, R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.draws import noise
-from draftmill.decoders.draws.keys import split_key
-from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.memory import Account
 from draftmill.decoders.engine.packing import Ints
+
+_STEP = 64
 
 
 class NoiseField:
     """Noise [S * W, V], float32, or none if that takes more than the account gives to noise, or if steps draw anew (`fresh`)."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        num_slots: int,
-        device: torch.device,
-        account: Callable[[], Account],
-        *,
-        fresh: bool = False,
-    ) -> None:
-        self._vocab_size, self._device, self._account, self._fresh = vocab_size, device, account, fresh
+    def __init__(self, vocab_size: int, device: torch.device, *, fresh: bool = False) -> None:
+        self._vocab_size, self._device, self._fresh = vocab_size, device, fresh
         self._kept_CV = torch.zeros(0, vocab_size, device=device)
-        self._shape = (0, 0)
-        # The noise of the masks below this position is kept.
-        self._until_S: Ints = np.zeros(num_slots, dtype=np.int64)
+        self._is_kept_SW = np.zeros((0, 0), dtype=np.bool_)
 
     def start(self, slot: int) -> None:
         """A new sample: nothing of its noise is kept."""
-        self._until_S[slot] = 0
+        self._is_kept_SW[slot : slot + 1] = False
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether noise is kept at all."""
-        return len(self._kept_CV) > 0
+    def missing(self, slot_R: Ints, position_R: Ints, most_bytes: int) -> Ints | None:
+        """The slots and positions, [2, N], whose noise is to be computed; None where none is kept, in `most_bytes`."""
+        needed = int(slot_R.max()) + 1, int(position_R.max()) + 1
+        if not self._fresh and any(most > has for most, has in zip(needed, self._is_kept_SW.shape, strict=True)):
+            num_slots, width = np.maximum((needed[0], rounded(needed[1], _STEP)), self._is_kept_SW.shape).tolist()
+            num_cells = num_slots * width if num_slots * width * self._vocab_size * 4 <= most_bytes else 0
+            self._kept_CV = torch.zeros(0, self._vocab_size, device=self._device)
+            self._kept_CV = torch.zeros(num_cells, self._vocab_size, device=self._device)
+            self._is_kept_SW = np.zeros((num_slots, width), dtype=np.bool_)
+        if not len(self._kept_CV):
+            return None
+        is_new_R = ~self._is_kept_SW[slot_R, position_R]
+        return np.unique(np.stack([slot_R, position_R])[:, is_new_R], axis=1)
 
-    def missing(self, samples: Sequence[Canvas], top_B: Ints, shape: tuple[int, int]) -> Ints:
-        """(cell, position, key, key) of the masks below `top_B` whose noise is not kept yet, [4, N]; then it counts as kept.
-
-        `shape` are the slots and positions that there are now.
-        """
-        if shape != self._shape:
-            self._resize(*shape)
-        found: list[Ints] = []
-        if self.is_kept:
-            for sample, top in zip(samples, top_B.tolist(), strict=True):
-                first = int(self._until_S[sample.slot])
-                if first < top:
-                    at = first + np.flatnonzero(sample.request.canvas[first:top] < 0)
-                    low, high = split_key(sample.key)
-                    found.append(np.stack([at + sample.slot * shape[1], at, at * 0 + low, at * 0 + high]))
-                    self._until_S[sample.slot] = top
-        return np.concatenate(found, 1) if found else np.zeros((4, 0), dtype=np.int64)
-
-    def _resize(self, num_slots: int, width: int) -> None:
-        num_cells = num_slots * width
-        if self._fresh or num_cells * self._vocab_size * 4 > self._account().noise:
-            num_cells = 0
-        self._kept_CV = torch.zeros(0, self._vocab_size, device=self._device)
-        self._kept_CV = torch.zeros(num_cells, self._vocab_size, device=self._device)
-        self._shape = num_slots, width
-        self._until_S[:] = 0
-
-    def fill(self, new_4N: Tensor) -> None:
-        """Compute what is `missing`."""
+    def fill(self, new_2N: Ints, new_4N: Tensor) -> None:
+        """Compute what is `missing`; `new_4N` has the same on the device, and the words of the keys."""
         if new_4N.shape[1]:
-            self._kept_CV[new_4N[0]] = noise.gumbel_rows(new_4N[2:].T, new_4N[1], self._vocab_size)
+            slot_N, position_N, *_ = new_4N
+            cell_N = slot_N * self._is_kept_SW.shape[1] + position_N
+            self._kept_CV[cell_N] = noise.gumbel_rows(new_4N[2:].T, position_N, self._vocab_size)
+            self._is_kept_SW[new_2N[0], new_2N[1]] = True
 
     def rows(self, slot_R: Tensor, position_R: Tensor, keys_R2: Tensor, step_R: Tensor) -> Tensor:
         """The noise at each (slot, position), [R, V], where steps draw anew that of a step."""
-        cell_R = slot_R * self._shape[1] + position_R
-        if self.is_kept:
-            return self._kept_CV.index_select(0, cell_R)
+        if len(self._kept_CV):
+            return self._kept_CV.index_select(0, slot_R * self._is_kept_SW.shape[1] + position_R)
         step_R = step_R if self._fresh else torch.zeros_like(position_R)
         if self._device.type != "cpu":
             return noise.gumbel_rows(keys_R2, position_R, self._vocab_size, draws_R=step_R)
         # Nodes ask about the same masks. Here, looking at the data costs nothing.
-        cells, which_R = torch.unique(torch.stack([cell_R, step_R]), dim=1, return_inverse=True)
+        cells, which_R = torch.unique(torch.stack([slot_R, position_R, step_R]), dim=1, return_inverse=True)
         one = torch.zeros_like(cells[0]).scatter_(0, which_R, torch.arange(len(which_R)))
         return noise.gumbel_rows(keys_R2[one], position_R[one], self._vocab_size, draws_R=step_R[one])[which_R]

@@ -34,7 +34,8 @@ class Packed:
     """What the samples of a forward ask: their rows, the tokens of these, and the query rows of an any-subset model.
 
     `longest` is the length of the longest canvas among them. `places_R` are the answered rows' numbers among all rows, where the
-    asks name them. `share_B` is the share of masks of each sample's window, for a model that diffuses.
+    asks name them. A model that diffuses is told `share_B`, the share of masks of each sample's window, or `time_B`, the time of
+    each canvas. `num_positions`: where each row's columns are to be read in the order of positions, how many there are.
     """
 
     slot_B: Ints
@@ -44,6 +45,8 @@ class Packed:
     longest: int
     places_R: Ints | None = None
     share_B: NDArray[np.float64] | None = None
+    time_B: NDArray[np.float64] | None = None
+    num_positions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from draftmill.decoders.engine.asks import (
     COLUMN,
     COUNT,
     DRAFT,
+    FAR,
     FIELDS,
     FLOOR,
     GRAIN,
@@ -39,7 +40,7 @@ def repeated(starts: Ints, counts: Ints) -> Ints:
 
 
 class Table:
-    """The spans of one forward, int64 [P, FIELDS] or [P, WIDE], sample after sample, and the rows that they stand for.
+    """The spans of one forward, int64 [P, FIELDS], [P, WIDE] or [P, NODE_FIELDS] (looks.py), and the rows that they stand for.
 
     `rows_NF` holds each row's span, `step_N` its place in it, `owner_N` the sample (0 .. B-1) that it belongs to, `first_B` each
     sample's first row. `num_lines` is how many rows the sample with the most rows has.
@@ -57,7 +58,7 @@ class Table:
         "step_N",
     )
 
-    def __init__(self, spans: Sequence[int], owner_P: Ints, num_samples: int, *, fields: int = FIELDS) -> None:
+    def __init__(self, spans: Sequence[int] | Ints, owner_P: Ints, num_samples: int, *, fields: int = FIELDS) -> None:
         self.spans_PF: Ints = np.array(spans, dtype=np.int64).reshape(-1, fields)
         self.owner_P, self.num_samples = owner_P, num_samples
         count_P = self.spans_PF[:, COUNT]
@@ -86,6 +87,18 @@ class Table:
         """The position of each row, [N]."""
         return self.rows_NF[:, POSITION] + self.step_N
 
+    def intervals(self) -> tuple[list[Ints], list[Ints]]:
+        """The stretches of columns that each row sees: from .. below .., [N] each."""
+        if self.spans_PF.shape[1] > WIDE:
+            used = int(self.spans_PF[:, WIDE + 2 :: 2].any(0).sum())
+            sees_FN = self.rows_NF[:, WIDE + 1 : WIDE + 1 + 2 * used].T
+            return list(sees_FN[::2]), list(sees_FN[1::2])
+        column_N = self.columns()
+        lows, highs, own_N = [np.zeros_like(column_N)], [self.limits(column_N)], self.own()
+        if int(own_N.min()) < FAR:
+            lows, highs = [*lows, own_N], [*highs, self.till(column_N)]
+        return lows, highs
+
     def limits(self, column_N: Ints) -> Ints:
         """Each row sees the columns below its limit, [N]."""
         end_N = column_N + 1
@@ -106,7 +119,7 @@ class Table:
     @property
     def is_wide(self) -> bool:
         """Whether the spans have a grain and an end of their own stretch."""
-        return self.spans_PF.shape[1] == WIDE
+        return self.spans_PF.shape[1] >= WIDE
 
     def places(self, owner_N: Ints, row_N: Ints) -> Ints:
         """Where some samples' rows are among all rows, given by their number among the sample's rows, [N]."""

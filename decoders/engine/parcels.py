@@ -27,44 +27,17 @@ class Parcel:
     def __init__(self) -> None:
         self._arrays = dict[str, NDArray[Any]]()
 
-    def add(self, name: str, array: NDArray[Any]) -> str:
-        """Add integers or truth values, which become int64, or float64 numbers, which travel as their bits; returns the name."""
-        assert name not in self._arrays, f"{name} is enclosed already"
-        self._arrays[name] = array if array.dtype == np.float64 else array.astype(np.int64, copy=False)
-        return name
-
-    def maybe(self, name: str, array: NDArray[Any] | None) -> None:
-        """Add an array if there is one."""
-        if array is not None:
-            self.add(name, array)
-
     def enclose(self, array: NDArray[Any], *, size: int | None = None, fill: int = 0) -> str:
-        """Add an array under a name of its own, which is returned; its last axis is filled up to `size` entries."""
+        """Add integers or truth values, which become int64, or float64 numbers, which travel as their bits.
+
+        The last axis is filled up to `size` entries. Returns the name.
+        """
         missing = 0 if size is None else size - array.shape[-1]
         if missing > 0:
             array = np.concatenate([array, np.full((*array.shape[:-1], missing), fill, dtype=array.dtype)], axis=-1)
-        return self.add(str(len(self._arrays)), array)
-
-    def filled(self, sizes: Mapping[str, tuple[int, int]], fills: Mapping[str, NDArray[Any] | int]) -> Parcel:
-        """A copy in which some arrays are longer: `sizes` are (axis, length), `fills` what stands there, 0 without."""
-        found = Parcel()
-        for name, array in self._arrays.items():
-            if name in sizes:
-                axis, size = sizes[name]
-                shape = list(array.shape)
-                shape[axis] = size - shape[axis]
-                more = np.broadcast_to(np.asarray(fills.get(name, 0), dtype=array.dtype), shape)
-                array = np.concatenate([array, more], axis=axis)  # noqa: PLW2901
-            found.add(name, array)
-        return found
-
-    def has(self, name: str) -> bool:
-        """Whether there is an array of this name."""
-        return name in self._arrays
-
-    def length(self, name: str, axis: int) -> int:
-        """How long an array is."""
-        return self._arrays[name].shape[axis]
+        name = str(len(self._arrays))
+        self._arrays[name] = array if array.dtype == np.float64 else array.astype(np.int64, copy=False)
+        return name
 
     @property
     def signature(self) -> Hashable:

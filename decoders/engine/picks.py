@@ -13,19 +13,18 @@ More kinds that need no confidence:
 
 On a GPU one kernel gives the token of a mask and how sure it is (decoders/kernels/notes.py); then no noise is kept.
 
-The reduction is two stable sorts and a gather at places that the host names, so that no shape depends on the data:
+The host sorts what the record says of the masks, and takes the best of each stretch:
 
     masks         a    b    c  |  d    e          two stretches, three masks and two
     sure          .2   .9   .9 |  .4   .7
-    sorted        b    c    a  |  e    d          the surest first, equals by position; then by stretch
-    picks         b    c       |  e               the best two, the best one
+    picks         b    c       |  e               the best two, equals by position; the best one
 
 Legend: R asked masks, A stretches, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
@@ -34,17 +33,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.absorbing import chance_by_scores, chance_by_total, log_scale, log_scores, total_noise
 from draftmill.decoders.draws.confidence import confidence
-from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.answers import NoiseAnswers
 from draftmill.decoders.engine.fields import NoiseField
+from draftmill.decoders.engine.lanes import Lane, Reading
+from draftmill.decoders.engine.look_packing import AskedMasks
+from draftmill.decoders.engine.looks import Pick
 from draftmill.decoders.engine.memory import Account
-from draftmill.decoders.engine.packing import Ints
-from draftmill.decoders.engine.parcels import Sent
-from draftmill.decoders.engine.row_laws import RowLaws
+from draftmill.decoders.engine.packing import repeated
+from draftmill.decoders.engine.parcels import Parcel, Sent
 from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.transfers import marks
 from draftmill.decoders.kernels.find import find_notes
 from draftmill.decoders.kernels.notes_reference import Wanted
@@ -61,11 +63,10 @@ _WANTED: Final[dict[str, tuple[Wanted, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The masks that one forward reads: slot, position, key and stretch of each.
+    """The masks that one forward reads: slot, position and key of each.
 
-    `own_2R` are their temperatures and top-p (Picks.own), `cuts` says whether any top-p cuts. `step_R3` are the time, the next
-    time and the number of the step's draws (as a float); zeros where the model is told no time, and where steps don't draw anew.
-    The draws are those of the step `ahead` of that.
+    `own_2R` are their temperatures and top-p, where any sample has its own; `cuts` says whether any top-p cuts. `time_2R` are the
+    time and the next time, `draw_R` the number of the step's draws. The draws are those of the step `ahead` of that.
     """
 
     own_2R: Tensor | None
@@ -73,13 +74,13 @@ class Masks:
     slot_R: Tensor
     position_R: Tensor
     key_R2: Tensor
-    stretch_R: Tensor
-    step_R3: Tensor
+    draw_R: Tensor
+    time_2R: Tensor
     ahead: int = 0
 
     def numbers(self) -> Tensor:
         """The numbers of the masks' draws, int64 [R]."""
-        return self.step_R3[:, 2].to(torch.int64) + self.ahead
+        return self.draw_R + self.ahead
 
     def part(self, rows: slice | Tensor) -> Masks:
         """Some of them; a tensor of indices only on the CPU."""
@@ -89,98 +90,63 @@ class Masks:
             slot_R=self.slot_R[rows],
             position_R=self.position_R[rows],
             key_R2=self.key_R2[rows],
-            stretch_R=self.stretch_R[rows],
-            step_R3=self.step_R3[rows],
+            draw_R=self.draw_R[rows],
+            time_2R=self.time_2R[:, rows],
         )
 
 
-class Picks:
-    """Reads masks under the sampling settings of their samples; `kind` says how sure a token is."""
+class Picks(NoiseAnswers):
+    """Reads masks under the sampling settings of their samples; the algorithm's canvases say how sure a token is."""
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        suppressed: Sequence[int],
-        *,
-        kind: str,
-        fresh: bool,
-        warped: bool,
-        num_slots: int,
-        vocab_size: int,
-        mask_id: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        account: Callable[[], Account],
-    ) -> None:
-        self._kind, self._fresh, self._warped = kind, fresh, warped
-        self._mask_id, self._vocab_size, self._device, self._account = mask_id, vocab_size, device, account
-        self._suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device)
-        self._row_bytes = vocab_size * (8 if dtype == torch.float64 else 4)
-        self._laws = RowLaws(sampling, num_slots)
-        self._note = find_notes(device, dtype)
-        self._suppressed_V = marks(suppressed, vocab_size, device)
-        self._field = NoiseField(vocab_size, num_slots, device, account, fresh=fresh)
+    def __init__(self, setup: Setup, algorithm: Algorithm, *, account: Callable[[], Account]) -> None:
+        super().__init__(setup, algorithm, account=account)
+        canvases, mask_id = algorithm.canvases, setup.info.mask_id
+        assert canvases is not None and mask_id is not None, "a model with masks"
+        self._kind, self._fresh, self._warped = canvases.confidence, canvases.fresh, canvases.warped
+        self._mask_id = mask_id
+        self._note = find_notes(setup.backbone.device, setup.backbone.dtype)
+        self._suppressed_V = marks(setup.info.suppressed, self._vocab_size, self._device)
+        self._field = NoiseField(self._vocab_size, self._device, fresh=self._fresh)
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
     def start(self, sample: Sample) -> None:
-        """A new sample is in its slot."""
-        self._laws.start(sample.slot, sample.request.settings)
+        """See Answers."""
+        super().start(sample)
         self._field.start(sample.slot)
-
-    def release(self, slot: int) -> None:
-        """A slot has become free."""
-        self._laws.release(slot)
 
     # ---- picks ---------------------------------------------------------------------------------------------------
 
-    @property
-    def by_kernel(self) -> bool:
-        """Whether one kernel draws the tokens and says how sure they are."""
-        return self._note is not None
+    def looked(self, lane: Lane, asked: AskedMasks, parcel: Parcel) -> Reading[list[Pick]]:
+        """Plan the picks of all samples that look at their canvases, in their order."""
+        size = None if self._note is None else self._captured_size(lane, asked.num_masks)
+        ahead, cuts = max(asked.ahead_B), self._rows.cuts(asked.slot_R)
+        keeps = self._note is None and not self._rows.greedy
+        new_2N = self._field.missing(asked.slot_R, asked.position_R, self._account().noise) if keeps else None
+        new = None if new_2N is None else parcel.enclose(np.vstack([new_2N, self._places.key_S2[new_2N[0]].T]))
+        own_2R = self._rows.own(asked.slot_R) if self._note is None else self._rows.each(asked.slot_R)
+        own = None if own_2R is None else parcel.enclose(own_2R, size=size, fill=1)
+        draw_R = asked.draw_R if self._fresh or self._kind in SCORED else np.zeros_like(asked.draw_R)
+        each = asked.slot_R, asked.position_R, self._places.key_S2[asked.slot_R].T, draw_R, asked.time_R2.T
+        names = [parcel.enclose(one, size=size) for one in each]
 
-    def own(self, slot_R: Ints) -> NDArray[np.float64] | None:
-        """Temperature and top-p of each mask, [2, R], where any sample has settings of its own, or the kernel wants them."""
-        return self._laws.own(slot_R) if self._note is None else self._laws.each(slot_R)
+        def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
+            if new is not None and new_2N is not None:
+                self._field.fill(new_2N, sent[new])
+            slot_R, position_R, key_2R, draw_R, time_2R = (sent[name] for name in names)
+            own_2R = None if own is None else sent[own]
+            masks = Masks(own_2R, cuts, slot_R, position_R, key_2R.T, draw_R, time_2R)
+            read = [
+                self._read(lane.logits(hidden_RD[part]), masks.part(part), ahead)
+                for part in self._parts(len(hidden_RD))
+            ]
+            return torch.cat(read, 2) if len(read) > 1 else read[0]
 
-    def cuts(self, slot_R: Ints) -> bool:
-        """See RowLaws.cuts."""
-        return self._laws.cuts(slot_R)
+        def read(record: NDArray[np.float64]) -> Iterator[list[Pick]]:
+            return _surest(record.reshape(1 + ahead, 3, -1)[:, :, : asked.num_masks], asked)
 
-    def missing_noise(self, samples: Sequence[Canvas], top_B: Ints, shape: tuple[int, int]) -> Ints:
-        """The noise of masks below `top_B` that is not there yet (fields.py); none where none is kept or needed."""
-        if self._laws.greedy or self._note is not None:
-            return np.zeros((4, 0), dtype=np.int64)
-        return self._field.missing(samples, top_B, shape)
-
-    def read(
-        self,
-        logits: Callable[[Tensor], Tensor],
-        hidden_ND: Tensor,
-        row_R: Tensor,
-        masks: Masks,
-        sent: Sent,
-        ahead: int = 0,
-    ) -> Tensor:
-        """Read the masks from these rows; returns the picks as (-worth, position, token, log-probability), float64 [A, 4, P].
-
-        The first of A = 1 + `ahead` are those of the masks' own steps, the next those of the steps after them. Of what was
-        `sent`, `noise` is the missing noise, and `picks` are the places of the best masks after sorting.
-        """
-        self._field.fill(sent["noise"])
-        read = [
-            self._read(logits(hidden_ND.index_select(0, row_R[part])), masks.part(part), ahead)
-            for part in self._account().parts(len(row_R), self._row_bytes)
-        ]
-        told_A3R = torch.cat(read, 2) if len(read) > 1 else read[0]
-        return torch.stack([self._best(told_3R, masks, sent["picks"]) for told_3R in told_A3R])
-
-    def _best(self, told_3R: Tensor, masks: Masks, place_P: Tensor) -> Tensor:
-        token_R, log_p_R, sure_R = told_3R
-        order_R = sure_R.sort(descending=True, stable=True).indices
-        order_R = order_R[masks.stretch_R[order_R].sort(stable=True).indices]
-        position_R = masks.position_R.to(torch.float64)
-        return torch.stack([-sure_R, position_R, token_R, log_p_R]).index_select(1, order_R[place_P])
+        form = None if size is None else ("looked", ahead, cuts)
+        return Reading(work, read, form=form, num_rows=size)
 
     def _read(self, logits_RV: Tensor, masks: Masks, ahead: int) -> Tensor:
         """(token, log-probability, how sure) of each mask in this step and so many more, float64 [A, 3, R]."""
@@ -194,7 +160,7 @@ class Picks:
             told_3R = self._told(logits_RV, steps)[0]
         else:
             # Where looking at the data costs nothing, only the masks that are revealed are read: those above 0, at the end all.
-            wanted = ((sure_R > 0) | (masks.step_R3[:, 1] >= masks.step_R3[:, 0])).nonzero().squeeze(1)
+            wanted = ((sure_R > 0) | (masks.time_2R[1] >= masks.time_2R[0])).nonzero().squeeze(1)
             told_3R = torch.zeros(3, len(sure_R), dtype=torch.float64)
             told_3R[:, wanted] = self._told(logits_RV[wanted], [masks.part(wanted)])[0]
         told_3R[2] = sure_R
@@ -206,7 +172,7 @@ class Picks:
         wanted = _WANTED.get(self._kind, (cast("Wanted", self._kind),))
         told_FR = self._note(
             logits_RV,
-            self._laws.warp(masks.own_2R, self._suppressed_V, cuts=masks.cuts),
+            self._rows.warp(masks.own_2R, self._suppressed_V, cuts=masks.cuts),
             masks.key_R2,
             masks.position_R,
             wanted=wanted,
@@ -218,7 +184,7 @@ class Picks:
         token_R, log_p_R, *notes = told_FR.unbind(0)
         match self._kind:
             case "analytic" | "euler":
-                time_R, later_R, _ = masks.step_R3.unbind(1)
+                time_R, later_R = masks.time_2R
                 total_R = (notes[1] - log_scale(total_noise(time_R), self._vocab_size)).exp()
                 sure_R = chance_by_total(total_R, self._kind == "euler", time_R, later_R) - notes[0]
             case "entropy":
@@ -232,11 +198,11 @@ class Picks:
     def _told(self, logits_RV: Tensor, steps: Sequence[Masks]) -> Tensor:
         """See `_read`: the same masks in some steps."""
         logits_RV, own_2R = logits_RV.index_fill_(-1, self._suppressed, -torch.inf), steps[0].own_2R
-        drawn_RV = None if self._laws.greedy else self._laws.law(logits_RV, own_2R)
+        drawn_RV = None if self._rows.greedy else self._rows.law(logits_RV, own_2R)
         law_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=1)
         weighed_RV = law_RV
-        if self._warped and not self._laws.greedy:
-            weighed_RV = self._laws.cut(logits_RV, own_2R, law_RV)
+        if self._warped and not self._rows.greedy:
+            weighed_RV = self._rows.cut(logits_RV, own_2R, law_RV)
         told = []
         for masks in steps:
             token_R = logits_RV.argmax(1) if drawn_RV is None else self._drawn(drawn_RV, masks)
@@ -247,7 +213,7 @@ class Picks:
     def _drawn(self, law_RV: Tensor, masks: Masks) -> Tensor:
         """The token of each mask by its position's noise, [R]; enumerations replace it."""
         gumbel_RV = self._field.rows(masks.slot_R, masks.position_R, masks.key_R2, masks.numbers())
-        return self._laws.draw(law_RV, gumbel_RV, masks.own_2R)
+        return self._rows.draw(law_RV, gumbel_RV, masks.own_2R)
 
     def _confidence(self, law_RV: Tensor, token_R: Tensor, masks: Masks) -> Tensor:
         if self._kind == "random":
@@ -267,7 +233,33 @@ class Picks:
 
     def _chance(self, logits_RV: Tensor, masks: Masks) -> Tensor:
         """The chance that each mask is revealed in this step, [R]."""
-        time_R, later_R, _ = masks.step_R3.unbind(1)
+        time_R, later_R = masks.time_2R
         mask_R = torch.full_like(masks.position_R, self._mask_id)
         scores_RV = log_scores(logits_RV.to(torch.float64), mask_R, total_noise(time_R))
         return chance_by_scores(scores_RV, self._mask_id, self._kind == "euler", time_R, later_R)
+
+
+def _surest(told_A3R: NDArray[np.float64], asked: AskedMasks) -> Iterator[list[Pick]]:
+    """The picks of each sample: those of each stretch, step after step."""
+    stretch_R = np.repeat(np.arange(len(asked.size_A)), asked.size_A)
+    first_A = asked.size_A.cumsum() - asked.size_A
+    place_P = np.repeat(first_A, asked.best_A) + repeated(asked.best_A.cumsum() - asked.best_A, asked.best_A)
+    steps = list[list[Pick]]()
+    for token_R, log_p_R, sure_R in told_A3R:
+        best_P = np.lexsort((-sure_R, stretch_R))[place_P]
+        position_P, token_P = asked.position_R[best_P], token_R[best_P].astype(np.int64)
+        steps.append(
+            list(
+                zip(
+                    (-sure_R[best_P]).tolist(),
+                    position_P.tolist(),
+                    token_P.tolist(),
+                    log_p_R[best_P].tolist(),
+                    strict=True,
+                )
+            )
+        )
+    first = 0
+    for size, ahead in zip(asked.size_B.tolist(), asked.ahead_B, strict=True):
+        yield [pick for step in steps[: 1 + ahead] for pick in step[first : first + size]]
+        first += size

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.rows import RowShape, TokenRows
-from draftmill.decoders.draws.absorbing import noise_of_share
-from draftmill.decoders.engine.asks import FAR
+from draftmill.decoders.draws.absorbing import noise_of_share, total_noise
 from draftmill.decoders.engine.lanes import Lane, Packed, Reading, Run, following
 from draftmill.decoders.engine.parcels import Parcel, Sent
 
@@ -31,14 +31,11 @@ class TokenLane(Lane):
         """See Lane. An id that only another model has is replaced by one of this model's."""
         table = packed.table
         column_N = table.columns()
-        limit_N, own_N = table.limits(column_N), table.own()
         slot_N, token_N = packed.slot_B[table.owner_N], np.array(packed.tokens, dtype=np.int64)
         if self.backbone.vocab_size < self._vocab_size:
             token_N = np.minimum(token_N, self.backbone.vocab_size - 1)
         token_N, read = self.located(token_N, slot_N)
-        lows, highs = [np.zeros_like(column_N)], [limit_N]
-        if int(own_N.min()) < FAR:
-            lows, highs = [*lows, own_N], [*highs, table.till(column_N)]
+        lows, highs = table.intervals()
         num_columns = max(int(high_N.max()) for high_N in highs)
         size = self.size(table.num_rows) if reading.form is not None else None
         num_slots = len(packed.slot_B) if size is None else self.size(len(packed.slot_B))
@@ -50,13 +47,21 @@ class TokenLane(Lane):
         names.append(parcel.enclose(column_N, size=size, fill=self.trash))
         sights = parcel.enclose(np.stack([*lows, *highs]), size=size)
         slots = parcel.enclose(packed.slot_B, size=num_slots)
-        shares = None if packed.share_B is None else parcel.enclose(packed.share_B, size=num_slots)
+        shares, times = (
+            None if each is None else parcel.enclose(each, size=num_slots) for each in (packed.share_B, packed.time_B)
+        )
         shape = RowShape(
             num_slots=len(packed.slot_B) if num_slots is None else num_slots,
             num_lines=table.num_lines,
             num_columns=num_columns,
             slots=following(packed.slot_B),
+            num_positions=packed.num_positions,
         )
+
+        def sigma(sent: Sent) -> Tensor | None:
+            if shares is not None:
+                return noise_of_share(sent[shares])
+            return None if times is None else total_noise(sent[times])
 
         def rows(sent: Sent) -> TokenRows:
             owner, line, slot, token, position, column = (sent[name] for name in names)
@@ -71,7 +76,7 @@ class TokenLane(Lane):
                 low_IN=sent[sights][: len(lows)],
                 high_IN=sent[sights][len(lows) :],
                 shape=shape,
-                sigma_B=None if shares is None else noise_of_share(sent[shares]),
+                sigma_B=sigma(sent),
             )
 
         place_R = table.asked_places() if packed.places_R is None else packed.places_R

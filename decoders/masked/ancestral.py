@@ -32,15 +32,15 @@ from draftmill.decoders.draws.schedule import LAST_TIME, time_at
 from draftmill.decoders.engine.algorithm import Algorithm, Canvases
 from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import Look
+from draftmill.decoders.engine.looks import NO_MORE, Look, LookRows
 from draftmill.decoders.masked.settings import AncestralSettings
-from draftmill.decoders.masked.stepwise import root_span, runs_no_prompt
+from draftmill.decoders.masked.stepwise import runs_no_prompt
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
 
 
-def by_time(s: Canvas, steps: int) -> Decoding:
+def by_time(s: Canvas, steps: int, shift: int) -> Decoding:
     """Each mask has its step from the start: the chances (t - s) / t make its time uniform between 0 and t_0."""
     time_of, first = times(s, steps), first_time(s)
     uniform = keys.uniforms(s.key, np.array(s.holes, dtype=np.int64), keys.ORDER)
@@ -49,23 +49,28 @@ def by_time(s: Canvas, steps: int) -> Decoding:
     for position, step in zip(s.holes, step_of.tolist(), strict=True):
         masks_at.setdefault(step, []).append(position)
     for step in sorted(masks_at):
-        asked = [number for position in masks_at[step] for number in (0, position, position + 1, 1, 1)]
-        picks = yield Look(root_span(s, 0, s.length), asked, times=(time_of(step), time_of(step + 1)))
+        picks = yield look_at(s, masks_at[step], (time_of(step), time_of(step + 1)), step, shift)
         s.reveal(picks)
         if not s.holes:
             return
 
 
-def by_scores(s: Canvas, steps: int) -> Decoding:
+def by_scores(s: Canvas, steps: int, shift: int) -> Decoding:
     """The scores of the canvas say how likely each mask is revealed in this step; after the last step all are."""
     time_of, step = times(s, steps), 0
     while s.holes:
-        masks = len(s.holes)
-        asked = (0, s.holes[0], s.length, masks, masks)
-        picks = yield Look(root_span(s, 0, s.length), asked, times=(time_of(step), time_of(step + 1)), draw=step)
+        picks = yield look_at(s, s.holes, (time_of(step), time_of(step + 1)), step, shift)
         struck = [pick for pick in picks if pick[0] < 0.0 or step >= steps]
         s.reveal(sorted(struck, key=lambda pick: pick[1]))
         step += 1
+
+
+def look_at(s: Canvas, masks: list[int], times: tuple[float, float], step: int, shift: int) -> Look:
+    """Run the canvas, and ask about these masks."""
+    rows = LookRows(shift)
+    first = rows.run(s.canvas, 0, s.length, column=0, node=0, sees=(0, s.length, *NO_MORE))
+    rows.read(first, masks, best=len(masks), draw=step)
+    return rows.look(times=times)
 
 
 def first_time(s: Canvas) -> float:
@@ -84,7 +89,7 @@ def algorithm(setup: Setup, settings: AncestralSettings) -> Algorithm:
     predictor = settings.predictor_for(setup.info.family)
     by_model = predictor != "ddpm"
     return Algorithm(
-        decode=partial(by_scores if by_model else by_time, steps=settings.steps),
+        decode=partial(by_scores if by_model else by_time, steps=settings.steps, shift=setup.info.shift),
         kind="masked",
         canvases=Canvases(confidence=predictor if by_model else "unordered", conditioned=True),
         sample=partial(Canvas, block_length=None),

@@ -41,6 +41,11 @@ class Windows:
         # The block of the last forward, -1 before the first; how many tokens were decided when the cache was made.
         self.last, self.made_at = -1, s.decided
 
+    @property
+    def shift(self) -> int:
+        """A row speaks of the position that many after its own."""
+        return self._caching.shift
+
     def window(self, block: int) -> Run:
         """What a forward in a block runs without rebuilding the cache."""
         start = self._s.origin + block * self._s.size

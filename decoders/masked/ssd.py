@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Final
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import Look, Pick
+from draftmill.decoders.engine.looks import Pick
 from draftmill.decoders.masked.cached_windows import Caching, Windows
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.masked.ssd_nodes import Node, Readings, Standing, cut, moved, plant
@@ -104,10 +104,9 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
         drafts = candidates(s, tree, windows, readings)
         nodes = plant(s.holes, drafts, mixed=tree.mixed)
         near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0)
-        standing = Standing(s, tree.caching.shift, count=near, best=tree.drafts + 1)
+        standing = Standing(s, drafts, tree.caching.shift, count=near, best=tree.drafts + 1)
         stand(s, tree, windows, standing, nodes, runs)
-        flat = [number for draft in drafts for number in draft]
-        picks = yield Look(standing.spans, standing.asked, flat, draw=s.revealed, ahead=tree.ahead)
+        picks = yield standing.rows.look(ahead=tree.ahead)
         each = len(picks) // (1 + tree.ahead)
         said_A = [cut(picks[step * each : (step + 1) * each], nodes) for step in range(1 + tree.ahead)]
         news, last = walk(nodes, said_A[0], drafts, mixed=tree.mixed)

@@ -24,8 +24,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import MOST_SIGHTS, NO_MORE, SIDE, SPAN_FIELDS, Pick
+from draftmill.decoders.engine.looks import MOST_SIGHTS, NO_MORE, SIDE, LookRows, Pick
 from draftmill.decoders.masked.cached_windows import Run
 
 Sight = list[tuple[int, int, int]]
@@ -34,15 +37,14 @@ Sight = list[tuple[int, int, int]]
 
 @dataclass(slots=True)
 class Node:
-    """A canvas with the first `lead` drafts, and the one numbered `more` (-1: no other); it continues the node `before`.
+    """A canvas with some drafts; it continues the node `before`.
 
-    `gone` are the numbers, among the masks of the canvas, of those that its drafts fill. `block` is that of its first mask,
-    `sight` what it sees. `asked` are the stretches that it answers: (block, from position, to position, how many picks, whether
-    these are all of the block's masks).
+    `drafts` are the numbers of its drafts, `gone` those that they have among the masks of the canvas. `block` is that of its
+    first mask, `sight` what it sees. `asked` are the stretches that it answers: (block, from position, to position, how many
+    picks, whether these are all of the block's masks).
     """
 
-    lead: int
-    more: int
+    drafts: list[int]
     before: int
     gone: list[int]
     block: int = 0
@@ -56,21 +58,23 @@ class Node:
             at += index <= at
         return holes[at]
 
-    def num_masks(self, holes: Sequence[int], low: int, high: int) -> int:
-        """How many masks it has at positions [low, high)."""
-        if low >= high:
-            return 0
+    def masks(self, holes: Sequence[int], low: int, high: int) -> list[int]:
+        """Its masks at positions [low, high)."""
         first, end = bisect_left(holes, low), bisect_left(holes, high)
-        return end - first - (bisect_left(self.gone, end) - bisect_left(self.gone, first))
+        gone = self.gone[bisect_left(self.gone, first) : bisect_left(self.gone, end)]
+        found = list(holes[first:end])
+        for index in reversed(gone):
+            del found[index - first]
+        return found
 
 
 def plant(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed: bool) -> list[Node]:
     """The chain of canvases with 0, 1, .. drafts (position, token); if `mixed`, also those without the last but one."""
     where, num = [bisect_left(holes, position) for position, _ in drafts], len(drafts)
-    chain = [Node(count, -1, max(count - 1, 0), sorted(where[:count])) for count in range(num + 1)]
+    chain = [Node(list(range(count)), max(count - 1, 0), sorted(where[:count])) for count in range(num + 1)]
     if not mixed:
         return chain
-    others = [Node(i, i + 1, i, sorted([*where[:i], where[i + 1]])) for i in range(num - 1)]
+    others = [Node([*range(i), i + 1], i, sorted([*where[:i], where[i + 1]])) for i in range(num - 1)]
     return chain + others
 
 
@@ -80,17 +84,16 @@ class Standing:
     Each node answers its `best` surest masks in each of the first blocks that hold `count` of its masks.
     """
 
-    def __init__(self, s: Canvas, shift: int, *, count: int, best: int) -> None:
-        self._s, self._shift, self._count, self._best = s, shift, count, best
-        self.spans: list[int] = []
-        self.asked: list[int] = []
+    def __init__(self, s: Canvas, drafts: Sequence[tuple[int, int]], shift: int, *, count: int, best: int) -> None:
+        self._s, self._drafts, self._shift, self._count, self._best = s, drafts, shift, count, best
+        self.rows = LookRows(shift)
         self._column = SIDE
 
     def alone(self, number: int, node: Node) -> None:
         """A node without a cache: a whole canvas of its own."""
         length = self._s.length
-        self.spans += (length, 0, 0, number, node.lead, node.more, 0, length, *NO_MORE)
-        self._ask(node, [(len(self.spans) // SPAN_FIELDS - 1, 0, length)])
+        sees = (0, length, *NO_MORE)
+        self._ask(node, [(self.rows.run(self._canvas(node), 0, length, column=0, node=number, sees=sees), 0, length)])
 
     def root(self, node: Node, runs: Sequence[Run]) -> None:
         """The canvas itself, in its own columns."""
@@ -106,15 +109,25 @@ class Standing:
         self._stand(number, node, runs, beside=True)
 
     def _stand(self, number: int, node: Node, runs: Sequence[Run], *, beside: bool) -> None:
-        sees, parts = columns_of(node.sight), []
+        sees, parts, canvas = columns_of(node.sight), [], self._canvas(node)
         for low, high in runs:
             column = self._column if beside else low
-            self.spans += (high - low, column, low, number, node.lead, node.more, *sees)
+            first = self.rows.run(canvas, low, high, column=column, node=number, sees=sees)
             if beside:
                 self._column += high - low
             # The positions that these rows predict.
-            parts.append((len(self.spans) // SPAN_FIELDS - 1, low + self._shift if low else 0, high + self._shift))
+            parts.append((first, low + self._shift if low else 0, high + self._shift))
         self._ask(node, parts)
+
+    def _canvas(self, node: Node) -> NDArray[np.int64]:
+        """The tokens of a node, HOLE at masks."""
+        if not node.drafts:
+            return self._s.canvas
+        canvas = self._s.canvas.copy()
+        for index in node.drafts:
+            position, token = self._drafts[index]
+            canvas[position] = token
+        return canvas
 
     def _ask(self, node: Node, parts: Sequence[tuple[int, int, int]]) -> None:
         """Ask about a node's masks: `parts` are spans, and the positions [low, high) that each can tell."""
@@ -122,14 +135,13 @@ class Standing:
         end = s.end_of(s.block(node.nth_mask(s.holes, self._count - 1)))
         while (start := s.origin + block * s.size if block else 0) < end:
             stop = s.end_of(block)
-            total = node.num_masks(s.holes, start, stop)
-            for span, can_low, can_high in parts if total else ():
+            total = len(node.masks(s.holes, start, stop))
+            for first, can_low, can_high in parts if total else ():
                 low, high = max(start, can_low), min(stop, can_high)
-                masks = node.num_masks(s.holes, low, high)
-                if masks:
-                    best = min(self._best, masks)
-                    self.asked += (span, low, high, masks, best)
-                    node.asked.append((block, low, high, best, masks == total))
+                if low < high and (masks := node.masks(s.holes, low, high)):
+                    best = min(self._best, len(masks))
+                    self.rows.read(first, masks, best=best, draw=s.revealed + len(node.gone))
+                    node.asked.append((block, low, high, best, len(masks) == total))
             block += 1
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from draftmill.decoders.engine.algorithm import Algorithm, Canvases
 from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import NO_MORE, Look
+from draftmill.decoders.engine.looks import NO_MORE, Look, LookRows
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.masked.cached_windows import Caching, Windows
 from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
@@ -64,16 +64,13 @@ def by_confidence(s: Canvas, caching: Caching, count: Count) -> Decoding:
 
 def look_at(s: Canvas, windows: Windows, quota: Quota) -> Look:
     """Run the canvas, or what the cache leaves to run, and ask for the surest of the masks that may come next."""
-    low, high, masks = s.next_masks()
-    runs = windows.next_runs(s.block(s.holes[0]))
-    spans = [number for start, end in runs for number in root_span(s, start, end)]
-    inside = next(index for index, (start, end) in enumerate(runs) if start < high <= end)
-    return Look(spans, (inside, low, high, masks, quota(masks)), draw=s.revealed)
-
-
-def root_span(s: Canvas, start: int, end: int) -> tuple[int, ...]:
-    """The positions [start, end) of the canvas as it is, seeing all of it."""
-    return (end - start, start, start, 0, 0, -1, 0, s.length, *NO_MORE)
+    _, high, masks = s.next_masks()
+    rows, sees = LookRows(windows.shift), (0, s.length, *NO_MORE)
+    for low, end in windows.next_runs(s.block(s.holes[0])):
+        first = rows.run(s.canvas, low, end, column=low, node=0, sees=sees)
+        if low < high <= end:
+            rows.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed)
+    return rows.look()
 
 
 # ---- how many at once ------------------------------------------------------------------------------------------------

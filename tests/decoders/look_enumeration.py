@@ -61,7 +61,7 @@ class ChosenPicks(Picks):
             gumbel_PV = law_RV.new_zeros(len(points), law_RV.shape[1])
             gumbel_PV[:, :3] = torch.from_numpy(points)[:, : law_RV.shape[1]]
             own_2P = None if masks.own_2R is None else masks.own_2R[:, row : row + 1].expand(-1, len(points))
-            found_P = self._laws.draw(law_RV[row].expand(len(points), -1), gumbel_PV, own_2P)
+            found_P = self._rows.draw(law_RV[row].expand(len(points), -1), gumbel_PV, own_2P)
             assert (found_P == token_R[row]).all(), "noise of the chosen branch gives another token"
         return token_R
 
@@ -85,7 +85,7 @@ class ChosenPicks(Picks):
     def _uniform(self, chance_R: Tensor, masks: Masks) -> Tensor:
         uniform_R = super()._uniform(chance_R, masks)
         for row, index, position in self._ours(masks):
-            chance, step = float(chance_R[row]), int(masks.step_R3[row, 2])
+            chance, step = float(chance_R[row]), int(masks.numbers()[row])
             struck = self.choosers[index].accept(chance, position, step)
             # Close to the chance, so that any other limit is found.
             uniform_R[row] = chance * 0.999 if struck else chance + 0.001 * (1.0 - chance)
@@ -107,8 +107,8 @@ def in_nucleus(law_V: Tensor, top_p: float | None) -> Tensor:
 def engine_of(setup: Setup, settings: DecoderChoice, choosers: Mapping[int, Chooser]) -> Engine:
     """The engine that runs these settings, with choosers for some requests."""
     engine = Engine(setup, algorithm_of(setup, settings))
-    lane: Any = engine.lanes[0]
-    lane.picks = ChosenPicks(lane.picks, choosers, setup.sampling.top_p)
+    picks: Any = engine.answers
+    engine.answers = ChosenPicks(picks, choosers, setup.sampling.top_p)
     return engine
 
 

@@ -182,13 +182,13 @@ def test_a_sample_with_nan_is_found_in_a_captured_forward_too(monkeypatch: Any) 
 
 
 def doubled(sent: Any) -> Work:
-    numbers = sent["numbers"].to(torch.float64)
+    numbers = sent["0"].to(torch.float64)
     return Work(numbers.unsqueeze(1), numbers * 2, len(numbers))
 
 
 def run(made: Graphs, *numbers: int, work: Any = doubled, key: str = "key") -> list[float]:
     parcel = Parcel()
-    parcel.add("numbers", np.array(numbers))
+    parcel.enclose(np.array(numbers))
     found: list[float] = made.run(key, parcel, work).record.tolist()
     return found
 
@@ -215,7 +215,7 @@ def test_a_graph_that_knows_a_number_of_its_first_forward_gives_another_result()
     made, bias = Graphs(Replaying(), CPU), []
 
     def work(value: int) -> Any:
-        return lambda sent: Work(sent["numbers"], sent["numbers"] * 1.0 + value, 1)
+        return lambda sent: Work(sent["0"], sent["0"] * 1.0 + value, 1)
 
     for value in (5, 5, 6):
         bias.append(run(made, 1, work=work(value)))
@@ -243,8 +243,8 @@ def test_records_with_nan_and_infinities_are_compared_too() -> None:
 
     def work(sent: Any) -> Work:
         record = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0], dtype=torch.float64)
-        record[3] = sent["numbers"].sum()
-        return Work(sent["numbers"], record, 1)
+        record[3] = sent["0"].sum()
+        return Work(sent["0"], record, 1)
 
     assert [run(made, value, work=work)[3] for value in range(4)] == [0, 1, 2, 3]
     assert recorder.num_captured == 1 and made.num_replayed == 2

@@ -65,7 +65,7 @@ def test_a_kernel_that_draws_picks_needs_no_noise_in_memory(monkeypatch):
     def refused(*_):
         raise AssertionError("noise is kept, or read")
 
-    for name in ("_resize", "rows"):
+    for name in ("missing", "rows"):
         monkeypatch.setattr(NoiseField, name, refused)
     decoded("ssd", NOTES, warp="plain")
     with pytest.raises(AssertionError, match="noise is kept"):
