@@ -39,7 +39,6 @@ from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import noise
-from draftmill.decoders.engine.drawn import VARIABLE as AHEAD_SWITCH
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.graphs import VARIABLE as GRAPH_SWITCH
 from draftmill.decoders.engine.setup import Setup
@@ -313,7 +312,7 @@ def _requests(case: Case, vocab_size: int, count: int) -> list[Request]:
     return requests
 
 
-def _decoder(bench: Bench, case: Case, rows: int, *, captures: bool = True, ahead: bool = True) -> Any:
+def _decoder(bench: Bench, case: Case, rows: int, *, captures: bool = True) -> Any:
     model = bench.model(case.config)
     causal = case.config["model_type"] == "llama"
     setup = Setup(
@@ -325,12 +324,12 @@ def _decoder(bench: Bench, case: Case, rows: int, *, captures: bool = True, ahea
         max_tokens=rows * (case.length + 1),
         stops=Stops() if causal else None,
     )
-    with mock.patch.dict(os.environ, {GRAPH_SWITCH: str(int(captures)), AHEAD_SWITCH: str(int(ahead))}):
+    with mock.patch.dict(os.environ, {GRAPH_SWITCH: str(int(captures))}):
         return build_decoder(setup, case.settings)
 
 
 def _drained(decoder: Any, requests: list[Request]) -> Iterator[tuple[float, list[Outcome]]]:
-    """Seconds and outcomes of each step. A step waits for its own record: nothing else has to, and the next forward may run."""
+    """Seconds and outcomes of each step, which waits for its record."""
     queue = list(reversed(requests))
     while queue or decoder.active:
         room = decoder.room(len(queue[-1].canvas)) if queue else 0
@@ -345,23 +344,22 @@ def families(bench: Bench) -> Table:
     found = []
     for case in bench.cases():
         if bench.is_late:
-            found.append([case.name, str(case.rows), *["no time left"] * 8])
+            found.append([case.name, str(case.rows), *["no time left"] * 7])
             continue
-        eager, _, _ = _timed(bench, case, captures=False, ahead=False)
-        graphs_alone, _, _ = _timed(bench, case, captures=True, ahead=False)
-        ms, tokens_per_s, share = _timed(bench, case, captures=True, ahead=True)
+        eager, _, _ = _timed(bench, case, captures=False)
+        ms, tokens_per_s, share = _timed(bench, case, captures=True)
         roofline = _roofline_ms(bench, bench.model(case.config), case)
         expected = "-" if case.expected is None else f"{case.expected[0]:g} .. {case.expected[1]:g}"
-        times = [f"{one:.2f}" for one in (eager, graphs_alone, ms)]
+        times = [f"{one:.2f}" for one in (eager, ms)]
         numbers = [f"{tokens_per_s:.0f}", *times, f"{share:.0%}", f"{roofline:.2f}"]
         found.append([case.name, str(case.rows), *numbers, expected, _verdict(eager, case)])
-    columns = ["case", "rows", "tokens/s", "ms a step, eager", "with graphs", "and planned ahead", "replayed"]
+    columns = ["case", "rows", "tokens/s", "ms a step, eager", "with graphs", "replayed"]
     return Table("Decoders", [*columns, "roofline, ms", "expected eager, ms", "verdict"], found)
 
 
-def _timed(bench: Bench, case: Case, *, captures: bool, ahead: bool) -> tuple[float, float, float]:
+def _timed(bench: Bench, case: Case, *, captures: bool) -> tuple[float, float, float]:
     """Milliseconds of a steady step, tokens a second of all steps, and the share of steps that replayed a graph."""
-    decoder = _decoder(bench, case, case.rows, captures=captures, ahead=ahead)
+    decoder = _decoder(bench, case, case.rows, captures=captures)
     requests = _requests(case, bench.model(case.config).info.vocab_size, case.rows)
     steps = [(seconds, len(done)) for seconds, done in _drained(decoder, requests)]
     bench.wait()

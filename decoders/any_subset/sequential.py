@@ -37,7 +37,6 @@ def algorithm(setup: Setup, settings: AnySubsetSettings) -> Algorithm:
         joins_prompts=False,
         shared=whole_prompt,
         grain=WHOLE,
-        following=Sample.next_two_stream,
     )
 
 

@@ -23,7 +23,7 @@ def autoregressive(s: Sample) -> Decoding:
 
 def algorithm(setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> Algorithm:
     """How the engine runs it; settings do not matter."""
-    return Algorithm(decode=autoregressive, shared=prompt_but_one, following=Sample.next_causal)
+    return Algorithm(decode=autoregressive, shared=prompt_but_one)
 
 
 def prompt_but_one(s: Sample) -> int:

@@ -39,7 +39,7 @@ from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.causal.speculative import Allot, Drafter, Drafting, all_of, speculative, those_that_pay
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import DRAFT, FAR, FETCH, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Window
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Window
 from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
@@ -98,11 +98,9 @@ def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
             else:
                 ranks = [n + offset for offset in now]
                 spans = _spans(len(tokens), [(rank - start - r.shift, rank) for rank in ranks])
-                told = yield Ask(1, tokens, spans, [NO_DRAFT] * len(now), window=window, later=True)
+                told = yield Ask(1, tokens, spans, [NO_DRAFT] * len(now), window=window)
             for offset, token in zip(now, told.tokens, strict=True):
                 drafts[offset] = s.tokens[n + offset] = token
-        if count:
-            yield FETCH
         return s.tokens[n : n + count]
 
     return draft

@@ -30,7 +30,7 @@ from draftmill.decoders.causal.settings import NgramDrafterSettings, Speculative
 from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 from draftmill.decoders.drafts.suffix_index import Reader, SuffixIndex
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import FETCH, JUDGE, NO_DRAFT, SEARCH, SURE, Decoding, Offer
+from draftmill.decoders.engine.asks import JUDGE, MODEL, NO_DRAFT, SEARCH, SURE, Decoding, Offer, Roll
 from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
@@ -68,12 +68,11 @@ def by_model(s: Sample, max_length: int | None, allot: Allot) -> Drafter:
         if max_length is not None:
             most = min(most, max(max_length + 1 - n, 0))
         count = yield from allot(most)
-        for rank in range(n, n + count):
-            s.tokens[rank] = (yield s.draft_next(rank)).tokens[0]
-            s.nfe_draft += 1
-        if count:
-            yield FETCH
-        return s.tokens[n : n + count]
+        if not count:
+            return []
+        s.nfe_draft += count
+        drafts: list[int] = (yield Roll(MODEL, n, count)).tokens
+        return drafts
 
     return draft
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE, Request
-from draftmill.decoders.engine.asks import Ask, Decoding
+from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.samples import Sample
 
 WHOLE: Final = 0
@@ -70,9 +70,6 @@ class Algorithm:
     `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full.
     `sample` is the kind of sample that `decode` works on, and `has_prompt` says whether a sample's first forward runs a prompt.
     `notes` are those of named rows, `canvases` is for masked diffusion.
-
-    `following` says what a sample will ask when the token that it waits for is drawn, if the text goes on; None at its end. The
-    engine may run that before it has read the token.
     """
 
     decode: Callable[[Any], Decoding]
@@ -95,7 +92,6 @@ class Algorithm:
     has_prompt: Callable[[Sample], bool] = lambda sample: True
     notes: Notes = Notes()
     canvases: Canvases | None = None
-    following: Callable[[Sample], Ask | None] | None = None
 
 
 def check_completion(canvas_L: NDArray[np.int32], *, scores: bool = False) -> None:

@@ -64,15 +64,16 @@ distribution q is kept. JUDGE: a draft against the kept q. SURE: a draft that ha
 TARGET, of a decoder that verifies nothing; each rank is asked about once. GIVEN: as TARGET, but the log-probability is
 that of the row's draft, a token of a text that is scored."""
 
-BARE, MARKOV = range(2)
-"""What draws a Roll's drafts: the rows' own distributions, or the model's draft head (decoders/backbones/heads.py)."""
+BARE, MARKOV, MODEL = range(3)
+"""What draws a Roll's drafts: the rows' own distributions, the model's draft head (decoders/backbones/heads.py), or forwards of
+a drafting model, one a draft."""
 
 NO_DRAFT: Final = -1
 """In `Ask.drafts`: the row judges no draft."""
 JUST_ONE: Final = (NO_DRAFT,)
 
-FIRST_PROMISE: Final = -2
-"""The promise of rank 0; -1 is a hole."""
+DRAFTED: Final = -2
+"""As a row's token: the one that its model has drafted last in this slot, which the host has not read. -1 is a hole."""
 
 Spans = tuple[int, ...]
 """FIELDS numbers a span, or WIDE."""
@@ -83,11 +84,6 @@ def wide_span(
 ) -> Spans:
     """A wide span; what of it is answered, the ask names."""
     return (count, column, position, floor, lag, own, 0, 0, 0, grain, till)
-
-
-def promise(rank: int) -> int:
-    """What stands in an ask for a token that will be drawn at this rank, until it is known."""
-    return FIRST_PROMISE - rank
 
 
 class Named(NamedTuple):
@@ -127,9 +123,6 @@ class Ask(NamedTuple):
     `tokens` are those of the rows in `spans`. `drafts` has an entry for each answered row: the draft that it judges, or NO_DRAFT.
     `queries` are the spans of an any-subset model's query rows. With `named` rows the spans are wide, and `drafts` empty.
     `window` is for a drafting model that runs windows.
-
-    With `later` the decoder does not wait for the drafts: it may be sent promises in their place (drawn.py), which it stores at
-    their ranks, and asks for further drafts with. Before it does anything else, it yields a Fetch.
     """
 
     model: int
@@ -139,7 +132,6 @@ class Ask(NamedTuple):
     queries: Spans = ()
     named: Named | None = None
     window: Window | None = None
-    later: bool = False
 
 
 class Roll(NamedTuple):
@@ -148,12 +140,14 @@ class Roll(NamedTuple):
     Draft j comes from the row `row + j` (BARE), or from that row, corrected with the tokens that it has not seen, those at ranks
     from `limit` on (MARKOV). Answered before the next forward. Those of a drafting model come from all its rows, since each is a
     token.
+
+    A MODEL runs its columns up to `rank`, then each draft but the last; no draft leaves the device before the window is complete.
     """
 
     head: int
     rank: int
     num_drafts: int
-    row: int
+    row: int = 0
     limit: int = 0
     model: int = 0
 
@@ -231,13 +225,8 @@ class Offer(NamedTuple):
     most: int
 
 
-class Fetch(NamedTuple):
-    """Asks for the drafts that were promised; answered with None when they stand in the sample's tokens."""
-
-
 SEARCH: Final = Search()
-FETCH: Final = Fetch()
 
-Wish = Ask | Fetch | Roll | Weights | Search | Offer | Look | Score
+Wish = Ask | Roll | Weights | Search | Offer | Look | Score
 Decoding = Generator[Wish, Any, None]
 """A decoder at work on one sample: it is sent a number for a Search or an Offer, else an Answer, and ends with the sample."""

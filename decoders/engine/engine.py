@@ -5,7 +5,6 @@
                  how many drafts may each take (lengths `auto` only)
                  draws from decoders' own weights and the drafting model's forwards, as long as anyone asks for them
                  the target's forward: pack the asks, run, draw or judge (block-diffusion models: rows that asks name)
-                 on a GPU the next one, where it is known what will be asked if texts go on; read the first one's answers
                  windows that a head rolls over from rows of that forward
                  samples whose generators end give their outcomes and free their slots
 
@@ -37,24 +36,24 @@ from draftmill.decoders.engine.asks import (
     FIELDS,
     GIVEN,
     JUDGE,
+    MODEL,
     NO_DRAFT,
     SURE,
     TARGET,
     WIDE,
     Answer,
     Ask,
-    Fetch,
+    Noted,
     Roll,
     Weights,
+    Wish,
 )
 from draftmill.decoders.engine.canvas_samples import Canvas
 from draftmill.decoders.engine.canvases import CanvasLane
 from draftmill.decoders.engine.counters import Counters
-from draftmill.decoders.engine.drawn import Drawn, plans_ahead
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.flights import Flight
 from draftmill.decoders.engine.graphs import find_graphs, why_no_graphs
-from draftmill.decoders.engine.lanes import Lane, Packed, Reading
+from draftmill.decoders.engine.lanes import Lane, Packed, Started
 from draftmill.decoders.engine.lengths import Lengths
 from draftmill.decoders.engine.look_packing import copied, pack
 from draftmill.decoders.engine.memory import Account, column_multiple
@@ -64,7 +63,7 @@ from draftmill.decoders.engine.orders import decoding_order
 from draftmill.decoders.engine.packing import Asked, Ints, Table
 from draftmill.decoders.engine.parcels import Parcel
 from draftmill.decoders.engine.picks import Picks
-from draftmill.decoders.engine.pieces import DEVICE_ROWS, ask_of_piece, cut_drafting, deal, ran_ahead
+from draftmill.decoders.engine.pieces import DEVICE_ROWS, ask_of_piece, deal, ran_ahead
 from draftmill.decoders.engine.prefixes import Prefixes
 from draftmill.decoders.engine.prompts import Prompts
 from draftmill.decoders.engine.rolls import Rolling
@@ -105,13 +104,6 @@ class Turn:
         new, pieces = ([one for one in running if bool(one.piece) is cut] for cut in (False, True))
         return cls(samples, fresh, bool(running) and not fresh, new, pieces, len(slots))
 
-    def without(self, behind: list[Sample]) -> Turn:
-        """The step without samples that wait for their drafting model."""
-        if not behind:
-            return self
-        samples, new = ([one for one in some if one not in behind] for some in (self.samples, self.new))
-        return replace(self, samples=samples, new=new, num_waiting=self.num_waiting + len(behind))
-
     @property
     def is_usual(self) -> bool:
         """Whether the time of the step says something about later ones: prompts take longer."""
@@ -133,12 +125,8 @@ class Engine:
         self.lanes: list[Lane] = [self._target(setup)]
         if setup.drafter:
             self.lanes.append(self._drafting(setup))
-        self._ahead: Flight | None = None  # the forward that runs before the records of those before it were read
-        self._plans_ahead = plans_ahead(setup.backbone.device)
         for lane in self.lanes:
             lane.graphs = find_graphs(lane.backbone) if lane.can_capture else None
-            if self._plans_ahead and (algorithm.following or not lane.is_target):
-                lane.drawn = Drawn(setup.max_rows, algorithm.window + 1, lane.device)
         made = NamedAnswers if self._names else Picks if algorithm.canvases is not None else NoiseAnswers
         self.answers: Answers = answers or made(setup, algorithm, account=lambda: self.account)
         self.stats = EngineStats()
@@ -167,7 +155,9 @@ class Engine:
         if self.algorithm.windows:
             return WindowLane(setup, self.algorithm.windows)
         assert setup.drafter is not None, "a drafting model"
-        return TokenLane(setup.drafter, setup.info.vocab_size, is_target=False)
+        lane = TokenLane(setup.drafter, setup.info.vocab_size, is_target=False)
+        lane.drafted_C = torch.zeros(2 * setup.max_rows + 1, dtype=torch.int64, device=lane.device)
+        return lane
 
     def _target(self, setup: Setup) -> Lane:
         if (canvases := self.algorithm.canvases) is not None:
@@ -300,7 +290,7 @@ class Engine:
         dropped = [sample.request.index for sample in self._slots if sample] + [one.index for one in self._instant]
         for slot in range(len(self._slots)):
             self._release(slot)
-        self._slots, self._instant, self._ahead = [], [], None
+        self._slots, self._instant = [], []
         self.prompts.clear()
         self._allocate(0, 0)
         return dropped
@@ -311,16 +301,6 @@ class Engine:
             lane.release(slot)
 
     # ---- whose turn it is ----------------------------------------------------------------------------------------
-
-    def _turn_ahead(self) -> Turn | None:
-        """The samples whose forward runs already, if any of them goes on; new ones wait for the next step."""
-        if self._ahead is None:
-            return None
-        samples = sorted(self._alive(self._ahead), key=lambda sample: sample.slot)
-        if not samples:
-            self._ahead = None
-            return None
-        return Turn(samples, num_waiting=self._inside - len(samples))
 
     def _turn(self) -> Turn:
         """With a budget of rows, prompts run beside the others, in pieces. Without, many go together, a few with the others."""
@@ -367,21 +347,21 @@ class Engine:
         done, self._instant = self._instant, []
         if not self._slots:
             return done
-        turn = self._turn_ahead() or self._turn()
+        turn = self._turn()
         deciding = self._begin(turn)
         if self.lengths is not None and deciding:
             self.lengths.settle(deciding, fresh=turn.fresh, joined=turn.joined)
-        turn = turn.without(self._draft(turn))
+        self._draft(turn)
         began_s, kv = time.perf_counter(), sum(sample.decided for sample in turn.samples)
         is_new = turn.fresh or turn.joined
-        ended = self._evaluate(turn.samples, is_new=is_new) if turn.samples else []
+        ended = self._evaluate(turn.samples, is_new=is_new)
         self.prompts.ran(turn.new, turn.pieces)
         if turn.pieces:
             self.counters.ran_ahead([sample.slot for sample in turn.pieces], active=len(turn.samples))
         if self.lengths is not None:
             seconds = time.perf_counter() - began_s
             self.lengths.ran(deciding, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
-        if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
+        if rolling := [one for one in turn.samples if isinstance(one.ask, Roll) and one.ask.head != MODEL]:
             seconds = self._roll(rolling, turn.samples, self.lanes[0])
             if self.lengths is not None:
                 self.lengths.spent(seconds)
@@ -401,90 +381,84 @@ class Engine:
         return [sample for sample in turn.samples if not sample.piece] if turn.pieces else turn.samples
 
     def _evaluate(self, samples: list[Sample], *, is_new: bool) -> list[Sample]:
-        """The target's forward; returns the samples that ended. Before it is read, the next one starts where it is known."""
-        if self._names:
-            return self._land(self._start_named(samples), is_new=True)
+        """The target's forward; returns the samples that ended."""
         lane = self.lanes[0]
+        if self._names:
+            return self._land(samples, lane, *self._start_named(samples), is_new=True)
         if isinstance(lane, CanvasLane):
             return self._look(samples, lane)
-        flight, self._ahead = self._ahead, None
-        assert flight is None or flight.is_asked_by(samples), "a forward that nobody asked for: `following` is wrong"
-        flight = flight or self._start(samples, lane)
-        if self._plans_ahead and self.algorithm.following is not None:
-            self._ahead = self._start_following(samples, lane)
-        return self._land(flight, is_new=is_new)
+        return self._land(samples, lane, *self._start(samples, lane, [sample.ask for sample in samples]), is_new=is_new)
 
-    def _start_following(self, samples: list[Sample], lane: Lane) -> Flight | None:
-        """Start what these samples will ask when they have their answers; None if others begin, or none is known to go on."""
-        following = self.algorithm.following
-        assert following is not None, "this decoder's asks are known before"
-        if any(sample.piece for sample in samples) or len(samples) < self._inside:
-            return None
-        going = [(sample, ask) for sample in samples if (ask := following(sample)) is not None]
-        return self._start([sample for sample, _ in going], lane, [ask for _, ask in going]) if going else None
-
-    def _draft(self, turn: Turn) -> list[Sample]:
-        """Draft as long as any sample asks for it, by its own weights or the drafting model; all then meet at the target.
-
-        Returns the samples that do not: of whose prompts the drafting model has run a piece only, or nothing yet.
-        """
-        began_s, behind, flights = time.perf_counter(), list[Sample](), list[tuple[Flight, int, int]]()
+    def _draft(self, turn: Turn) -> None:
+        """Draft as long as any sample asks for it, by its own weights or the drafting model; all then meet at the target."""
+        began_s = time.perf_counter()
         self._weigh(turn.samples)
-        while True:
-            asking = [one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model and one not in behind]
-            if not asking:
-                fetching = [one for one in turn.samples if isinstance(one.ask, Fetch)]
-                if not fetching:
-                    break
-                self._fetch(fetching, flights, time.perf_counter() - began_s, is_usual=turn.is_usual)
-                continue
-            if self._prompt_rows is not None:
-                everyone, asking = asking, cut_drafting(asking, self.algorithm.window, self._prompt_rows)
-                behind += [one for one in everyone if one.piece or one not in asking]
-            forward_s = time.perf_counter()
+        if turn.pieces and len(self.lanes) > 1 and not self.algorithm.windows:
+            # The drafting model's columns keep up with the target's.
+            self._start(turn.pieces, self.lanes[1], [sample.catch_up(sample.piece) for sample in turn.pieces])
+        if rolling := [one for one in turn.samples if isinstance(one.ask, Roll)]:
+            self._roll_model(rolling, is_usual=turn.is_usual)
+        while asking := [one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model]:
+            forward_s, lane = time.perf_counter(), self.lanes[1]
             rows, kv = self._size_of(asking)
-            flight = self._start(asking, self.lanes[1])
-            if self._plans_ahead and all(ask.later for sample, ask in flight.asked if not sample.piece):
-                flights.append((flight, rows or flight.useful, kv))
-                flight.give_promises()
-                continue
-            self._land(flight, is_new=False)
+            self._land(asking, lane, *self._start(asking, lane, [sample.ask for sample in asking]), is_new=False)
             if self.lengths is not None and turn.is_usual:
-                self.lengths.drafted(rows or flight.useful, kv, time.perf_counter() - forward_s)
+                self.lengths.drafted(rows, kv, time.perf_counter() - forward_s)
             if rolling := [sample for sample in asking if isinstance(sample.ask, Roll)]:
-                self._roll(rolling, asking, self.lanes[1])
+                self._roll(rolling, asking, lane)
         if self.lengths is not None:
             self.lengths.spent(time.perf_counter() - began_s)
-        return behind
 
-    def _fetch(
-        self, fetching: list[Sample], flights: list[tuple[Flight, int, int]], started_s: float, *, is_usual: bool
-    ) -> None:
-        """Read all drafts that were promised, and let their samples go on. `started_s` are the seconds until now."""
-        began_s, laps = time.perf_counter(), list[float]()
-        # When the last one is over, all are: there is one wait.
-        flights.reverse()
-        for flight, _, _ in flights:
-            flight.keep_promises()
-            laps.append(sum(flight.seconds()))
-            self.counters.drafted(np.array([sample.slot for sample in flight.samples]), laps[-1])
-        if flights and self.lengths is not None and is_usual:
-            # The forwards overlapped with the host: each has its share of the whole time.
-            whole_s = started_s + time.perf_counter() - began_s
-            for (_, rows, kv), lap_s in zip(flights, laps, strict=True):
-                self.lengths.drafted(rows, kv, whole_s * lap_s / max(sum(laps), 1e-9))
-        flights.clear()
-        for sample in fetching:
-            assert sample.decoding is not None, "a sample in a slot has a generator"
-            sample.ask = sample.decoding.send(None)
+    def _roll_model(self, samples: list[Sample], *, is_usual: bool) -> None:
+        """Draft windows by the drafting model, a forward a rank; the host waits once, for the last one."""
+        began_s, lane = time.perf_counter(), self.lanes[1]
+        self._catch_up(samples, lane)
+        asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
+        assert all(ask.head == MODEL for ask in asks), "before the target's forward a model drafts"
+        runs = list[tuple[list[Sample], int, Started[Answer]]]()
+        for offset in range(max(ask.num_drafts for ask in asks)):
+            going = [sample for sample, ask in zip(samples, asks, strict=True) if offset < ask.num_drafts]
+            nexts = [sample.draft_next(sample.decided + offset) for sample in going]
+            started, _ = self._start(going, lane, nexts)
+            runs.append((going, sum(sample.cached_draft for sample in going), started))
+        found, laps = [], list[float]()
+        for going, _, started in reversed(runs):
+            found.append({one.slot: answer.tokens[0] for one, answer in zip(going, lane.finish(started), strict=True)})
+            laps.append(sum(lane.seconds(started)))
+            self.counters.drafted(np.array([sample.slot for sample in going]), laps[-1])
+        if self.lengths is not None and is_usual:
+            # The forwards overlap with the host: each has its share of the whole time.
+            whole_s = time.perf_counter() - began_s
+            for (_, kv, started), lap_s in zip(runs, reversed(laps), strict=True):
+                self.lengths.drafted(started.useful, kv, whole_s * lap_s / max(sum(laps), 1e-9))
+        drafts = [
+            [token_of[sample.slot] for token_of in reversed(found) if sample.slot in token_of] for sample in samples
+        ]
+        self._resume(samples, (Answer(0, each, [0.0] * len(each)) for each in drafts))
+
+    def _catch_up(self, samples: list[Sample], lane: Lane) -> None:
+        """Let the drafting model run prompts in forwards of their own, until the rest is no more than a budget of rows.
+
+        Its cache takes over nothing from other samples. Up to `window` + 1 rows are those of a sample that decodes.
+        """
+        budget = self._prompt_rows
+        while budget is not None:
+            long = [one for one in samples if one.decided - one.cached_draft > self.algorithm.window + 1]
+            if sum(one.decided - one.cached_draft for one in long) <= budget:
+                return
+            going, asks, left = list[Sample](), list[Ask](), budget
+            for sample in long:
+                if count := min(left, sample.decided - sample.cached_draft - 1):
+                    going.append(sample)
+                    asks.append(sample.catch_up(count))
+                    left -= count
+            self._start(going, lane, asks)
 
     @staticmethod
     def _size_of(asking: list[Sample]) -> tuple[int, int]:
-        """What a forward of the drafting model costs by: of windows the drafts to be made; and the columns that are read."""
+        """What a forward over windows costs by: the drafts to be made, and the columns that are read."""
         windows = [sample.ask.window for sample in asking if isinstance(sample.ask, Ask) and sample.ask.window]
-        if windows:
-            return sum(window.num_drafts for window in windows), sum(sample.decided for sample in asking)
-        return 0, sum(sample.cached_draft for sample in asking)
+        return sum(window.num_drafts for window in windows), sum(sample.decided for sample in asking)
 
     def _weigh(self, samples: list[Sample]) -> None:
         """Draw drafts from distributions of the samples' own, rank after rank."""
@@ -541,17 +515,14 @@ class Engine:
         parcel = Parcel()
         assert isinstance(self.answers, Picks), "what reads masks"
         reading = self.answers.looked(lane, asked, parcel)
-        verified_B = np.array([num_nodes])
-        ended = self._land(
-            self._flight(samples, [], lane, packed, parcel, reading=reading, verified_B=verified_B), is_new=True
-        )
+        started = lane.start_run(lane.plan(packed, reading, parcel), reading, parcel)
+        ended = self._land(samples, lane, started, num_nodes, is_new=True)
         if wanting := [canvas for canvas in canvases if canvas.copies]:
             lane.backbone.copy_columns(*lane.put(copied(wanting, packed.longest)))
         return ended
 
-    def _start(self, samples: list[Sample], lane: Lane, following: list[Ask] | None = None) -> Flight:
-        """Start a forward of one model for what these samples ask, or for what they will ask after one more token."""
-        asks: list[Ask] = [sample.ask for sample in samples] if following is None else following  # type: ignore[misc]
+    def _start(self, samples: Sequence[Sample], lane: Lane, asks: Sequence[Wish | None]) -> tuple[Started[Answer], int]:
+        """Start a forward of one model for what these samples ask; with how many tokens it decides or checks."""
         tokens: list[int] = []
         spans: list[int] = []
         queries: list[int] = []
@@ -564,7 +535,7 @@ class Engine:
             queries += ask.queries
             drafts += ask.drafts
             sizes.append(len(ask.drafts))
-            whens.append(sample.decided + (following is not None))
+            whens.append(sample.decided)
             if ask.window is not None:
                 shares.append(ask.window.share)
             if len(ask.spans) != FIELDS:
@@ -581,22 +552,21 @@ class Engine:
             slot_B, tokens, table, answered if queries else None, longest, share_B=np.array(shares) if shares else None
         )
         asked = Asked.of(answered, slot_B, drafts, sizes, whens)
-        verified_B = np.bincount(asked.owner_R, _IS_VERIFIED_K[asked.kind_R], len(samples))
         parcel = Parcel()
         reading = self.answers.answer(lane, asked, parcel)
-        return self._flight(samples, asks, lane, packed, parcel, reading=reading, verified_B=verified_B)
+        started = lane.start_run(lane.plan(packed, reading, parcel), reading, parcel)
+        return started, int(_IS_VERIFIED_K[asked.kind_R].sum())
 
-    def _start_named(self, samples: list[Sample]) -> Flight:
+    def _start_named(self, samples: list[Sample]) -> tuple[Started[Noted], int]:
         """As `_start`, of the target, for asks that name their answered rows."""
         tokens: list[int] = []
         spans: list[int] = []
-        named, counts, asks = [], [], list[Ask]()
+        named, counts = [], []
         for sample in samples:
             ask = sample.ask
             assert isinstance(ask, Ask) and ask.named is not None, "all of these samples name their rows"
             tokens += ask.tokens
             spans += ask.spans
-            asks.append(ask)
             named.append(ask.named)
             counts.append(len(ask.spans) // WIDE)
         lane, slot_B = self.lanes[0], self._slots_of(samples)
@@ -606,51 +576,29 @@ class Engine:
         packed = Packed(slot_B, tokens, table, None, 0, asked.place_R)
         parcel = Parcel()
         reading = self.answers.named(lane, asked, parcel)
-        verified_B = np.array([asked.num_checked])
-        return self._flight(samples, asks, lane, packed, parcel, reading=reading, verified_B=verified_B)
+        return lane.start_run(lane.plan(packed, reading, parcel), reading, parcel), asked.num_checked
 
-    def _slots_of(self, samples: list[Sample]) -> Ints:
+    def _slots_of(self, samples: Sequence[Sample]) -> Ints:
         """Their slots, which ascend."""
         if len(samples) == len(self._slots):
             return self._all_slots[: len(samples)]
         return np.array([sample.slot for sample in samples])
 
-    @staticmethod
-    def _flight(
-        samples: list[Sample],
-        asks: list[Ask],
-        lane: Lane,
-        packed: Packed,
-        parcel: Parcel,
-        *,
-        reading: Reading[Any],
-        verified_B: Ints,
-    ) -> Flight:
-        """Start what is packed."""
-        started = lane.start_run(lane.plan(packed, reading, parcel), reading, parcel)
-        laps = None if started.up is None else lane.clock.cut()
-        return Flight(lane, samples, asks, started, laps, lane.useful, lane.computed, verified_B)
-
-    def _alive(self, flight: Flight) -> list[Sample]:
-        """The samples of a flight that have not ended since it started."""
-        slots = self._slots
-        return [one for one in flight.samples if one.slot < len(slots) and slots[one.slot] is one]
-
-    def _land(self, flight: Flight, *, is_new: bool) -> list[Sample]:
-        """Read the answers of a forward, and count it; returns the samples that ended. Those that had ended before drop out."""
-        lane, samples = flight.lane, self._alive(flight)
-        answers, laps = lane.finish(flight.started), flight.seconds()
-        dead = list[int]()
-        if len(samples) < len(flight.samples):
-            alive = {id(sample) for sample in samples}
-            dead = [index for index, sample in enumerate(flight.samples) if id(sample) not in alive]
-            answers = (answer for index, answer in enumerate(answers) if index not in dead)
-        useful, verified = flight.without(dead)
+    def _land(
+        self, samples: list[Sample], lane: Lane, started: Started[Any], num_verified: int, *, is_new: bool
+    ) -> list[Sample]:
+        """Read the answers of a forward, and count it; returns the samples that ended."""
+        answers, laps = lane.finish(started), lane.seconds(started)
         slot_B = np.array([sample.slot for sample in samples])
-        if lane.is_target:
-            self.stats.verified += verified
-        self._count(samples, lane, slot_B, sum(laps), useful=useful, computed=flight.computed)
-        if lane.is_target and is_new:
+        if not lane.is_target:
+            # Only the seconds count, and the evaluations, which the decoder counts.
+            self.counters.drafted(slot_B, sum(laps))
+            return self._resume(samples, answers)
+        self.stats.verified += num_verified
+        self.counters.ran(slot_B, useful=started.useful, computed=started.computed, seconds=sum(laps))
+        for sample in samples:
+            sample.nfe += not sample.piece  # a piece of a prompt is a part of the evaluation that its rest belongs to
+        if is_new:
             self.counters.first([sample.slot for sample in samples if sample.nfe <= 1], laps[0] if laps else 0.0)
         return self._resume(samples, answers)
 
@@ -662,20 +610,6 @@ class Engine:
         for index, count in more:
             counts[index] = count
         return np.repeat(self._all_slots[:num_samples], counts)
-
-    def _count(
-        self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float, *, useful: int, computed: int
-    ) -> None:
-        """Charge a forward; of a drafting model only the seconds count, and its evaluations (the decoder counts those).
-
-        A piece of a prompt is a part of the evaluation that its rest belongs to.
-        """
-        if not lane.is_target:
-            self.counters.drafted(slot_B, seconds)
-            return
-        self.counters.ran(slot_B, useful=useful, computed=computed, seconds=seconds)
-        for sample in samples:
-            sample.nfe += not sample.piece
 
     def _resume(self, samples: list[Sample], answers: Iterator[Any]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""

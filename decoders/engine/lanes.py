@@ -2,7 +2,7 @@
 
     plan     on the host: what the rows are goes into the forward's parcel (Run), beside what their answers need (Reading)
     start    on the device: network, output layer, draws; where it can be captured, as one graph (graphs.py)
-    finish   on the host: the record becomes answers; another forward may be started before (drawn.py)
+    finish   on the host: the record becomes answers; other forwards may be started before
 
 Legend: B samples of a forward, R answered rows, N rows, I intervals.
 """
@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftmill.decoders.engine.asks import FAR
-from draftmill.decoders.engine.drawn import Drawn, Read, as_sent
 from draftmill.decoders.engine.graphs import Graphs, Work
 from draftmill.decoders.engine.memory import give
 from draftmill.decoders.engine.packing import Asked, Ints, Table
 from draftmill.decoders.engine.parcels import Parcel, Sent
 from draftmill.decoders.engine.samples import Sample
-from draftmill.decoders.engine.transfers import Clock, Coming, put
+from draftmill.decoders.engine.transfers import Clock, Coming, Laps, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +90,17 @@ class Up:
 
 @dataclass(slots=True, eq=False)
 class Started(Generic[_A]):
-    """A forward whose answers can be read; without `up` there is no record."""
+    """A forward whose answers can be read. Without `up` there is no record, and its seconds are read with the next one's.
+
+    `useful` rows were asked for, `computed` were run with padding.
+    """
 
     reading: Reading[_A]
     up: Up | None
-    shape: torch.Size | None = None
+    shape: torch.Size | None
+    laps: Laps | None
+    useful: int
+    computed: int
 
 
 class Lane:
@@ -113,8 +118,9 @@ class Lane:
         """The slots of those forwards."""
         self._ups = list[Up]()
         """Records that were not read yet and tell whether forwards were finite."""
-        self.drawn: Drawn | None = None
-        """The tokens that rows can take from the device; None where none do."""
+        self.drafted_C: Tensor | None = None
+        """The tokens drafted at the last two ranks of each slot, and one for dead rows; None where no row takes its token from
+        here. Two, so that a forward may be run again: it does not write what it reads."""
         self._answered = False
         self.useful = self.computed = 0
         """Rows of the last forward: those asked for, and those computed with padding."""
@@ -187,22 +193,23 @@ class Lane:
 
     # ---- a forward -----------------------------------------------------------------------------------------------
 
-    def run(self, run: Run, reading: Reading[_A], parcel: Parcel) -> Iterator[_A]:
-        """Send the parcel, run the rows, read their answers."""
-        return self.finish(self.start_run(run, reading, parcel))
-
     def start_run(self, run: Run, reading: Reading[_A], parcel: Parcel) -> Started[_A]:
         """Send the parcel and run the rows, without waiting for their answers."""
+        up, shape = self._begun(run, reading, parcel)
+        laps = None if up is None else self.clock.cut()
+        return Started(reading, up, shape, laps, self.useful, self.computed)
+
+    def _begun(self, run: Run, reading: Reading[Any], parcel: Parcel) -> tuple[Up | None, torch.Size | None]:
         is_sound = not getattr(self.backbone, "tainted", ())
         if self.graphs is not None and is_sound and None not in (run.form, reading.form):
-            return Started(reading, self._whole(run, reading, parcel))
+            return self._whole(run, reading, parcel), None
         sent = parcel.send(self.device)
         hidden_ND = self.hidden_ND = self._run(run.rows(sent), run.useful, run.slot_B)
         if reading.work is None:
-            return Started(reading, None)
+            return None, None
         hidden_RD = hidden_ND if run.asked is None else hidden_ND.index_select(0, sent[run.asked])
         record = reading.work(sent, hidden_RD)
-        return Started(reading, self._up(record), record.shape)
+        return self._up(record), record.shape
 
     def finish(self, started: Started[_A]) -> Iterator[_A]:
         """Wait for the record of a forward, and read it."""
@@ -210,6 +217,10 @@ class Lane:
             return started.reading.read(np.zeros(0))
         host = self.arrived(started.up)
         return started.reading.read(host if started.shape is None else host.reshape(started.shape))
+
+    def seconds(self, started: Started[Any]) -> list[float]:
+        """The seconds of its network, output layer and so on; its answers must have been read."""
+        return self.laps() if started.laps is None else started.laps.read()
 
     def _whole(self, run: Run, reading: Reading[Any], parcel: Parcel) -> Up:
         """Run a forward that can be captured; its record is flat."""
@@ -280,15 +291,20 @@ class Lane:
             return None if place_R is None else parcel.enclose(place_R)
         return parcel.enclose(np.arange(num_rows) if place_R is None else place_R, size=reading.num_rows)
 
-    def located(self, token_N: Ints, slot_N: Ints) -> tuple[Ints, Read]:
-        """What to send in place of rows' tokens, [N], and what makes these of it on the device (drawn.py)."""
-        return (token_N, as_sent) if self.drawn is None else self.drawn.located(token_N, slot_N)
-
     def noting(
         self, asked: Asked, part: slice | Ints, parcel: Parcel, size: int | None = None
     ) -> Callable[[Sent, Tensor], None]:
-        """Plan to keep the tokens of some rows on the device, where rows take tokens from it; filled up to `size`."""
-        return (lambda sent, token_R: None) if self.drawn is None else self.drawn.plan(asked, part, parcel, size)
+        """Plan to keep the tokens of some rows, filled up to `size`, where rows of the next forward take them from the device."""
+        drafted_C = self.drafted_C
+        if drafted_C is None:
+            return lambda sent, token_R: None
+        cells_R = drafted_cells(asked.slot_R[part], asked.rank_R[part])
+        cells = parcel.enclose(cells_R, size=size, fill=len(drafted_C) - 1)
+
+        def note(sent: Sent, token_R: Tensor) -> None:
+            drafted_C.index_copy_(0, sent[cells], token_R)
+
+        return note
 
     def put(self, numbers: Ints) -> Tensor:
         """Bring integers to the device."""
@@ -354,6 +370,11 @@ class Lane:
         self._answered, self._source = False, None
         self.useful, self.computed = useful, self.backbone.num_rows_computed
         return hidden
+
+
+def drafted_cells(slot_R: Ints, rank_R: Ints) -> Ints:
+    """Where the tokens at some ranks are kept on the device (Lane.drafted_C), [R]."""
+    return 2 * slot_R + rank_R % 2
 
 
 def following(slot_B: Ints) -> slice | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
-from draftmill.decoders.engine.asks import COUNT, FAR, FIELDS, Ask, Named, wide_span
+from draftmill.decoders.engine.asks import FAR, Ask, Named, wide_span
 from draftmill.decoders.engine.samples import Sample
 
 DEVICE_ROWS: Final = 2048
@@ -52,9 +52,8 @@ def deal(waiting: Iterable[Sample], algorithm: Algorithm, budget: int) -> list[S
     for sample in waiting:
         rows, is_first = rows_left(sample, algorithm), not dealt
         if rows > left:
-            # A sample that asks already is behind with its drafting model: its prompt is not cut any more.
             most = max(left, algorithm.grain) if is_first else left
-            sample.piece = piece_within(sample, algorithm, most) if sample.ask is None else 0
+            sample.piece = piece_within(sample, algorithm, most)
             if not (sample.piece or is_first):
                 break
         dealt.append(sample)
@@ -62,35 +61,6 @@ def deal(waiting: Iterable[Sample], algorithm: Algorithm, budget: int) -> list[S
         if left <= 0:
             break
     return dealt
-
-
-def cut_drafting(asking: Iterable[Sample], window: int, budget: int) -> list[Sample]:
-    """Which of the samples that ask a drafting model run rows of it now, some of them as a `piece`; `rest` is then left to ask.
-
-    The model has caches of its own, whose prompts are as long as the target's. Up to `window` + 1 rows are those of a sample that
-    decodes. Windows of a diffusion model see all of themselves.
-    """
-    running, left = list[Sample](), budget
-    for sample in asking:
-        ask = sample.ask
-        assert isinstance(ask, Ask), "these samples ask for a forward"
-        rows = ask.spans[COUNT]
-        if ask.window is None and rows > window + 1:
-            if rows > left:
-                if left <= 0:
-                    continue
-                sample.piece, (sample.ask, sample.rest) = left, cut(ask, left)
-            left -= rows
-        running.append(sample)
-    return running
-
-
-def cut(ask: Ask, count: int) -> tuple[Ask, Ask]:
-    """The first `count` rows of an ask's first span, about which nothing is answered, and the ask without them."""
-    rows, column, position, floor, lag, own, *asked = ask.spans[:FIELDS]
-    ahead = Ask(ask.model, ask.tokens[:count], (count, column, position, floor, lag, own, 0, 0, 0), ())
-    span = (rows - count, column + count, position + count, floor, lag, own, *asked)
-    return ahead, ask._replace(tokens=ask.tokens[count:], spans=span + ask.spans[FIELDS:])
 
 
 def ask_of_piece(sample: Sample, algorithm: Algorithm) -> Ask:
@@ -104,6 +74,5 @@ def ask_of_piece(sample: Sample, algorithm: Algorithm) -> Ask:
 
 def ran_ahead(sample: Sample) -> None:
     """The piece of the sample has run."""
-    if sample.rest is None:
-        sample.cached += sample.piece
-    sample.ask, sample.rest, sample.piece = sample.rest, None, 0
+    sample.cached += sample.piece
+    sample.ask, sample.piece = None, 0

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from draftmill.decoders.base import EngineStats, Outcome, Request, StopText, TraceStep
-from draftmill.decoders.engine.asks import DRAFT, FAR, JUST_ONE, TARGET, Ask, Decoding, Spans, Wish, promise
+from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Spans, Wish
 from draftmill.decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
 
 FILLED: Final = "filled"
@@ -68,7 +68,7 @@ class Sample:
     __slots__ = (
         "accepted", "ask", "cached", "cached_draft", "decided", "decoding", "end", "histogram", "is_greedy", "iterations", "just",
         "key", "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "piece", "prompt", "proposed", "rank_at", "request",
-        "rest", "slot", "stats", "stop_ids", "stop_text", "times", "tokens", "trace",
+        "slot", "stats", "stop_ids", "stop_text", "times", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -105,9 +105,8 @@ class Sample:
         self.trace: list[TraceStep] | None = [] if traced else None
         # Drafts of the iteration that has just ended, and how many of them paid, for a budget; None if none has.
         self.just: tuple[int, int] | None = None
-        # Rows of the prompt that run in this forward ahead of an ask, which is `rest` if it was made before (pieces.py).
+        # Rows of the prompt that run in this forward, before anything is asked (pieces.py).
         self.piece = 0
-        self.rest: Ask | None = None
         self.slot = -1
         self.decoding: Decoding | None = None
         self.ask: Wish | None = None
@@ -124,26 +123,16 @@ class Sample:
         return Ask(0, self.tokens[start:end], span, drafts)
 
     def draft_next(self, rank: int) -> Ask:
-        """Let the drafting model run its columns up to `rank`, and promise the token of that rank."""
+        """Let the drafting model run its columns up to `rank`, and draft there: the decided ones, or its last draft."""
+        start, self.cached_draft = self.cached_draft, rank
+        tokens = self.tokens[start:rank] if rank == self.decided else [DRAFTED]
+        return Ask(1, tokens, (rank - start, start, start, 0, 0, FAR, 1, rank, DRAFT), JUST_ONE)
+
+    def catch_up(self, count: int) -> Ask:
+        """Let the drafting model run `count` columns more, and ask nothing."""
         start = self.cached_draft
-        self.cached_draft = rank
-        span = (rank - start, start, start, 0, 0, FAR, 1, rank, DRAFT)
-        return Ask(1, self.tokens[start:rank], span, JUST_ONE, later=True)
-
-    def next_causal(self) -> Ask | None:
-        """What is asked once the token of rank `decided` is drawn, if that is not the last one: the row of this token."""
-        n = self.decided
-        if n + 1 >= self.length:
-            return None
-        return Ask(0, [promise(n)], (1, n, n, 0, 0, FAR, 1, n + 1, TARGET), JUST_ONE)
-
-    def next_two_stream(self) -> Ask | None:
-        """The same of an any-subset canvas: the content of this token, and a query at the next rank."""
-        n = self.decided
-        if n + 1 >= self.length:
-            return None
-        content = (1, n, n, self.prompt, 0, FAR, 0, 0, 0)
-        return Ask(0, [promise(n)], content, JUST_ONE, fresh_queries(n + 1, 1, TARGET))
+        self.cached_draft += count
+        return Ask(1, self.tokens[start : start + count], (count, start, start, 0, 0, FAR, 0, 0, 0), ())
 
     def two_stream(self, end: int, queries: Spans, drafts: list[int] | tuple[int, ...]) -> Ask:
         """Write the content of the columns [cached, end) of an any-subset canvas, and run query rows.

@@ -54,6 +54,7 @@ class ScoreEngine(Engine):
     def __init__(self, setup: Setup, algorithm: Algorithm) -> None:
         super().__init__(setup, algorithm)
         self._scores = Scores(setup, lambda: self.account)
+        self._laps = list[float]()  # the seconds of the last forward's parts
         self._memory_bound: int | None = None  # how many canvases may run at once since memory ran out
 
     def _target(self, setup: Setup) -> Lane:
@@ -124,14 +125,16 @@ class ScoreEngine(Engine):
         parcel = Parcel()
         reading = self._scores.plan(lane, np.concatenate([canvas.wanted for canvas in canvases]), parcel)
         run = lane.plan(Packed(every_N, tokens, table, None, 0, place_R, share_N), reading, parcel)
-        log_p_R, is_first_R = next(lane.run(run, reading, parcel))
+        started = lane.start_run(run, reading, parcel)
+        log_p_R, is_first_R = next(lane.finish(started))
+        self._laps = lane.seconds(started)
         ends = np.cumsum(sizes)[:-1]
         return zip(np.split(log_p_R, ends), np.split(is_first_R, ends), strict=True)
 
     def _charge(self, samples: list[Sample], counts: list[int]) -> None:
         """Charge each text for its canvases."""
         lane, slot_B = self.lanes[0], np.array([sample.slot for sample in samples])
-        laps = lane.laps()
+        laps = self._laps
         self.counters.ran(
             slot_B, useful=lane.useful, computed=lane.computed, seconds=sum(laps), forwards_B=np.array(counts)
         )

@@ -13,7 +13,8 @@ from torch import Tensor
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.rows import RowShape, TokenRows
 from draftmill.decoders.draws.absorbing import noise_of_share, total_noise
-from draftmill.decoders.engine.lanes import Lane, Packed, Reading, Run, following
+from draftmill.decoders.engine.asks import DRAFTED
+from draftmill.decoders.engine.lanes import Lane, Packed, Reading, Run, drafted_cells, following
 from draftmill.decoders.engine.parcels import Parcel, Sent
 
 
@@ -34,7 +35,10 @@ class TokenLane(Lane):
         slot_N, token_N = packed.slot_B[table.owner_N], np.array(packed.tokens, dtype=np.int64)
         if self.backbone.vocab_size < self._vocab_size:
             token_N = np.minimum(token_N, self.backbone.vocab_size - 1)
-        token_N, read = self.located(token_N, slot_N)
+        takes_drafts = bool(token_N[0] == DRAFTED)
+        assert ((token_N == DRAFTED) == takes_drafts).all(), "drafts are on the device in all samples, or in none"
+        if takes_drafts:
+            token_N = drafted_cells(slot_N, column_N)
         lows, highs = table.intervals()
         num_columns = max(int(high_N.max()) for high_N in highs)
         size = self.size(table.num_rows) if reading.form is not None else None
@@ -65,12 +69,15 @@ class TokenLane(Lane):
 
         def rows(sent: Sent) -> TokenRows:
             owner, line, slot, token, position, column = (sent[name] for name in names)
+            if takes_drafts:
+                assert self.drafted_C is not None, "a model that drafts"
+                token = self.drafted_C.index_select(0, token)
             return TokenRows(
                 slots_B=sent[slots],
                 owner_N=owner,
                 line_N=line,
                 slot_N=slot,
-                token_N=read(token),
+                token_N=token,
                 position_N=position,
                 column_N=column,
                 low_IN=sent[sights][: len(lows)],
@@ -81,4 +88,4 @@ class TokenLane(Lane):
 
         place_R = table.asked_places() if packed.places_R is None else packed.places_R
         asked = self._enclosed(place_R, table.num_rows, reading, parcel)
-        return Run(rows, asked, table.num_rows, packed.slot_B, form=None if size is None else (len(lows), read))
+        return Run(rows, asked, table.num_rows, packed.slot_B, form=None if size is None else (len(lows), takes_drafts))

@@ -38,7 +38,7 @@ class TwoStreamLane(Lane):
         column_N, rank_Q = content.columns(), queries.columns()
         seen_N, limit_Q = content.limits(column_N), queries.limits(rank_Q)
         num_columns = max(int(seen_N.max(initial=0)), int(limit_Q.max()))
-        token_N, read = self.located(np.array(packed.tokens, dtype=np.int64), packed.slot_B[content.owner_N])
+        token_N = np.array(packed.tokens, dtype=np.int64)
         captures = reading.form is not None
         sizes = [self.size(count) if captures else None for count in (content.num_rows, queries.num_rows)]
         size_C, size_Q = sizes if None not in sizes else (None, None)
@@ -68,7 +68,7 @@ class TwoStreamLane(Lane):
                 slots_B=sent[slots],
                 content_owner_C=owner_C,
                 content_line_C=line_C,
-                content_token_C=read(token_C),
+                content_token_C=token_C,
                 content_column_C=sent[columns],
                 content_limit_C=limit_C,
                 query_owner_Q=owner_Q,
@@ -79,5 +79,5 @@ class TwoStreamLane(Lane):
             )
 
         asked = self._enclosed(queries.asked_places(), queries.num_rows, reading, parcel)
-        form = ("streams", read) if captured else None
+        form = "streams" if captured else None
         return Run(rows, asked, content.num_rows + queries.num_rows, packed.slot_B, form=form)

@@ -152,11 +152,10 @@ def _decode(decoder: Any, waiting: list[Request], counts: Counts, found: Found) 
             before = counts.state()
             decoder.admit([waiting.pop(0)])
             found.admissions.append(Step(False, 0, *_since(before, counts)))
-        before, was_ahead = counts.state(), getattr(decoder, "_ahead", None) is not None
+        before = counts.state()
         done = decoder.step()
-        begins = not was_ahead and getattr(decoder, "_ahead", None) is not None
         found.outcomes |= {outcome.index: outcome for outcome in done}
-        found.steps.append(Step(not (admitted or done or begins), len(done), *_since(before, counts)))
+        found.steps.append(Step(not (admitted or done), len(done), *_since(before, counts)))
 
 
 def _since(before: dict[str, int], counts: Counts) -> list[int]:
