@@ -113,7 +113,7 @@ def build_runner(
     job: Job, *, name: str, node: str, threads: int, gpus: float = 1.0, shelf: Shelf | None = None
 ) -> UnitRunner:
     """A runner with the job's model loaded, within its share of the machine's memory; see `build_parts`."""
-    from draftmill.decoders.engine.device_facts import device_facts
+    from draftmill.actors.device_facts import device_facts
 
     began_s = time.perf_counter()
     limit_gpu(gpus)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import os
 import statistics
 import sys
@@ -39,12 +40,12 @@ from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import noise
+from draftmill.decoders.engine.cuda_graphs import VARIABLE as GRAPH_SWITCH
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.graphs import VARIABLE as GRAPH_SWITCH
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
-from draftmill.decoders.kernels.choice_reference import Warp
-from draftmill.decoders.kernels.find import find_attention, find_choice, find_notes, find_product
+from draftmill.decoders.kernels import attention_reference, experts_reference, sampling_reference
+from draftmill.decoders.kernels.find import find_attention, find_product, find_sampling
+from draftmill.decoders.kernels.sampling_reference import Wanted, Warp
 from draftmill.decoders.kernels.seen import Seen
 from draftmill.decoders.masked.settings import StepwiseSettings
 from draftmill.decoders.registry import build_decoder
@@ -171,7 +172,7 @@ class Bench:
 
 def kernels(bench: Bench) -> Table:
     """Each kernel's largest difference from its reference, and both times."""
-    rows = [*_attention_rows(bench), *_choice_rows(bench), *_expert_rows(bench)]
+    rows = [*_attention_rows(bench), *_sampling_rows(bench), *_expert_rows(bench)]
     return Table("Kernels", ["kernel", "case", "largest difference", "ms", "reference, ms"], rows)
 
 
@@ -220,35 +221,30 @@ def _attention_rows(bench: Bench) -> Iterator[list[str]]:
         yield _compared(bench, "attention", case, ours, partial(run, attention_reference.attend))
 
 
-def _choice_rows(bench: Bench) -> Iterator[list[str]]:
+def _sampling_rows(bench: Bench) -> Iterator[list[str]]:
     num_rows, vocab_size = (4, 211) if bench.rehearse else (64, 128256)
     logits_RV = torch.randn(num_rows, vocab_size, device=bench.device) * 3
     keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(num_rows)], bench.device)
     positions = torch.arange(num_rows, device=bench.device)
-    choice, note = find_choice(bench.device, bench.dtype), find_notes(bench.device, bench.dtype)
+    kernel, never_V = find_sampling(bench.device, bench.dtype), torch.arange(vocab_size, device=bench.device) < 3
     warps: dict[str, tuple[float, int | None]] = {
         "no warp": (1.0, None),
         "top-p 0.9": (0.9, None),
         "top-k 50": (1.0, 50),
     }
-    for name, (top_p, top_k) in warps.items():
-        ones = torch.ones(num_rows, dtype=torch.float64, device=bench.device)
-        warp = Warp(ones, ones * top_p, top_p < 1.0, top_k, torch.arange(vocab_size, device=bench.device) < 3)
+    notes: dict[str, tuple[Wanted, ...]] = {"": (), ", two notes": ("top1", "entropy")}
+    for (name, (top_p, top_k)), (told, wanted) in itertools.product(warps.items(), notes.items()):
+        job, own_2R = Sampling(top_k=top_k), torch.ones(2, num_rows, dtype=torch.float64, device=bench.device)
+        own_2R[1] = top_p
+        warp = Warp(job, job, own_2R, top_p < 1.0, positions[:3], never_V)
 
-        def run(module: Any, warp: Warp = warp) -> Tensor:
-            tokens: Tensor = module.choose(logits_RV, warp, keys, positions).token_R
-            return tokens
+        def run(function: Any, warp: Warp = warp, wanted: tuple[Wanted, ...] = wanted) -> Tensor:
+            found: Tensor = function(logits_RV, warp, keys, positions, wanted=wanted, warped=True)
+            return found
 
-        ours = None if choice is None else partial(run, choice)
-        case = f"{num_rows} rows of {vocab_size:,} numbers, {name}"
-        yield _compared(bench, "choice", case, ours, partial(run, choice_reference))
-
-        def told(function: Any, warp: Warp = warp) -> Tensor:
-            noted: Tensor = function(logits_RV, warp, keys, positions, wanted=("top1", "entropy"), warped=True)
-            return noted
-
-        ours = None if note is None else partial(told, note)
-        yield _compared(bench, "notes", case, ours, partial(told, notes_reference.note))
+        ours = None if kernel is None else partial(run, kernel)
+        case = f"{num_rows} rows of {vocab_size:,} numbers, {name}{told}"
+        yield _compared(bench, "sampling", case, ours, partial(run, sampling_reference.sample))
 
 
 def _expert_rows(bench: Bench) -> Iterator[list[str]]:
@@ -365,7 +361,7 @@ def _timed(bench: Bench, case: Case, *, captures: bool) -> tuple[float, float, f
     bench.wait()
     # The first steps run the prompts and capture, the last ones have fewer rows.
     steady = [seconds for seconds, done in steps[4:] if not done] or [steps[-1][0]]
-    graphs_of_target = decoder.lanes[0].graphs
+    graphs_of_target = decoder.target.graphs
     share = 0.0 if graphs_of_target is None else graphs_of_target.num_replayed / len(steps)
     tokens_per_s = case.rows * case.new / sum(seconds for seconds, _ in steps)
     return 1000 * statistics.median(steady), tokens_per_s, share

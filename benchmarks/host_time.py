@@ -24,8 +24,8 @@ import draftmill.decoders.builtin
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.cuda_graphs import Work
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.graphs import Work
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from draftmill.decoders.settings import DecoderSettings
@@ -46,8 +46,11 @@ class Nothing:
     """Captures the record of a forward, and never runs it again."""
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
-        """See draftmill.decoders.engine.graphs.Recorder."""
+        """See draftmill.decoders.engine.cuda_graphs.Recorder."""
         return (lambda: None), work()
+
+    def drop_pool(self) -> None:
+        """See Recorder; there is none."""
 
 
 def engine_of(name: str, slots: int) -> Any:
@@ -75,7 +78,7 @@ def engine_of(name: str, slots: int) -> Any:
 def step_seconds(name: str, slots: int, steps: int) -> list[float]:
     """CPU seconds of steps that replay a forward, while all samples run."""
     engine, found = engine_of(name, slots), list[float]()
-    graphs = engine.lanes[0].graphs
+    graphs = engine.target.graphs
     while engine.active == slots and len(found) < steps:
         replayed, began_s = graphs.num_replayed, time.process_time()
         engine.step()
@@ -94,7 +97,7 @@ def main() -> None:
     print("| decoder | slots | steps | us a step | us a sample |\n|---|---:|---:|---:|---:|")
     with pytest.MonkeyPatch.context() as patch:
         use_references(patch)
-        patch.setattr("draftmill.decoders.engine.graphs.find_recorder", lambda device: Nothing())
+        patch.setattr("draftmill.decoders.engine.cuda_graphs.find_recorder", lambda device: Nothing())
         for name in CASES:
             for slots in flags.slots:
                 found = step_seconds(name, slots, flags.steps)

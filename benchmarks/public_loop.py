@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import XLNetLMHeadModel
 
-from draftmill.decoders.engine.orders import decoding_order
+from draftmill.decoders.engine.samples import decoding_order
 
 _MASK = 6
 

@@ -96,9 +96,9 @@ def without() -> Iterator[None]:
 
     def alone(engine: Any, *given: Any, **more: Any) -> None:
         init(engine, *given, **more)
-        for name in ("held", "awaited"):
-            setattr(engine.prefixes, name, lambda *_: mock.Mock(columns=0))
-        engine.prefixes.place = lambda *_: 0
+        for name in ("find", "find_pending"):
+            setattr(engine.scheduler.prefixes, name, lambda *_: (0, -1))
+        engine.scheduler.prefixes.insert = lambda *_: 0
 
     with mock.patch.object(Engine, "__init__", alone):
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import ClassVar, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -33,9 +32,11 @@ class Sampling(Settings):
 class DecoderChoice(Settings):
     """Base of a decoder's settings, one class for each `decoder.kind`; all that other packages know of a decoder.
 
-    `runs_on` is the kind of models that it decodes and `tasks` are its tasks. With `draws_by_row` a sample may have a temperature
-    and a top_p of its own; with `token_logprobs` the decoder records the log-probability of each token where a row asks for it.
-    Under sampling.acceptance 'rejection' a decoder needs `draft_law`, the probabilities with which a draft was drawn.
+    `runs_on` is the kind of models that it decodes and `tasks` are its tasks. `runs` is what runs it, as `module:name`: a string,
+    so that settings load without torch; called with a Setup and these settings, it gives an Algorithm for the engine. With
+    `draws_by_row` a sample may have a temperature and a top_p of its own; with `token_logprobs` the decoder records the
+    log-probability of each token where a row asks for it. Under sampling.acceptance 'rejection' a decoder needs `draft_law`, the
+    probabilities with which a draft was drawn.
 
     If `score` is among the tasks, `scorer` is what scores texts (`module:name`, called with a Setup, these settings and an
     Estimate; it gives an Algorithm). `estimates` are the kinds of estimators that it has, the family's own first, none if its
@@ -44,6 +45,7 @@ class DecoderChoice(Settings):
     """
 
     runs_on: ClassVar[ModelKind]
+    runs: ClassVar[str]
     tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]]
     draws_by_row: ClassVar[bool] = True
     token_logprobs: ClassVar[bool] = False
@@ -52,15 +54,6 @@ class DecoderChoice(Settings):
     estimates: ClassVar[tuple[Literal["llada", "mdlm"], ...]] = ()
     scores_any: ClassVar[bool] = False
     scored_with: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    @abstractmethod
-    def runs(self) -> str:
-        """What runs these settings, as `module:name`; a string, so that settings load without torch.
-
-        It is called with a Setup and the settings, and gives an Algorithm for the engine.
-        """
-        ...
 
     @property
     def drafts_of_neighbours(self) -> bool:

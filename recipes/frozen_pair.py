@@ -24,7 +24,7 @@ from draftmill.decoders.backbones.heads import MarkovHead, distance_index
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.draws.absorbing import noise_of_share
+from draftmill.decoders.draws.schedule import noise_of_share
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,9 @@ def read_rows(pair: Pair, ids_BL: NDArray[np.int64], num_masks_B: NDArray[np.int
     masked_BL = place_BL >= 0
     window, position = masked_BL.nonzero(as_tuple=True)
     shown_BL = ids.masked_fill(masked_BL, pair.mask_id)
-    sigma_B = noise_of_share(masked_BL.double().mean(1))
+    sigma_B = torch.tensor(
+        [noise_of_share(share) for share in masked_BL.double().mean(1).tolist()], dtype=torch.float64
+    )
     theirs = _forward(pair.drafter.model, shown_BL, causal=False, sigma_B=sigma_B)
     truth = _forward(pair.target.model, ids, causal=True)
     return PairRows(

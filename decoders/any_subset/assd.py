@@ -24,13 +24,14 @@ from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from draftmill.decoders.any_subset import one_pass
 from draftmill.decoders.any_subset.ngram import Ngrams
 from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import (
-    BARE,
     DRAFT,
+    INDEPENDENT,
     JUDGE,
     JUST_ONE,
     MARKOV,
@@ -39,7 +40,7 @@ from draftmill.decoders.engine.asks import (
     Decoding,
     Offer,
     Roll,
-    Weights,
+    SampleFrom,
 )
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 
@@ -70,8 +71,8 @@ def assd(s: Sample, k: int, *, ngram: bool, head: int, auto: bool) -> Decoding:
         accepted, tokens = sure, drafts[:sure]
         if sure < count:
             # No query of this window sees the content of the last draft.
-            checks = fresh_queries(n + sure, count - sure, JUDGE)
-            good, judged, judged_log_ps = yield s.two_stream(n + count - 1, checks, drafts[sure:])
+            checks = fresh_queries(n + sure, count - sure)
+            good, judged, judged_log_ps, _ = yield s.two_stream(n + count - 1, checks, JUDGE, drafts[sure:])
             accepted, tokens, log_ps = sure + good, tokens + judged, log_ps + judged_log_ps
             s.cached = n + min(accepted, count - 1)
         kept = s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
@@ -82,13 +83,12 @@ def assd(s: Sample, k: int, *, ngram: bool, head: int, auto: bool) -> Decoding:
 def by_marginals(s: Sample, count: int, head: int) -> Drafting:
     """Algorithm 1: the model's own marginals, given what is decided."""
     n = s.decided
-    if head == BARE or count == 1:
-        _, drafts, log_ps = yield s.two_stream(n, equal_queries(n, count, n, DRAFT), [NO_DRAFT] * count)
+    if head == INDEPENDENT or count == 1:
+        _, drafts, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), DRAFT, [NO_DRAFT] * count)
         return drafts, log_ps[:1]
-    queries = equal_queries(n, 1, n, DRAFT) + equal_queries(n + 1, count - 1, n)
-    _, first, log_ps = yield s.two_stream(n, queries, JUST_ONE)
+    _, first, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), DRAFT, JUST_ONE)
     s.tokens[n] = first[0]
-    _, others, _ = yield Roll(head, n + 1, count - 1, row=1, limit=n)
+    _, others, _, _ = yield Roll(head, n + 1, count - 1, row=1, limit=n)
     return first + others, log_ps
 
 
@@ -98,7 +98,7 @@ def by_ngram(s: Sample, ngrams: Ngrams, count: int) -> Drafting:
     assert s.order is not None, "an any-subset canvas has an order"
     for rank in range(n, n + count):
         counts = ngrams.after(s.order[rank], rank)
-        _, tokens, _ = yield Weights(rank, list(counts), list(counts.values()))
+        _, tokens, _, _ = yield SampleFrom(rank, list(counts), list(counts.values()))
         s.tokens[rank] = tokens[0]
     s.nfe_draft += count
     return s.tokens[n : n + count], []
@@ -106,9 +106,11 @@ def by_ngram(s: Sample, ngrams: Ngrams, count: int) -> Drafting:
 
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     """How the engine runs these settings."""
+    if settings.fused != "none":
+        return one_pass.algorithm(setup, settings, MOST_AUTO)
     is_auto, ngram = settings.k == "auto", settings.drafter == "ngram"
     k = MOST_AUTO if settings.k == "auto" else settings.k
-    head = BARE if ngram or setup.heads is None else MARKOV
+    head = INDEPENDENT if ngram or setup.heads is None else MARKOV
     # Content and query rows of an iteration with e drafts after its first, and its forwards.
     rows = [2 * e + 2 if ngram else 3 * e + 2 for e in range(k)]
     forwards = [1 if ngram or e == 0 else 2 for e in range(k)]
@@ -120,7 +122,8 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         auto_rows=rows,
         auto_forwards=forwards,
         keeps_laws=True,
+        names_laws=ngram,
         joins_prompts=False,
-        shared=whole_prompt,
-        grain=WHOLE,
+        reusable=whole_prompt,
+        cut_multiple=WHOLE,
     )

@@ -17,14 +17,14 @@ al. (2023).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from draftmill.decoders.any_subset.assd import MOST_AUTO
 from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
-from draftmill.decoders.engine.asks import BARE, JUDGE, MARKOV, NO_DRAFT, SEARCH, Decoding, Offer, Roll
+from draftmill.decoders.engine.asks import INDEPENDENT, JUDGE, MARKOV, NO_DRAFT, SEARCH, Decoding, Offer, Roll
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 
 if TYPE_CHECKING:
@@ -43,20 +43,23 @@ def one_pass(s: Sample, k: int, *, head: int, ends: bool, auto: bool) -> Decodin
         cuts = stale_rows(depth, reach, ends=ends)
         # After the last rank of the canvas there is no row for a bonus.
         num_checks = min(depth + 1, s.length - n)
-        queries, first_row = fresh_queries(n, num_checks, JUDGE), dict[int, int]()
+        queries: Sequence[int] = fresh_queries(n, num_checks)
+        first_row = dict[int, int]()
         row = num_checks
         for cut, count in cuts:
             inside = min(count, s.length - n - cut - 1)
             if inside > 0:
-                queries, first_row[cut], row = queries + equal_queries(n + cut + 1, inside, n + cut), row, row + inside
-        accepted, tokens, log_ps = yield s.two_stream(n + depth, queries, [*drafts, NO_DRAFT][:num_checks])
+                queries = (*queries, *equal_queries(n + cut + 1, inside, n + cut))
+                first_row[cut], row = row, row + inside
+        judged = [*drafts, NO_DRAFT][:num_checks]
+        accepted, tokens, log_ps, _ = yield s.two_stream(n + depth, queries, JUDGE, judged)
         s.commit(tokens, log_ps, min(accepted + 1, num_checks), drafts, accepted)
         s.cached = n + accepted
         drafts = []
         if not (count := min(reach, s.length - s.decided)):
             continue
         cut = 0 if ends and accepted < depth else accepted
-        _, drafts, _ = yield Roll(head, s.decided, count, row=first_row[cut] + accepted - cut, limit=n + cut)
+        _, drafts, _, _ = yield Roll(head, s.decided, count, row=first_row[cut] + accepted - cut, limit=n + cut)
         s.tokens[s.decided : s.decided + count] = drafts
 
 
@@ -69,10 +72,10 @@ def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
     return [(0, reach + max(depth - 1, 0)), *([(depth, reach)] if depth else [])]
 
 
-def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
-    """How the engine runs these settings."""
-    k, ends = MOST_AUTO if settings.k == "auto" else settings.k, settings.rows == "ends"
-    head = BARE if setup.heads is None else MARKOV
+def algorithm(setup: Setup, settings: AssdSettings, most_auto: int) -> Algorithm:
+    """How the engine runs these settings; `k: auto` gives a sample at most so many drafts."""
+    k, ends = most_auto if settings.k == "auto" else settings.k, settings.rows == "ends"
+    head = INDEPENDENT if setup.heads is None else MARKOV
     # Content and query rows of an iteration in the middle of a sample whose windows have e drafts.
     stale = [sum(count for _, count in stale_rows(e, e, ends=ends)) for e in range(k + 1)]
     return Algorithm(
@@ -83,6 +86,6 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         auto_rows=[2 * (e + 1) + rows for e, rows in enumerate(stale)],
         keeps_laws=True,
         joins_prompts=False,
-        shared=whole_prompt,
-        grain=WHOLE,
+        reusable=whole_prompt,
+        cut_multiple=WHOLE,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import ParallelSettings
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
-from draftmill.decoders.engine.asks import LOOSE, NO_DRAFT, Decoding
+from draftmill.decoders.engine.asks import NO_DRAFT, TARGET_ONCE, Decoding
 from draftmill.decoders.engine.samples import Sample, equal_queries
 
 if TYPE_CHECKING:
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 def parallel(s: Sample) -> Decoding:
     """One forward."""
     n, count = s.decided, s.length - s.decided
-    _, tokens, log_ps = yield s.two_stream(n, equal_queries(n, count, n, LOOSE), [NO_DRAFT] * count)
+    _, tokens, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), TARGET_ONCE, [NO_DRAFT] * count)
     s.commit(tokens, log_ps, count)
 
 
 def algorithm(setup: Setup, settings: ParallelSettings) -> Algorithm:
     """How the engine runs it; settings do not matter."""
     return Algorithm(
-        decode=parallel, kind="any_subset", joins_prompts=False, knows_logprob=False, shared=whole_prompt, grain=WHOLE
+        decode=parallel,
+        kind="any_subset",
+        joins_prompts=False,
+        knows_logprob=False,
+        reusable=whole_prompt,
+        cut_multiple=WHOLE,
     )

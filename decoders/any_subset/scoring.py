@@ -20,7 +20,7 @@ from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
-from draftmill.decoders.engine.asks import GIVEN, Decoding
+from draftmill.decoders.engine.asks import SCORE, Decoding
 from draftmill.decoders.engine.samples import Sample, fresh_queries
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 def score(s: Sample) -> Decoding:
     """Score tokens at any positions, given all the others."""
     scored = s.tokens[s.prompt :]
-    first_choices, _, log_ps = yield s.two_stream(s.length - 1, fresh_queries(s.prompt, len(scored), GIVEN), scored)
+    first_choices, _, log_ps, _ = yield s.two_stream(s.length - 1, fresh_queries(s.prompt, len(scored)), SCORE, scored)
     s.grade(log_ps, first_choices)
 
 
 def algorithm(setup: Setup, settings: AnySubsetSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it: these models' scores are exact, and depend neither on `settings` nor on `estimate`."""
-    return Algorithm(decode=score, kind="any_subset", scores=True, shared=whole_prompt, grain=WHOLE)
+    return Algorithm(decode=score, kind="any_subset", scores=True, reusable=whole_prompt, cut_multiple=WHOLE)

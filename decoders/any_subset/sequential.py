@@ -25,7 +25,7 @@ def any_subset(s: Sample) -> Decoding:
     """The first forward also runs the prompt."""
     while s.decided < s.length:
         n = s.decided
-        _, tokens, log_ps = yield s.two_stream(n, fresh_queries(n, 1, TARGET), JUST_ONE)
+        _, tokens, log_ps, _ = yield s.two_stream(n, fresh_queries(n, 1), TARGET, JUST_ONE)
         s.commit(tokens, log_ps, 1)
 
 
@@ -35,8 +35,8 @@ def algorithm(setup: Setup, settings: AnySubsetSettings) -> Algorithm:
         decode=any_subset,
         kind="any_subset",
         joins_prompts=False,
-        shared=whole_prompt,
-        grain=WHOLE,
+        reusable=whole_prompt,
+        cut_multiple=WHOLE,
     )
 
 

@@ -18,12 +18,8 @@ class AnySubsetSettings(DecoderChoice):
     token_logprobs: ClassVar = True
     scorer: ClassVar = "draftmill.decoders.any_subset.scoring:algorithm"
     scores_any: ClassVar = True
+    runs: ClassVar = "draftmill.decoders.any_subset.sequential:algorithm"
     kind: Literal["any_subset"]
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.any_subset.sequential:algorithm"
 
 
 class ParallelSettings(DecoderChoice):
@@ -31,12 +27,8 @@ class ParallelSettings(DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "any_subset"
     tasks: ClassVar = ("infill",)
+    runs: ClassVar = "draftmill.decoders.any_subset.parallel:algorithm"
     kind: Literal["parallel"]
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.any_subset.parallel:algorithm"
 
 
 class AssdSettings(DecoderChoice):
@@ -45,6 +37,7 @@ class AssdSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "any_subset"
     tasks: ClassVar = ("infill",)
     token_logprobs: ClassVar = True
+    runs: ClassVar = "draftmill.decoders.any_subset.assd:algorithm"
     kind: Literal["assd"]
     k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 5
     drafter: Literal["self", "ngram"] = "self"
@@ -77,11 +70,5 @@ class AssdSettings(DecoderChoice):
         return self
 
     @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.any_subset." + ("assd:algorithm" if self.fused == "none" else "one_pass:algorithm")
-
-    @property
     def draft_head(self) -> str:
-        """See DecoderChoice."""
         return self.head

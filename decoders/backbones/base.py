@@ -33,7 +33,7 @@ class Model(Protocol):
         ...
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source`, all of whose content is finite, onto slot `target`; not its order."""
+        """Copy the first columns of slot `source` onto slot `target`; not its order."""
         ...
 
     def forward(self, rows: Any) -> Tensor:

@@ -5,7 +5,7 @@ scales and shifts a row's norms and gates its residuals. Sigma belongs to a canv
 different times share a forward; cached keys and values keep the sigma that they were computed with. A network trained without
 sigma is the same network at sigma = 0; its modulation is computed once.
 
-Rows return their final modulated states; `logits` are the raw outputs, the mask's included. decoders/draws/absorbing.py turns
+Rows return their final modulated states; `logits` are the raw outputs, the mask's included. decoders/draws/schedule.py turns
 them into probabilities.
 
 Precision as in the public code: in half precision the residual stream, the norms and the conditioning stay in float32.

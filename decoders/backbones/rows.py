@@ -41,7 +41,7 @@ class TokenRows:
 
     `slots_B` are the forward's slots. A row is row number `line_N` (0, 1, ..) of slot number `owner_N` among them; the rows of a
     slot follow each other. `sigma_B` is the total noise of the canvas that these rows belong to (float, >= 0;
-    decoders/draws/absorbing.py), for models that are conditioned on it; all others ignore it. A slot may be named twice: its rows
+    decoders/draws/schedule.py), for models that are conditioned on it; all others ignore it. A slot may be named twice: its rows
     may have been computed under different noise, or see different columns.
     """
 

@@ -142,6 +142,11 @@ class SplitBackbone(TransformerBackbone):
         with self._told("copy_prefix", source, target, num_columns):
             super().copy_prefix(source, target, num_columns)
 
+    def clear_slot(self, slot: int) -> None:
+        """See ModuleBackbone."""
+        with self._told("clear_slot", slot):
+            super().clear_slot(slot)
+
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
         """See ModuleBackbone."""
         with self._told("copy_columns", slots_R, from_R, to_R):

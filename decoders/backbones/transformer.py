@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -104,9 +104,8 @@ class ModuleBackbone:
         self.cache = SlotCache(
             len(self.windows), key_value_heads(config), head_width(config), dtype=self.dtype, device=self.device
         )
-        self._tainted: set[int] = set()
-        self.finite: Tensor | None = None
-        """Whether all of the last forward was finite, a bool on the device; who reads that it was not calls `taint`."""
+        self.sums_N: Tensor | None = None
+        """The sum of each row's hidden states in the last forward, float64: not finite if any of them is not."""
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
         """Make room for at least this many slots and columns; the cache keeps its content."""
@@ -117,7 +116,6 @@ class ModuleBackbone:
         """Resize to exactly this many slots and columns; content within them stays."""
         multiple = self.rules.column_multiple
         self.cache.resize(num_slots, -(-num_columns // multiple) * multiple)
-        self._tainted = {slot for slot in self._tainted if slot < num_slots}
 
     @property
     def reads_rows(self) -> bool:
@@ -135,10 +133,7 @@ class ModuleBackbone:
         return (8 * self.width + 3 * self._inner) * self.dtype.itemsize
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source`, which is sound, onto slot `target`, which is wiped first if it is not."""
-        if target in self._tainted:
-            self.cache.clear_slot(target)
-            self._tainted.discard(target)
+        """Copy the first columns of slot `source` onto slot `target`."""
         self.cache.copy_prefix(source, target, num_columns)
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
@@ -154,12 +149,10 @@ class ModuleBackbone:
         `num_rows_computed` counts the rows of the model's products, padding to whole blocks included; the places of the
         attention's rectangle that hold no row are not counted.
         """
-        if self._tainted:
-            self._wipe_restarted(rows)
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._flat(rows.token_N), self._flat(rows.position_N), self._layout(rows), rows)[:count]
-        self.finite = hidden_ND.sum(dtype=torch.float32).isfinite()
+        self.sums_N = hidden_ND.sum(1, dtype=torch.float64)
         return hidden_ND
 
     def _run(self, tokens_1P: Tensor, positions_1P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
@@ -202,8 +195,8 @@ class ModuleBackbone:
         slots = rows.slots_B if shape.slots is None else shape.slots
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         order_BW = None
-        if shape.num_positions is not None and shape.num_columns > shape.num_positions:
-            # Some positions stand beside their own columns. Sums run in the order of positions, as if none did.
+        if shape.num_positions is not None:
+            # Some positions may stand beside their own columns. Sums run in the order of positions, as if none did.
             num_columns, slots = self.rules.columns(shape.num_positions, self.cache.num_columns), rows.slots_B
             order_BW, length_B = columns_in_order(rows, self.cache.positions_SW, num_columns)
             end_1N = length_B[rows.owner_N].unsqueeze(0)
@@ -254,22 +247,9 @@ class ModuleBackbone:
             sights[window] = bias_of(within_NW, shape, rectangle_N, self.dtype)
         return sights
 
-    # ---- NaN and infinity ----------------------------------------------------------------------------------------
-
-    @property
-    def tainted(self) -> Collection[int]:
-        """The slots that may hold NaN or infinity."""
-        return self._tainted
-
-    def taint(self, slots: Iterable[int]) -> None:
-        """Some of these slots hold NaN or infinity: they are wiped before their next sample."""
-        self._tainted.update(slots)
-
-    def _wipe_restarted(self, rows: TokenRows) -> None:
-        restarted = set(rows.slot_N[rows.column_N == 0].tolist())
-        for slot in self._tainted & restarted:
-            self.cache.clear_slot(slot)
-        self._tainted -= restarted
+    def clear_slot(self, slot: int) -> None:
+        """Put zeros into a slot that holds NaN or infinity."""
+        self.cache.clear_slot(slot)
 
     # ---- both ends -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ Legend: N token rows (content first, then queries), P distances.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -221,10 +221,8 @@ class XLNetBackbone:
     def forget(self) -> None:
         """Drop the whole cache; the table of distances stays."""
         self.cache = SlotCache(self.num_layers, self.num_heads, self.head_width, dtype=self.dtype, device=self.device)
-        # Slots whose sample gave NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN.
-        self._tainted: set[int] = set()
-        self.finite: Tensor | None = None
-        """Whether all of the last forward was finite, a bool on the device; who reads that it was not calls `taint`."""
+        self.sums_N: Tensor | None = None
+        """A sum over each content row and query row of the last forward, float64: not finite if any of its states is not."""
 
     @property
     def order_SW(self) -> Tensor:  # noqa: N802
@@ -243,7 +241,6 @@ class XLNetBackbone:
             relative = [self._relative_keys(layer, num_columns) for layer in self.layers]
         self.cache.resize(num_slots, num_columns)
         self.relative = relative
-        self._tainted = {slot for slot in self._tainted if slot < num_slots}
 
     @property
     def _num_distances(self) -> int:
@@ -276,14 +273,11 @@ class XLNetBackbone:
         return torch.cat(parts, dim=2).contiguous()
 
     def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Set the positions of a slot's columns, int64 [L]; wipes what the last sample left if it holds NaN or infinity."""
+        """Set the positions of a slot's columns, int64 [L]."""
         self.order_SW[slot, : len(order_L)] = order_L
-        if slot in self._tainted:
-            self.cache.clear_slot(slot)
-            self._tainted.discard(slot)
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source`, which is sound, onto slot `target`, which was wiped when it got its order."""
+        """Copy the first columns of slot `source` onto slot `target`."""
         self.cache.copy_prefix(source, target, num_columns)
 
     # ---- the forward ---------------------------------------------------------------------------------------------
@@ -300,17 +294,14 @@ class XLNetBackbone:
         for index, layer in enumerate(self.layers):
             entering_ND = states_ND
             states_ND = self._layer_forward(layer, index, states_ND, layout)
-        self.finite = (entering_ND.sum() + states_ND.sum()).isfinite()
+        # The last layer gives no state of a content row; what entered it says whether its keys and values are finite.
+        num_content = len(entering_ND) - num_query
+        self.sums_N = torch.cat([entering_ND[:num_content], states_ND]).sum(1, dtype=torch.float64)
         return states_ND
 
-    @property
-    def tainted(self) -> Collection[int]:
-        """The slots that may hold NaN or infinity."""
-        return self._tainted
-
-    def taint(self, slots: Iterable[int]) -> None:
-        """Some of these slots hold NaN or infinity: they are wiped before their next sample."""
-        self._tainted.update(slots)
+    def clear_slot(self, slot: int) -> None:
+        """Put zeros into a slot that holds NaN or infinity."""
+        self.cache.clear_slot(slot)
 
     def _layout(self, rows: Rows) -> _Layout:
         shape = rows.shape

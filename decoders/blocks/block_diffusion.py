@@ -9,7 +9,7 @@ Each sample goes its own way; one forward serves samples in all phases:
     draft     start .. end       up to the end of the block; a causal front the columns to its left
     commit    start .. end       as in a prefill
 
-A drafting forward runs the block and predicts a token for each of its masks; the schedule reveals some of them (schedules.py).
+A drafting forward runs the block and predicts a token for each of its masks; the schedule reveals some of them (below).
 The keys and values of a finished block were computed while it still had masks, so a commit runs it once more if another block
 follows. In models that predict the next token (`shift`), the last row of a commit (or of the prefill) predicts the first token of
 the next block. With `fused` the prompt and finished blocks run along with the next draft.
@@ -18,28 +18,54 @@ the next block. With `fused` the prompt and finished blocks run along with the n
     draft            x y |                     x is surer: revealed
     next         a b x _ |
 
-Sources: Cheng et al., "SDAR" (2025); Wu et al., "Fast-dLLM v2" (2025: sub-blocks); LLaDA2.1 (editing).
+Which masks a denoising step reveals; at least one while there is any, and none twice. Ties are broken from left to right.
+
+    static       the most confident, as many as the step's share
+    dynamic      all with confidence above tau, if that is at least the share; else as `static`
+    sequential   the leftmost, as many as the share
+    entropy      by ascending entropy, while the entropies before the last one sum up to at most tau; at least one
+
+Sources: Cheng et al., "SDAR" (2025); Wu et al., "Fast-dLLM v2" (2025: sub-blocks); LLaDA2.1 (editing);
+schedules: SDAR and S2D2's public code; Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded
+unmasking" (2025), section 4: the public code's version sums over the wrong axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.blocks.rules import Rules
-from draftmill.decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSample, Told
-from draftmill.decoders.blocks.schedules import Draft, Drafted, choose, num_surer, share
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings
-from draftmill.decoders.engine.algorithm import Algorithm, Notes
-from draftmill.decoders.engine.asks import DRAFT, TARGET, Decoding, Noted, Spans, wide_span
+from draftmill.decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSample, Revealed
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, BlockSettings
+from draftmill.decoders.engine.algorithm import Algorithm, Wanted
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, JUST_ONE, NO_DRAFT, Answer, Decoding, Span
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
 
-Forwards = Generator[Any, Noted, None]
+Forwards = Generator[Any, Answer, None]
+
+
+class Drafted(NamedTuple):
+    """A drafted token: its log-probability under the model itself, its probability in the distribution that it was drawn from,
+
+    and, where they are wanted, that distribution's entropy in nats and what a router measures of it.
+    """
+
+    token: int
+    log_p: float
+    sure: float
+    entropy: float = 0.0
+    measured: float = 0.0
+
+
+Draft = Mapping[int, Drafted]
+"""What a forward predicts for places of a block."""
 
 
 @dataclass(slots=True)
@@ -65,7 +91,9 @@ class Verifier(Protocol):
         """The places to verify; none if it does not pay."""
         ...
 
-    def verdict(self, s: BlockSample, block: Block, run: list[int], draft: Draft) -> Generator[Any, Noted, list[Told]]:
+    def verdict(
+        self, s: BlockSample, block: Block, run: list[int], draft: Draft
+    ) -> Generator[Any, Answer, list[Revealed]]:
         """Verify them; returns the accepted drafts, and the token that replaces the first rejected one."""
         ...
 
@@ -79,44 +107,44 @@ def denoise(s: BlockSample, rules: Rules, verifier: Verifier | None = None) -> D
     s.widen(rules.full(s.length))
     start = s.prompt // rules.size * rules.size
     # What is decided, but not yet in the cache.
-    behind = (s.cached, start) if start else None
+    uncached = (s.cached, start) if start else None
     while not s.is_over:
         end = min(start + rules.size, len(s.tokens))
         block = Block(start, end, s.tokens[start:end].count(HOLE))
-        s.first, s.number = max(start, s.prompt), 0
-        if behind and not rules.fused:
-            yield from finish(s, rules, behind, block)
-            behind = None
-        yield from fill(s, rules, block, behind, verifier)
-        behind, start = (start, end), end
+        s.number = 0
+        if uncached and not rules.fused:
+            yield from commit_block(s, rules, uncached, block)
+            uncached = None
+        yield from fill(s, rules, block, uncached, verifier)
+        uncached, start = (start, end), end
 
 
-def finish(s: BlockSample, rules: Rules, behind: tuple[int, int], block: Block) -> Forwards:
+def commit_block(s: BlockSample, rules: Rules, uncached: tuple[int, int], block: Block) -> Forwards:
     """Leave decided blocks in the cache; where a row predicts the next token, the last one says the first of the next block."""
-    low, high = behind
-    says = bool(rules.shift) and s.tokens[high] == HOLE
-    named = s.named(TARGET, [high - low - 1] * says, [high] * says)
+    low, high = uncached
+    predicts_next = bool(rules.shift) and s.tokens[high] == HOLE
+    runs = s.runs(JUDGE, [high - low - 1], [high]) if predicts_next else []
     purpose = COMMIT if any(s.kinds) else PREFILL
-    told = yield s.forward(purpose, s.tokens[low:high], kept(behind, rules), named)
-    if says:
-        s.reveal([Told(high, told.tokens[0], told.log_ps[0])], stops=rules.tau_edit is None)
+    told = yield s.forward(purpose, s.tokens[low:high], commit_span(uncached, rules), runs, JUST_ONE[: len(runs)])
+    if predicts_next:
+        s.reveal([Revealed(high, told.tokens[0], told.log_ps[0])], stops=rules.tau_edit is None)
         go_on(s, rules, block, quiet=False)
 
 
-def kept(behind: tuple[int, int], rules: Rules) -> Spans:
+def commit_span(uncached: tuple[int, int], rules: Rules) -> Span:
     """The rows of decided blocks, as the cache is to hold them."""
-    low, high = behind
-    return wide_span(high - low, low, low, 0, 0, grain=rules.grain)
+    low, high = uncached
+    return Span(high - low, low, low, block=rules.grain)
 
 
 def fill(
-    s: BlockSample, rules: Rules, block: Block, behind: tuple[int, int] | None, verifier: Verifier | None
+    s: BlockSample, rules: Rules, block: Block, uncached: tuple[int, int] | None, verifier: Verifier | None
 ) -> Forwards:
     """Draft and reveal until no mask of the block is left, or the completion ends."""
     while not (block.finished or s.is_over):
         masks = part_of(s, rules, block)
-        draft = yield from drafted(s, rules, block, masks, behind)
-        behind = None
+        draft = yield from drafted(s, rules, block, masks, uncached)
+        uncached = None
         edits = edits_of(s, rules, block, draft)
         s.edit(edits)
         part = masks[0] // rules.sub_block if masks else None
@@ -126,7 +154,7 @@ def fill(
             if verifier:
                 verifier.wants([], {}, num_sure=0, progress=1.0)
             block.post += 1
-            s.look()
+            s.skip_iteration()
         left = part_of(s, rules, block)
         same = part == (left[0] // rules.sub_block if left else None)
         block.step = block.step + 1 if same else 0
@@ -148,27 +176,29 @@ def editable(s: BlockSample, rules: Rules, block: Block) -> list[int]:
 
 
 def drafted(
-    s: BlockSample, rules: Rules, block: Block, masks: list[int], behind: tuple[int, int] | None
-) -> Generator[Any, Noted, Draft]:
+    s: BlockSample, rules: Rules, block: Block, masks: list[int], uncached: tuple[int, int] | None
+) -> Generator[Any, Answer, Draft]:
     """Predict a token for these masks, and for every place that may be edited."""
     start, end = block.start, block.end
     s.draws, s.number, block.drawn = s.draws + 1, block.drawn if rules.fresh else 0, block.drawn + 1
     tokens = [rules.mask if token == HOLE else token for token in s.tokens[start:end]]
-    spans: Spans = ()
+    spans: tuple[int, ...] = ()
     front = front_of(rules, masks, end - start)
     if front:
-        spans += wide_span(front, start, start, 0, 0)
+        spans += Span(front, start, start)
     if start + front < end:
-        spans += wide_span(end - start - front, start + front, start + front, end)
-    if behind:
-        tokens += s.tokens[slice(*behind)]
-        spans += kept(behind, rules)
+        spans += Span(end - start - front, start + front, start + front, end, FAR)
+    if uncached:
+        tokens += s.tokens[slice(*uncached)]
+        spans += commit_span(uncached, rules)
     places = sorted(masks + editable(s, rules, block))
     rows, positions = [max(place - rules.shift, 0) for place in places], [start + place for place in places]
-    purpose = PREFILL if behind and not any(s.kinds) else DRAFTED
-    told = yield s.forward(purpose, tokens, spans, s.named(DRAFT, rows, positions, cells=places))
-    nothing = [0.0] * len(places)
-    fields = (told.tokens, told.log_ps, told.sures, told.entropies or nothing, told.worths or nothing)
+    purpose = PREFILL if uncached and not any(s.kinds) else DRAFTED
+    told = yield s.forward(purpose, tokens, spans, s.runs(DRAFT, rows, positions), [NO_DRAFT] * len(rows))
+    sures = told.notes[0]
+    # Where entropies are wanted they are the second note; what a router wants is the last one.
+    entropies, numbers = (told.notes[1] if len(told.notes) > 1 else sures), told.notes[-1]
+    fields = (told.tokens, told.log_ps, sures, entropies, numbers)
     return {place: Drafted(*row) for place, row in zip(places, zip(*fields, strict=True), strict=True)}
 
 
@@ -179,13 +209,13 @@ def front_of(rules: Rules, masks: list[int], size: int) -> int:
     return masks[0] if masks else size
 
 
-def edits_of(s: BlockSample, rules: Rules, block: Block, draft: Draft) -> list[Told]:
+def edits_of(s: BlockSample, rules: Rules, block: Block, draft: Draft) -> list[Revealed]:
     """The revealed tokens of which the draft is confident enough that they are others."""
     if rules.tau_edit is None:
         return []
     start, tau = block.start, rules.tau_edit
     return [
-        Told(start + place, said.token, said.log_p)
+        Revealed(start + place, said.token, said.log_p)
         for place, said in draft.items()
         if s.tokens[start + place] not in {HOLE, said.token} and said.sure > tau
     ]
@@ -195,7 +225,7 @@ def decide(
     s: BlockSample, rules: Rules, block: Block, masks: list[int], draft: Draft, verifier: Verifier | None
 ) -> Forwards:
     """Reveal what a verification leaves of the draft, if there is one; then what the schedule chooses, up to the step's share."""
-    judged: list[Told] = []
+    judged: list[Revealed] = []
     run: list[int] = []
     if verifier:
         num_sure, left = num_surer(masks, draft, rules.tau), s.tokens[block.start : block.end].count(HOLE)
@@ -205,7 +235,7 @@ def decide(
     done = {told.position - block.start for told in judged}
     missing = min(share(block.step, rules.sub_block, rules.steps), len(masks)) - len(judged)
     chosen = choose(rules.schedule, [place for place in masks if place not in done], missing, draft, rules.tau)
-    news = judged + [Told(block.start + place, draft[place].token, draft[place].log_p) for place in chosen]
+    news = judged + [Revealed(block.start + place, draft[place].token, draft[place].log_p) for place in chosen]
     if verifier:
         verifier.learn(len(news), verified=bool(run))
     s.reveal(news, [draft[place].token for place in run], stops=rules.tau_edit is None)
@@ -223,6 +253,53 @@ def go_on(s: BlockSample, rules: Rules, block: Block, *, quiet: bool) -> None:
         s.is_over = block.end >= s.length
 
 
+# ---- schedules: pure functions over places -----------------------------------------------------------------------------
+
+
+def share(step: int, size: int, steps: int | None) -> int:
+    """How many masks step number `step` is to reveal where `size` places take `steps` (None: one each)."""
+    if steps is None or steps >= size:
+        return 1
+    return size // steps + (step < size % steps)
+
+
+def choose(schedule: str, masks: list[int], share: int, draft: Draft, tau: float) -> list[int]:
+    """Choose among the places of the masks, in the order of revealing; `share` is how many a step should; 0 reveals none."""
+    if share <= 0 or not masks:
+        return []
+    if schedule == "sequential":
+        return masks[:share]
+    if schedule == "entropy":
+        return _within(sorted(masks, key=lambda place: _number(draft[place].entropy)), draft, tau)
+    if schedule == "dynamic":
+        share = max(share, num_surer(masks, draft, tau))
+    return sorted(masks, key=lambda place: -_number(draft[place].sure))[:share]
+
+
+def num_surer(masks: list[int], draft: Draft, tau: float) -> int:
+    """How many masks have a confidence strictly above tau."""
+    return sum(draft[place].sure > tau for place in masks)
+
+
+def _within(places: list[int], draft: Draft, tau: float) -> list[int]:
+    """The first place, and those after it while the entropies before the last one sum up to at most tau."""
+    spent = 0.0
+    for count, place in enumerate(places):
+        entropy = draft[place].entropy
+        spent += entropy
+        if count and not spent - entropy <= tau:
+            return places[:count]
+    return places
+
+
+def _number(value: float) -> float:
+    """0 for what is not a number."""
+    return 0.0 if math.isnan(value) else value
+
+
+# ---- the algorithm ---------------------------------------------------------------------------------------------------
+
+
 def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
     """How the engine runs these settings."""
     rules = Rules.of(settings, setup.info)
@@ -230,26 +307,37 @@ def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
     return algorithm_of(
         rules,
         partial(denoise, rules=rules),
-        Notes(entropy=settings.schedule == "entropy", fresh=rules.fresh),
+        notes_of(settings),
+        by_ratio=setup.sampling.acceptance == "rejection" and setup.sampling.temperature > 0.0,
         # Whether every token is revealed alone, given all that was revealed before.
         knows_logprob=rules.tau_edit is None and (rules.size == 1 or one_by_one),
     )
 
 
-def algorithm_of(rules: Rules, decode: Any, notes: Notes, *, knows_logprob: bool) -> Algorithm:
+def notes_of(settings: BlockSettings, measure: Wanted | None = None) -> tuple[Wanted, ...]:
+    """What a schedule reads of each drafted row, and then what a router measures."""
+    return ("top1", *(("entropy",) if settings.schedule == "entropy" else ()), *((measure,) if measure else ()))
+
+
+def algorithm_of(
+    rules: Rules, decode: Any, notes: tuple[Wanted, ...], *, by_ratio: bool, knows_logprob: bool
+) -> Algorithm:
     """What block decoders share."""
     return Algorithm(
         decode=decode,
         kind="blocks",
-        window=rules.size,
-        knows_logprob=knows_logprob,
-        joins_prompts=False,
-        columns=rules.columns,
         sample=BlockSample,
+        window=rules.size,
+        columns=rules.columns,
+        # The last row of the blocks before the first mask is run by every sample: it may predict that mask.
+        reusable=lambda sample: max(sample.prompt // rules.size * rules.size - 1, 0),
+        cut_multiple=rules.grain,
         # A prompt shorter than a block needs no prefill: its sample drafts at once.
         has_prompt=lambda sample: sample.prompt >= rules.size,
-        # The last row of the blocks before the first mask is run by every sample: it may predict that mask.
-        shared=lambda sample: max(sample.prompt // rules.size * rules.size - 1, 0),
-        grain=rules.grain,
+        joins_prompts=False,
         notes=notes,
+        warped=True,
+        fresh=rules.fresh,
+        by_ratio=by_ratio,
+        knows_logprob=knows_logprob,
     )

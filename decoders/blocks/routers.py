@@ -1,6 +1,6 @@
 """S2D2's routing: decides for a sample whether to verify the first run of masks in a drafted block.
 
-    estimator   how likely each drafted token of the run is accepted: alpha_1 .. alpha_n (decoders/engine/notes.py)
+    estimator   how likely each drafted token of the run is accepted: alpha_1 .. alpha_n (`acceptance`)
     K           sum_k prod_{i <= k} alpha_i, the tokens that a verification is expected to accept
     score       K - c (static), or K - c N with the N masks that the confidence rule would reveal at once (dynamic)
     router      run >= n | score >= tau | hysteresis of the score | a bandit that learns what pays (UCB)
@@ -15,7 +15,7 @@ Source: Han et al., "Fast decoding for diffusion LLMs via training-free self-spe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,11 +31,12 @@ from draftmill.decoders.blocks.router_settings import (
     LinearMargin,
     Margin,
     MinSpan,
+    Renyi,
     Router,
     ScoreRouter,
     VerificationCost,
 )
-from draftmill.decoders.blocks.schedules import Draft
+from draftmill.decoders.engine.algorithm import Wanted
 
 # ---- reading a draft -------------------------------------------------------------------------------------------------
 
@@ -45,19 +46,38 @@ def first_run(masks: list[int]) -> list[int]:
     return masks[: next((index for index, place in enumerate(masks) if place != masks[0] + index), len(masks))]
 
 
-def measure_of(router: Router, estimator: Estimator) -> tuple[str, float] | None:
-    """What a router wants to know of each drafted row (notes.MEASURES): its entropy, or its chance of acceptance."""
+def measure_of(router: Router, estimator: Estimator) -> Wanted | None:
+    """The note of each drafted row that a router's numbers are made of."""
     if isinstance(router, MinSpan):
         return None
     if isinstance(router, Bandit):
-        return "normalised_entropy", 0.0
+        return "entropy"
     match estimator:
-        case Entropy(beta=number) | LinearMargin(coefficient=number) | Confidence(power=number):
-            return estimator.kind, number
-        case Margin(tau=number) | HardEntropy(tau=number):
-            return estimator.kind, number
-        case _:
-            return estimator.kind, 0.0
+        case Entropy() | HardEntropy():
+            return "entropy"
+        case Margin() | LinearMargin():
+            return "margin"
+        case Confidence():
+            return "top1"
+        case Renyi():
+            return "squares"
+
+
+def acceptance(estimator: Estimator, measured: float, most_entropy: float) -> float:
+    """How likely a drafted token is accepted, by the note of its row; entropies are divided by their maximum."""
+    match estimator:
+        case Entropy(beta=beta):
+            return math.exp(-beta * measured / most_entropy)
+        case HardEntropy(tau=tau):
+            return float(measured / most_entropy < tau)
+        case Margin(tau=tau):
+            return float(measured > tau)
+        case LinearMargin(coefficient=coefficient):
+            return min(coefficient * measured, 1.0)
+        case Confidence(power=power):
+            return min(measured, 1.0) ** power
+        case Renyi():
+            return min(measured, 1.0)
 
 
 def expected_accepted(alphas: Iterable[float]) -> float:
@@ -86,14 +106,24 @@ class Signals:
     size: int
 
 
-def signals_of(router: Router, masks: list[int], draft: Draft, *, num_sure: int, progress: float, size: int) -> Signals:
-    """What a draft says of these masks; `worth` of each is what `measure_of` names."""
+def signals_of(
+    router: Router,
+    estimator: Estimator,
+    masks: list[int],
+    measured: Mapping[int, float],
+    *,
+    num_sure: int,
+    progress: float,
+    size: int,
+    most_entropy: float,
+) -> Signals:
+    """What a draft says of these masks; `measured` has the note of each (`measure_of`), `most_entropy` is log V."""
     run, expected, entropy = first_run(masks), 0.0, 0.0
     if isinstance(router, Bandit):
         over = run if router.entropy_of == "span" else masks
-        entropy = sum(draft[place].worth for place in over) / max(len(over), 1)
+        entropy = sum(measured[place] / most_entropy for place in over) / max(len(over), 1)
     elif not isinstance(router, MinSpan):
-        expected = expected_accepted(draft[place].worth for place in run)
+        expected = expected_accepted(acceptance(estimator, measured[place], most_entropy) for place in run)
     return Signals(len(run), expected, num_sure, progress, entropy, size)
 
 
@@ -133,7 +163,6 @@ class Threshold:
         return signals.expected - self._cost.c * (signals.num_sure if self._cost.kind == "dynamic" else 1.0)
 
     def decide(self, signals: Signals) -> bool:
-        """See Route."""
         match self._router:
             case MinSpan(span=span):
                 return signals.span >= span

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from draftmill.decoders.base import ModelInfo
@@ -12,7 +13,7 @@ from draftmill.decoders.blocks.settings import BlockSettings, S2d2Settings
 class Rules:
     """Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row
     predicts the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh`
-    each step draws all masks anew."""
+    each step draws all masks anew. `most_entropy` is the logarithm of the vocabulary."""
 
     size: int
     sub_block: int
@@ -27,6 +28,7 @@ class Rules:
     fused: bool
     causal_draft: bool
     fresh: bool
+    most_entropy: float
     max_length: int | None
 
     @classmethod
@@ -50,6 +52,7 @@ class Rules:
             fused=settings.fused,
             causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
             fresh=settings.draws_anew,
+            most_entropy=max(math.log(info.vocab_size), 1e-12),
             max_length=info.max_length,
         )
 

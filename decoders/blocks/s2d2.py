@@ -27,17 +27,18 @@ Source: "S2D2" (2026), section 3 and Algorithm 3; its public code for what a ste
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from draftmill.decoders.blocks.block_diffusion import Block, algorithm_of, denoise
+from draftmill.decoders.blocks import s2d2_fused
+from draftmill.decoders.blocks.block_diffusion import Block, Draft, algorithm_of, denoise, notes_of
 from draftmill.decoders.blocks.routers import Route, first_run, measure_of, route_of, signals_of
 from draftmill.decoders.blocks.rules import Rules
-from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Told
-from draftmill.decoders.blocks.schedules import Draft
+from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import S2d2Settings
-from draftmill.decoders.engine.algorithm import Algorithm, Notes
-from draftmill.decoders.engine.asks import JUDGE, SELF, Decoding, Noted, wide_span
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import JUDGE, SELF, Answer, Decoding, Span
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
@@ -53,50 +54,52 @@ class SelfVerifier:
     """See the module's docstring and block_diffusion.Verifier."""
 
     def __init__(self, rules: Rules, settings: S2d2Settings, route: Route) -> None:
-        self._rules, self._router, self._route = rules, settings.router, route
+        self._rules, self._settings, self._route = rules, settings, route
 
     def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
-        """See Verifier."""
-        size = self._rules.sub_block
-        signals = signals_of(self._router, masks, draft, num_sure=num_sure, progress=progress, size=size)
+        signals = signals_of(
+            self._settings.router,
+            self._settings.estimator,
+            masks,
+            {place: draft[place].measured for place in masks},
+            num_sure=num_sure,
+            progress=progress,
+            size=self._rules.sub_block,
+            most_entropy=self._rules.most_entropy,
+        )
         return first_run(masks) if self._route.decide(signals) else []
 
     def learn(self, decoded: int, *, verified: bool) -> None:
-        """See Verifier."""
         self._route.learn(decoded, verified=verified)
 
-    def verdict(self, s: BlockSample, block: Block, run: list[int], draft: Draft) -> Generator[Any, Noted, list[Told]]:
-        """See Verifier."""
+    def verdict(
+        self, s: BlockSample, block: Block, run: list[int], draft: Draft
+    ) -> Generator[Any, Answer, list[Revealed]]:
         start, first, count, shift = block.start, block.start + run[0], len(run), self._rules.shift
-        drafts, sures = [draft[place].token for place in run], [draft[place].sure for place in run]
-        end = first + count
-        spans = wide_span(end - start, start, start, 0, 0)
+        drafts, end = [draft[place].token for place in run], first + count
+        spans: tuple[int, ...] = Span(end - start, start, start)
         copied = count if not shift else int(first == 0)
         if copied:
             # Column block.end + j stands for position first + j.
-            spans += wide_span(copied, block.end, first, 0, block.end + 1 - first, own=SELF)
+            spans += Span(copied, block.end, first, 0, block.end + 1 - first, own=SELF)
         rows = [end - start + j if j < copied else run[j] - shift for j in range(count)]
         tokens = s.tokens[start:first] + drafts + [self._rules.mask] * copied
-        named = s.named(JUDGE, rows, list(range(first, end)), drafts=drafts, cells=run, sures=sures)
-        told = yield s.forward(VERIFY, tokens, spans, named)
+        told = yield s.forward(VERIFY, tokens, spans, s.runs(JUDGE, rows, range(first, end)), drafts)
         s.proposed += count
         s.accepted += told.accepted
         judged = min(told.accepted + 1, count)
-        return [Told(first + j, told.tokens[j], told.log_ps[j]) for j in range(judged)]
+        return [Revealed(first + j, told.tokens[j], told.log_ps[j]) for j in range(judged)]
 
 
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     """How the engine runs these settings."""
+    if settings.drafts_in_verifications:
+        return s2d2_fused.algorithm(setup, settings)
     rules, sampling = Rules.of(settings, setup.info), setup.sampling
     by_ratio = settings.paper_compat if sampling.temperature == 0.0 else sampling.acceptance == "rejection"
-    notes = Notes(
-        entropy=settings.schedule == "entropy",
-        worth=measure_of(settings.router, settings.estimator),
-        by_ratio=by_ratio,
-        temper=settings.temper,
-        cells=rules.size,
-        fresh=rules.fresh,
-    )
+    measure = measure_of(settings.router, settings.estimator)
     # Whether every token comes from a verification, which sees only the tokens to its left.
     known = settings.verifies_always and rules.tau_edit is None and rules.takes_all_steps
-    return algorithm_of(rules, partial(s2d2, rules=rules, settings=settings), notes, knows_logprob=known)
+    decode, notes = partial(s2d2, rules=rules, settings=settings), notes_of(settings, measure)
+    made = algorithm_of(rules, decode, notes, by_ratio=by_ratio, knows_logprob=known)
+    return replace(made, measured=measure is not None, temper=settings.temper, keeps_laws=True)

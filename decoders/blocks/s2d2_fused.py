@@ -29,22 +29,25 @@ from typing import TYPE_CHECKING
 
 from draftmill.decoders.blocks.block_diffusion import algorithm_of
 from draftmill.decoders.blocks.rules import Rules
-from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSample, Told
+from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import S2d2Settings
-from draftmill.decoders.engine.algorithm import Algorithm, Notes
-from draftmill.decoders.engine.asks import DRAFT, JUDGE, NO_DRAFT, SELF, Decoding, Named, Noted, Spans, wide_span
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, Answer, Ask, Decoding, Run, Span
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
 
 
+_AHEAD, _COPIES = range(2)
+"""The banks of drafts: a position may be drafted by a mask ahead and by a copy in one forward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What was drafted: the tokens, their probabilities, the cells of their hidden states; the first `guess` will likely hold."""
+    """What was drafted: the tokens, and the banks that they wait in; the first `guess` will likely hold."""
 
     tokens: list[int] = field(default_factory=list)
-    sures: list[float] = field(default_factory=list)
-    cells: list[int] = field(default_factory=list)
+    banks: list[int] = field(default_factory=list)
     guess: int = 0
 
 
@@ -69,70 +72,68 @@ def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool) -> Decoding:
     purpose, drafts = PREFILL if s.prompt >= size else DRAFTED, Drafts()
     while not s.is_over:
         n, k, g = s.decided, len(drafts.tokens), drafts.guess
-        s.draws, s.first = s.draws + 1, n
+        s.draws += 1
         judged = list(range(n, min(n + k + 1, s.length)))
         ahead = list(range(n + g + 1, min(n + g + 1 + size, s.length)))
         now = Round(n, drafts, judged, ahead, redraft=by_ratio and g > 0)
-        tokens, spans, named = rows_of(s, rules, now)
-        told = yield s.forward(purpose, tokens, spans, named)
+        told = yield ask_of(s, rules, now, purpose)
         purpose = VERIFY
         s.proposed += k
         s.accepted += told.accepted
-        news = [Told(*each) for each in zip(judged, told.tokens, told.log_ps, strict=False)]
+        news = [Revealed(*each) for each in zip(judged, told.tokens, told.log_ps, strict=False)]
         s.reveal(news[: told.accepted + 1], drafts.tokens)
         after = n + min(told.accepted + 1, len(judged))
         s.cached, s.is_over = after - 1, s.is_complete
-        drafts = next_drafts(now, told, range(after, min(after + size, s.length)), size)
+        drafts = next_drafts(now, told, range(after, min(after + size, s.length)))
 
 
-def rows_of(s: BlockSample, rules: Rules, now: Round) -> tuple[list[int], Spans, Named]:
-    """Tokens, spans and answered rows of a round: main, ahead, copies, in this order."""
+def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
+    """The rows of a round: main, ahead, copies, in this order; what is judged comes first among those sampled."""
     n, g, size, shift, cached = now.n, now.drafts.guess, rules.size, rules.shift, s.cached
     main = n + len(now.drafts.tokens) - cached
-    spans: Spans = wide_span(main, cached, cached, 0, 0) if main else ()
+    spans: tuple[int, ...] = Span(main, cached, cached) if main else ()
     masks, column = min(size + 1, s.length - n - g), n + 2 * (size + 1)
     if masks:
-        spans += wide_span(masks, column, n + g, n + g, own=column, till=column + masks)
+        spans += Span(masks, column, n + g, n + g, FAR, own=column, till=column + masks)
     copied = int(n == 0) if shift else len(now.judged)
     if copied:
-        spans += wide_span(copied, n + size + 1, n, 0, size + 2, own=SELF)
+        spans += Span(copied, n + size + 1, n, 0, size + 2, own=SELF)
     tokens = s.tokens[cached:n] + now.drafts.tokens + [rules.mask] * (masks + copied)
     says = [main + masks + j if j < copied else n - 1 - cached + j for j in range(len(now.judged))]
-    asked = [(JUDGE, *each) for each in zip(says, now.judged, *judgements(now), strict=True)]
-    for position in now.ahead:
-        place = position - n - g
-        asked.append((DRAFT, main + place - shift, position, NO_DRAFT, size + 1 + place, 1.0))
+    runs = list[int]()
+    # Those after all drafts have none of their own, and any bank.
+    for row, position, bank in zip(says, now.judged, [*now.drafts.banks, _COPIES], strict=False):
+        runs += Run(row, 1, position, JUDGE, bank=bank)
+    runs += s.runs(DRAFT, [main + position - n - g - shift for position in now.ahead], now.ahead, _AHEAD)
     if now.redraft:
-        asked += [(DRAFT, says[j], n + j, NO_DRAFT, j, 1.0) for j in range(1, len(says))]
-    kinds, rows, positions, drafts, cells, sures = map(list, zip(*asked, strict=True))
-    return tokens, spans, Named(rows, positions, kinds, drafts, cells, sures, s.first, s.draws)
+        runs += s.runs(DRAFT, says[1:], now.judged[1:], _COPIES)
+    num_sampled = sum(runs[1::6])
+    drafts = [*now.drafts.tokens, NO_DRAFT][: len(now.judged)]
+    return s.forward(purpose, tokens, spans, runs, drafts + [NO_DRAFT] * (num_sampled - len(drafts)))
 
 
-def judgements(now: Round) -> tuple[list[int], list[int], list[float]]:
-    """Draft, cell and probability of each judged position; the last one, after all drafts, has none."""
-    count, drafts = len(now.judged), now.drafts
-    return [*drafts.tokens, NO_DRAFT][:count], [*drafts.cells, 0][:count], [*drafts.sures, 1.0][:count]
-
-
-def next_drafts(now: Round, told: Noted, positions: range, size: int) -> Drafts:
+def next_drafts(now: Round, told: Answer, positions: range) -> Drafts:
     """Take the next round's drafts from this round's predictions: the copies' where the chain broke early, else those ahead."""
-    n, judges = now.n, len(now.judged)
-    answers = {
-        position: (judges + j, size + 1 + position - n - now.drafts.guess) for j, position in enumerate(now.ahead)
-    }
+    judges = len(now.judged)
+    answers = {position: (judges + j, _AHEAD) for j, position in enumerate(now.ahead)}
     if told.accepted < now.drafts.guess:
         first = judges + len(now.ahead) - 1 if now.redraft else 0
-        answers |= {n + j: (first + j, j) for j in range(1, judges)}
+        answers |= {now.n + j: (first + j, _COPIES) for j in range(1, judges)}
     taken = [answers[position] for position in positions if position in answers]
-    tokens, sures = [told.tokens[row] for row, _ in taken], [told.sures[row] for row, _ in taken]
-    return Drafts(tokens, sures, [cell for _, cell in taken], min(told.accepted, len(taken)))
+    return Drafts([told.tokens[row] for row, _ in taken], [bank for _, bank in taken], min(told.accepted, len(taken)))
 
 
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     """How the engine runs these settings."""
     rules, sampling = Rules.of(settings, setup.info), setup.sampling
     by_ratio = sampling.temperature != 0.0 and sampling.acceptance == "rejection"
-    cells = 2 * (rules.size + 1)
-    notes = Notes(by_ratio=by_ratio, temper=settings.temper, cells=cells)
-    made = algorithm_of(rules, partial(s2d2_fused, rules=rules, by_ratio=by_ratio), notes, knows_logprob=True)
-    return replace(made, window=2 * rules.size + 1, columns=lambda length: length + 3 * (rules.size + 1))
+    decode = partial(s2d2_fused, rules=rules, by_ratio=by_ratio)
+    made = algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True)
+    return replace(
+        made,
+        window=2 * rules.size + 1,
+        columns=lambda length: length + 3 * (rules.size + 1),
+        temper=settings.temper,
+        keeps_laws=True,
+        banks=2,
+    )

@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from draftmill.decoders.base import HOLE, Outcome, TraceStep
-from draftmill.decoders.engine.asks import NO_DRAFT, Ask, Named, Spans
+from draftmill.decoders.engine.asks import Ask
 from draftmill.decoders.engine.ends import LENGTH, Stops, ending
-from draftmill.decoders.engine.samples import Sample, Spent
+from draftmill.decoders.engine.samples import Sample
 
 PREFILL, DRAFTED, VERIFY, COMMIT = range(4)
 KINDS: Final = ("prefill", "draft", "verify", "commit")
 """The purposes of a forward."""
 
 
-class Told(NamedTuple):
+class Revealed(NamedTuple):
     """A token for a position, and its log-probability under the model itself."""
 
     position: int
@@ -38,17 +38,16 @@ class BlockSample(Sample):
     """See the module's docstring. `draws` counts drafting forwards: under the rejection rule each has random numbers of its own.
     Under coupled acceptance they are those of the step `number`, counted from the beginning of a block.
 
-    `first` is the first position that may still be asked about. `log_p_at` are log-probabilities by position, `kinds` forwards by
-    purpose. `is_over`: nothing is left to do.
+    `log_p_at` are log-probabilities by position, `kinds` forwards by purpose. `is_over`: nothing is left to do.
     """
 
-    __slots__ = ("draws", "first", "is_over", "kinds", "log_p_at", "number")
+    __slots__ = ("draws", "is_over", "kinds", "log_p_at", "number")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if HOLE in self.tokens[: self.prompt]:
             raise ValueError("block diffusion decodes from left to right: the holes must come after the prompt")
-        self.kinds, self.draws, self.first, self.is_over = [0] * len(KINDS), 0, self.prompt, False
+        self.kinds, self.draws, self.is_over = [0] * len(KINDS), 0, False
         self.number = 0
         self.log_p_at: list[float] = []
 
@@ -59,29 +58,26 @@ class BlockSample(Sample):
 
     # ---- what decoders ask ---------------------------------------------------------------------------------------
 
-    def named(
-        self,
-        kind: int,
-        rows: list[int],
-        positions: list[int],
-        *,
-        drafts: list[int] | None = None,
-        cells: list[int] | None = None,
-        sures: list[float] | None = None,
-    ) -> Named:
-        """Rows of one kind, and the positions that they speak of."""
-        count = len(rows)
-        drafts, cells, sures = drafts or [NO_DRAFT] * count, cells or [0] * count, sures or [1.0] * count
-        return Named(rows, positions, [kind] * count, drafts, cells, sures, self.first, self.draws, self.number)
+    def runs(self, kind: int, rows: Sequence[int], positions: Sequence[int], bank: int = 0) -> list[int]:
+        """Sampled rows of one kind, and the positions that they speak of, as runs."""
+        found = list[int]()
+        for row, position in zip(rows, positions, strict=True):
+            if found and row == found[-6] + found[-5] and position == found[-4] + found[-5]:
+                found[-5] += 1
+            else:
+                found += (row, 1, position, kind, self.number, bank)
+        return found
 
-    def forward(self, purpose: int, tokens: list[int], spans: Spans, named: Named) -> Ask:
+    def forward(
+        self, purpose: int, tokens: list[int], spans: Sequence[int], runs: Sequence[int], drafts: Sequence[int]
+    ) -> Ask:
         """A forward, counted by its purpose."""
         self.kinds[purpose] += 1
-        return Ask(0, tokens, spans, (), named=named)
+        return Ask(tokens, spans, runs, drafts, when=self.draws)
 
     # ---- what decoders decide ------------------------------------------------------------------------------------
 
-    def reveal(self, news: Sequence[Told], proposed: Sequence[int] = (), *, stops: bool = True) -> None:
+    def reveal(self, news: Sequence[Revealed], proposed: Sequence[int] = (), *, stops: bool = True) -> None:
         """End an iteration: write what it reveals, in this order, up to the end of the completion (if it looks for stops)."""
         if stops and self.may_stop:
             news = news[: self.until_end(news)]
@@ -94,18 +90,18 @@ class BlockSample(Sample):
         self._close_iteration(new, 0, 0)
         self.show(news, proposed)
 
-    def edit(self, news: Sequence[Told]) -> None:
+    def edit(self, news: Sequence[Revealed]) -> None:
         """Replace tokens that were revealed before; part of an iteration."""
         for position, token, log_p in news:
             self.tokens[position], self.log_p_at[position] = token, log_p
         if news:
             self.show(news)
 
-    def look(self) -> None:
+    def skip_iteration(self) -> None:
         """End an iteration that revealed nothing."""
         self._close_iteration(0, 0, 0)
 
-    def show(self, news: Sequence[Told], proposed: Sequence[int] = ()) -> None:
+    def show(self, news: Sequence[Revealed], proposed: Sequence[int] = ()) -> None:
         """Trace what was written, and the drafts that a verification judged."""
         if self.trace is not None:
             tokens, positions = [told.token for told in news], [told.position for told in news]
@@ -123,7 +119,7 @@ class BlockSample(Sample):
         """Whether a completion that is not edited has ended."""
         return self.end != LENGTH or self.decided >= self.length
 
-    def until_end(self, news: Sequence[Told]) -> int:
+    def until_end(self, news: Sequence[Revealed]) -> int:
         """How many of these are revealed until the completion ends; notes the end if it does."""
         pairs = [(position - self.prompt, token) for position, token, _ in news]
         stops = Stops(tuple(self.stop_ids), self.stop_text)
@@ -141,16 +137,16 @@ class BlockSample(Sample):
         start = max(start, self.prompt)
         tokens = self.tokens[start:end]
         self.tokens[start:end] = [HOLE] * len(tokens)
-        self.until_end([Told(start + place, token, 0.0) for place, token in enumerate(tokens)])
+        self.until_end([Revealed(start + place, token, 0.0) for place, token in enumerate(tokens)])
         self.tokens[start:end] = tokens
 
-    def outcome(self, spent: Spent | None) -> Outcome:
+    def outcome(self) -> Outcome:
         """See Sample; the log-probability is that of the tokens that stayed."""
-        if spent is None:
-            return super().outcome(spent)
+        if not self.nfe:
+            return super().outcome()
         self.decided = self.length
         if math.isfinite(self.logprob):
             self.logprob = sum(self.log_p_at[self.prompt : self.length])
-        outcome = super().outcome(spent)
+        outcome = super().outcome()
         outcome.nfe_kinds = dict(zip(KINDS, self.kinds, strict=True))
         return outcome

@@ -29,11 +29,9 @@ import numpy as np
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.common_settings import Estimate
-from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import GivenRows, Spans, wide_span
-from draftmill.decoders.engine.estimates import Draw, Grouping, Text, estimate_score, kind_of
-from draftmill.decoders.engine.packing import Ints
-from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
+from draftmill.decoders.engine.asks import FAR, Ints, Span
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_score, kind_of
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
@@ -66,13 +64,13 @@ class Layout:
         groups = [masked[blocks == block] for block in np.unique(blocks)]
         return Grouping(groups, scored[alone], max(1, last // (length - first)))
 
-    def rows_of(self, s: Text, canvas: list[Draw]) -> GivenRows:
+    def rows_of(self, s: Text, canvas: list[Draw]) -> ScoredRows:
         """The clean text, and behind it the masked blocks of each draw; a row's number is its column."""
         text = s.request.canvas.astype(np.int64)
         used = self._num_clean(s)
-        spans: Spans = ()
+        spans: tuple[int, ...] = ()
         if used:
-            spans = wide_span(used, 0, 0, 0, 0, grain=1 if self.causal else self.size)
+            spans = Span(used, 0, 0, block=1 if self.causal else self.size)
         tokens, rows = [text[:used]], []
         for draw in canvas:
             hidden, row_L = text.copy(), np.full(s.length, -1, dtype=np.int64)
@@ -81,11 +79,11 @@ class Layout:
                 start, end = block * self.size, min((block + 1) * self.size, s.length)
                 row_L[start:end] = np.arange(used, used + end - start)
                 tokens.append(hidden[start:end])
-                spans += wide_span(end - start, used, start, start, own=used, till=used + end - start)
+                spans += Span(end - start, used, start, start, FAR, own=used, till=used + end - start)
                 used += end - start
             rows.append(self._predicting(draw.asked_R, row_L))
         asked_R = np.concatenate([draw.asked_R for draw in canvas])
-        return GivenRows(np.concatenate(tokens), spans, np.concatenate(rows), text[asked_R])
+        return ScoredRows(np.concatenate(tokens), spans, np.concatenate(rows), text[asked_R])
 
     def _num_clean(self, s: Text) -> int:
         """How many clean rows there are: up to the last block with masks, or the last token that the row before it predicts."""
@@ -112,10 +110,6 @@ def algorithm(setup: Setup, settings: BlockDiffusionSettings, estimate: Estimate
         # The clean text, and copies that are not longer than the whole text.
         columns=lambda length: 2 * length,
         sample=partial(Text, grouped=layout.grouped, kind=kind_of(settings, estimate), samples=estimate.samples),
-        has_prompt=runs_no_prompt,
+        has_prompt=no_prompt,
+        keeps=False,
     )
-
-
-def runs_no_prompt(s: Sample) -> bool:
-    """All canvases are alike."""
-    return False

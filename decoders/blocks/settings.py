@@ -78,7 +78,6 @@ class BlockSettings(DecoderChoice):
         return size
 
     def check_model(self, info: ModelInfo) -> None:
-        """See DecoderChoice."""
         self.check_steps(self.size_for(info))
         if self.fused and info.shift and not self.drafts_in_verifications:
             raise ValueError(
@@ -108,12 +107,8 @@ class BlockDiffusionSettings(BlockSettings):
     scorer: ClassVar = "draftmill.decoders.blocks.scoring:algorithm"
     estimates: ClassVar = ("llada",)
     scored_with: ClassVar = ("block_size", "causal_cache")
+    runs: ClassVar = "draftmill.decoders.blocks.block_diffusion:algorithm"
     kind: Literal["block_diffusion"]
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.blocks.block_diffusion:algorithm"
 
 
 class S2d2Settings(BlockSettings):
@@ -127,6 +122,7 @@ class S2d2Settings(BlockSettings):
     SDAR's public code.
     """
 
+    runs: ClassVar = "draftmill.decoders.blocks.s2d2:algorithm"
     kind: Literal["s2d2"]
     router: Router = MinSpan(kind="min_span")
     estimator: Estimator = Entropy(kind="entropy")
@@ -141,7 +137,6 @@ class S2d2Settings(BlockSettings):
         return isinstance(self.router, MinSpan) and self.router.span == 1
 
     def check_steps(self, size: int) -> None:
-        """See BlockSettings. A step that reveals several tokens would add drafts that no verification has seen."""
         size = self.sub_block or size
         if self.verifies_always and self.steps is not None and self.steps < size:
             raise ValueError(
@@ -160,13 +155,6 @@ class S2d2Settings(BlockSettings):
         """Whether a verification can also draft: no schedule reveals anything, and the cache that it leaves is correct."""
         parts = self.sub_block is not None or self.tau_edit is not None or self.paper_compat
         return self.fused and self.causal_cache and self.verifies_always and not parts
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.blocks." + (
-            "s2d2_fused:algorithm" if self.drafts_in_verifications else "s2d2:algorithm"
-        )
 
     def check_sampling(self, sampling: Sampling) -> None:
         """See DecoderChoice; also ValueError if `temper` is set but no ratio p/q is used."""

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def autoregressive(s: Sample) -> Decoding:
     """The first forward runs the prompt and gives the first token; NFE equals the number of generated tokens."""
     while s.decided < s.length:
-        _, tokens, log_ps = yield s.causal(s.decided, 1, TARGET, JUST_ONE)
+        _, tokens, log_ps, _ = yield s.causal(s.decided, 1, TARGET, JUST_ONE)
         s.cached = s.decided
         s.commit(tokens, log_ps, 1)
 
 
 def algorithm(setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> Algorithm:
     """How the engine runs it; settings do not matter."""
-    return Algorithm(decode=autoregressive, shared=prompt_but_one)
+    return Algorithm(decode=autoregressive, reusable=prompt_but_one)
 
 
 def prompt_but_one(s: Sample) -> int:

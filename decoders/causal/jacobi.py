@@ -53,7 +53,7 @@ def jacobi(s: Sample, block_size: int, *, running: bool) -> Decoding:
         d = s.decided
         end = min(d + block_size if running else s.prompt + ((d - s.prompt) // block_size + 1) * block_size, last)
         drafts = s.tokens[d:end]
-        accepted, tokens, log_ps = yield s.causal(end, end - d + 1, TARGET, [*drafts, NO_DRAFT])
+        accepted, tokens, log_ps, _ = yield s.causal(end, end - d + 1, TARGET, [*drafts, NO_DRAFT])
         s.tokens[d : end + 1] = tokens
         s.cached = d + accepted
         s.commit(tokens, log_ps, accepted + 1, drafts, accepted, shown=len(drafts))
@@ -71,5 +71,5 @@ def algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:
     return Algorithm(
         decode=partial(jacobi, block_size=settings.block_size, running=settings.window == "running"),
         window=settings.block_size + 1,
-        shared=prompt_but_one,
+        reusable=prompt_but_one,
     )

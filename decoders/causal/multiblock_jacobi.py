@@ -27,6 +27,7 @@ Source: pcLLM, Algorithm 1 and section 3.2.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ from draftmill.decoders.causal.jacobi import fill_with_prompt
 from draftmill.decoders.causal.ngram_pool import NgramPool
 from draftmill.decoders.causal.settings import MultiblockJacobiSettings
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding, Spans
+from draftmill.decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding, Run, Span
 from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
@@ -132,16 +133,15 @@ def multiblock_jacobi(s: Sample, n: int, blocks: int, spawn_at: int, most: int, 
 def window(s: Sample, end: int, drafts: list[int], candidates: list[list[int]]) -> Ask:
     """The chain in its own columns [cached, end), and the candidates behind it at the positions of the first drafts."""
     d, start = s.decided, s.cached
-    tokens = s.tokens[start:end]
-    spans: Spans = (end - start, start, start, 0, 0, FAR, end - d + 1, d, TARGET)
-    judged, column = [*drafts, NO_DRAFT], end
+    tokens, judged = s.tokens[start:end], [*drafts, NO_DRAFT]
+    spans: Sequence[int] = Span(end - start, start, start)
+    runs: Sequence[int] = Run(d - 1 - start, end - d + 1, d, TARGET)
     for candidate in candidates:
-        count = len(candidate)
-        tokens = tokens + candidate
-        spans += (count, column, d, d, FAR, column, count, d + 1, TARGET)
-        judged += [NO_DRAFT] * count
-        column += count
-    return Ask(0, tokens, spans, judged)
+        column, count = start + len(tokens), len(candidate)
+        spans = (*spans, *Span(count, column, d, d, FAR, own=column))
+        runs = (*runs, *Run(len(tokens), count, d + 1, TARGET))
+        tokens, judged = tokens + candidate, judged + [NO_DRAFT] * count
+    return Ask(tokens, spans, runs, judged)
 
 
 def best_line(answer: Answer, chain: Line, candidates: list[list[int]], num: int) -> Line:
@@ -170,5 +170,5 @@ def algorithm(setup: Setup, settings: MultiblockJacobiSettings) -> Algorithm:
         ),
         window=n * settings.blocks + 1,
         columns=lambda length: length + most * n,
-        shared=prompt_but_one,
+        reusable=prompt_but_one,
     )

@@ -13,7 +13,7 @@ from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import GIVEN, Decoding
+from draftmill.decoders.engine.asks import SCORE, Decoding
 from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def score(s: Sample) -> Decoding:
     """Score the end of a text, of which at least the first token is given."""
     scored = s.tokens[s.prompt :]
-    first_choices, _, log_ps = yield s.causal(s.length - 1, len(scored), GIVEN, scored)
+    first_choices, _, log_ps, _ = yield s.causal(s.length - 1, len(scored), SCORE, scored)
     s.grade(log_ps, first_choices)
 
 
 def algorithm(setup: Setup, settings: AutoregressiveSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it: a causal model's scores are exact, and depend neither on `settings` nor on `estimate`."""
-    return Algorithm(decode=score, scores=True, shared=prompt_but_one)
+    return Algorithm(decode=score, scores=True, reusable=prompt_but_one)

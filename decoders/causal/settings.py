@@ -18,12 +18,8 @@ class AutoregressiveSettings(DecoderChoice):
     tasks: ClassVar = ("infill", "complete", "score")
     token_logprobs: ClassVar = True
     scorer: ClassVar = "draftmill.decoders.causal.scoring:algorithm"
+    runs: ClassVar = "draftmill.decoders.causal.autoregressive:algorithm"
     kind: Literal["autoregressive"]
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.causal.autoregressive:algorithm"
 
 
 class DrafterPlace(Settings):
@@ -59,6 +55,7 @@ class SpeculativeSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "causal"
     tasks: ClassVar = ("infill", "complete")
     token_logprobs: ClassVar = True
+    runs: ClassVar = "draftmill.decoders.causal.speculative:algorithm"
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
     drafter: Annotated[
@@ -67,13 +64,7 @@ class SpeculativeSettings(DecoderChoice):
 
     @property
     def drafts_of_neighbours(self) -> bool:
-        """See DecoderChoice."""
         return isinstance(self.drafter, SuffixDrafterSettings)
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice; without drafts it is the baseline."""
-        return "draftmill.decoders.causal." + ("autoregressive:algorithm" if self.k == 0 else "speculative:algorithm")
 
 
 class SpecDiffSettings(DecoderChoice):
@@ -88,6 +79,7 @@ class SpecDiffSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "causal"
     tasks: ClassVar = ("infill", "complete")
     token_logprobs: ClassVar = True
+    runs: ClassVar = "draftmill.decoders.causal.specdiff:algorithm"
     kind: Literal["specdiff"]
     gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 8
     steps: int = Field(default=2, ge=1, le=256)
@@ -104,11 +96,6 @@ class SpecDiffSettings(DecoderChoice):
                 "later; allowed with it: auto, none"
             )
         return self
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.causal.specdiff:algorithm"
 
     @property
     def draft_head(self) -> str:
@@ -131,6 +118,7 @@ class JacobiSettings(DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     token_logprobs: ClassVar = True
     draft_law: ClassVar = False
+    runs: ClassVar = "draftmill.decoders.causal.jacobi:algorithm"
     kind: Literal["jacobi"]
     block_size: int = Field(default=16, ge=1, le=256)
     window: Literal["fixed", "running"] = "fixed"
@@ -145,11 +133,6 @@ class JacobiSettings(DecoderChoice):
             )
         return block_size
 
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.causal.jacobi:algorithm"
-
 
 class MultiblockJacobiSettings(DecoderChoice):
     """Jacobi decoding with several blocks at once and rejection recycling (pcLLM, Algorithm 1)."""
@@ -158,14 +141,10 @@ class MultiblockJacobiSettings(DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     token_logprobs: ClassVar = True
     draft_law: ClassVar = False
+    runs: ClassVar = "draftmill.decoders.causal.multiblock_jacobi:algorithm"
     kind: Literal["multiblock_jacobi"]
     block_size: int = Field(default=16, ge=1, le=256)
     blocks: int = Field(default=2, ge=1, le=8)
     spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0)
     verify_size: int = Field(default=4, ge=1, le=16)
     pool_size: int = Field(default=4, ge=0, le=256)
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.causal.multiblock_jacobi:algorithm"

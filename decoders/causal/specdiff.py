@@ -38,8 +38,9 @@ from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.causal.speculative import Allot, Drafter, Drafting, all_of, speculative, those_that_pay
 from draftmill.decoders.draws import keys
+from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Window
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Run, Span
 from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
@@ -89,16 +90,21 @@ def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
         for first in range(0, count, max(size, 1)):
             now = sorted(order[first : first + size])
             start, tokens = _window(s, r, drafts)
-            window = Window(tokens.count(r.mask) / len(tokens), count)
+            ask = partial(
+                Ask,
+                tokens,
+                Span(len(tokens), 0, 0, len(tokens), FAR),
+                model=1,
+                sigmas=(noise_of_share(tokens.count(r.mask) / len(tokens)),),
+                num_drafts=count,
+            )
             s.nfe_draft += 1
-            row = n + now[0] - start - r.shift
             if r.has_head:
-                yield Ask(1, tokens, _spans(len(tokens), []), (), window=window)
-                told = yield Roll(MARKOV, n + now[0], len(now), row, n + now[0], 1)
+                yield ask(runs=(), drafts=())
+                told = yield Roll(MARKOV, n + now[0], len(now), n + now[0] - start - r.shift, n + now[0])
             else:
-                ranks = [n + offset for offset in now]
-                spans = _spans(len(tokens), [(rank - start - r.shift, rank) for rank in ranks])
-                told = yield Ask(1, tokens, spans, [NO_DRAFT] * len(now), window=window)
+                runs = [Run(n + at - start - r.shift, size, n + at, DRAFT) for at, size in runs_of(now)]
+                told = yield ask(runs=[number for run in runs for number in run], drafts=[NO_DRAFT] * len(now))
             for offset, token in zip(now, told.tokens, strict=True):
                 drafts[offset] = s.tokens[n + offset] = token
         return s.tokens[n : n + count]
@@ -126,17 +132,13 @@ def _window(s: Sample, r: Revealing, drafts: list[int | None]) -> tuple[int, lis
     return start, tokens
 
 
-def _spans(length: int, asked: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Rows that all see each other; of `asked` rows, by (row, rank), each run of neighbours is a span that ends with them."""
-    spans, begin = list[int](), 0
-    for _, run in groupby(enumerate(asked), key=lambda item: item[1][0] - item[0]):
-        pairs = [pair for _, pair in run]
-        (row, rank), size = pairs[0], len(pairs)
-        spans += (row + size - begin, begin, begin, length, FAR, FAR, size, rank, DRAFT)
-        begin = row + size
-    if begin < length:
-        spans += (length - begin, begin, begin, length, FAR, FAR, 0, 0, 0)
-    return tuple(spans)
+def runs_of(offsets: list[int]) -> list[tuple[int, int]]:
+    """The first one and the number of each run of neighbours among ascending offsets."""
+    runs = list[tuple[int, int]]()
+    for _, run in groupby(enumerate(offsets), key=lambda item: item[1] - item[0]):
+        members = [offset for _, offset in run]
+        runs.append((members[0], len(members)))
+    return runs
 
 
 def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
@@ -167,5 +169,5 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
         draft_forwards=num_forwards(settings.steps, k) if is_auto else None,
         keeps_laws=True,
         windows=settings.window,
-        shared=prompt_but_one,
+        reusable=prompt_but_one,
     )

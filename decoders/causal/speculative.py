@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from draftmill.decoders.causal import autoregressive
 from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.lookup import Lookup
 from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
@@ -54,7 +55,7 @@ def speculative(s: Sample, k: int, drafter: Callable[[Sample], Drafter], kind: i
         if not searches or (yield SEARCH):
             drafts = yield from draft(min(k, s.length - n - 1))
         s.tokens[n : n + len(drafts)] = drafts
-        accepted, tokens, log_ps = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
+        accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
         s.cached = n + accepted
         s.cached_draft = min(s.cached_draft, s.cached)
         s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
@@ -128,7 +129,9 @@ def those_that_pay(most: int) -> Generator[Any, Any, int]:
 
 
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
-    """How the engine runs these settings."""
+    """How the engine runs these settings; without drafts they are the baseline."""
+    if settings.k == 0:
+        return autoregressive.algorithm(setup, settings)
     is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
     allot, kind = those_that_pay if is_auto else all_of, SURE
@@ -149,5 +152,5 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         window=k + 1,
         most_auto=k * is_auto,
         keeps_laws=kind == JUDGE,
-        shared=prompt_but_one,
+        reusable=prompt_but_one,
     )

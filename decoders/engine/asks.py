@@ -1,72 +1,47 @@
-"""What a decoder asks the engine: rows of one sample for the next forward, and what shall be drawn from them.
+"""What a decoder asks the engine: rows of one sample for the next forward, and which of them are sampled.
 
 A decoder is a generator over one sample. It yields an `Ask` and is sent an `Answer`; the engine runs the asks of all samples
-together. Rows come as *spans*: runs of rows with consecutive columns and positions. A span is nine numbers:
+together (docs/engine.md). Rows come as *spans*, sampled rows as *runs*:
 
-    COUNT      rows of the span
-    COLUMN     the column that its first row writes (the rows after it: the columns after it)
-    POSITION   the position of its first row
-    FLOOR,LAG  a row at column c sees the columns below max(FLOOR, c + 1 - LAG)
-    OWN        and the columns from OWN up to its own
-    ASKED      its last so many rows are answered
-    RANK       the rank that the first answered row speaks of (the rows after it: the ranks after it)
-    KIND       how a token is drawn there
+    rows      0 1 2 3 4 5 | 6 7 8             two spans: consecutive columns and positions each
+    sampled         2 3 4 |   7               two runs: consecutive rows, which speak of consecutive ranks
 
-    rule                                    FLOOR    LAG   OWN
-    causal                                  0        0     FAR
-    the whole canvas, in both directions    length   FAR   FAR
-    a candidate beside the chain            prefix   FAR   its first column
-    content of an any-subset canvas         prompt   0     FAR
-    a query that sees all ranks before it   0        1     FAR
-    queries that see the same n ranks       n        FAR   FAR
+Which columns a row at column c sees:
 
-In an any-subset model columns are ranks, and only *queries* are answered: rows without a token, in spans of their own. Rows that
-are not answered may be drawn from after all, by a `Roll` that follows.
+    rule                                    below    lag   block  own     till
+    causal                                  0        0     1      FAR     0
+    the first n columns                     n        FAR   1      FAR     0
+    its block and those before it           0        0     size   FAR     0
+    a query that sees all ranks before it   0        1     1      FAR     0
+    a candidate beside the chain            prefix   FAR   1      its first column
+    masks that see a prefix and each other  prefix   FAR   1      first   the column after the last
+    a copy of a place to its left           0        l     1      SELF    0        l: its column + 1 - its position
 
-The spans of a block-diffusion model are *wide*: two numbers more. The rows that are answered are named one by one (`Named`),
-since masks are scattered, and a position's token may be predicted by the row of another one.
+In an any-subset model columns are ranks, and only *queries* are sampled: rows without a token, in spans of their own.
 
-    GRAIN      the limit of a row at column c is max(FLOOR, (c // GRAIN + 1) GRAIN - LAG): the end of its block, with LAG 0
-    TILL       a row sees the columns from OWN up to max(its own, TILL - 1); with OWN = SELF its own column alone
-
-    rule                                    FLOOR    LAG   OWN    GRAIN    TILL
-    its block and those before it           0        0     FAR    size     0
-    masks that see each other               prefix   FAR   first  1        the column after the last
-    a copy of a place to its left           0        l     SELF   1        0      l: its column + 1 - its position
-
-Pure: imports no torch. Sources: docs/engine.md.
+Pure: imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.engine.looks import Look
-
-COUNT, COLUMN, POSITION, FLOOR, LAG, OWN, ASKED, RANK, KIND = range(9)
-FIELDS: Final = 9
-GRAIN, TILL = 9, 10
-WIDE: Final = 11
-"""Numbers of a wide span."""
+Ints = NDArray[np.int64]
 
 FAR: Final = 1 << 40
-"""As LAG: only FLOOR counts. As OWN: there are no such columns."""
+"""As `lag`: only `below` counts. As `own`: there are no such columns."""
 SELF: Final = -1
-"""As OWN: a row's own column alone."""
+"""As `own`: a row's own column alone."""
 
-TARGET, DRAFT, JUDGE, SURE, LOOSE, GIVEN = range(6)
-"""Kinds of answered rows. TARGET: the model's own token. DRAFT: a token that will be judged; under the rejection rule its
-distribution q is kept. JUDGE: a draft against the kept q. SURE: a draft that had no alternative (q is a point mass). LOOSE: as
-TARGET, of a decoder that verifies nothing; each rank is asked about once. GIVEN: as TARGET, but the log-probability is
-that of the row's draft, a token of a text that is scored."""
-
-BARE, MARKOV, MODEL = range(3)
-"""What draws a Roll's drafts: the rows' own distributions, the model's draft head (decoders/backbones/heads.py), or forwards of
-a drafting model, one a draft."""
+TARGET, DRAFT, JUDGE, SURE, TARGET_ONCE, SCORE = range(6)
+"""Kinds of sampled rows. TARGET: the model's own token. DRAFT: a token that will be judged; under the rejection rule its
+distribution q is kept. JUDGE: judges a draft by the kept q, or follows those that do. SURE: the same for a draft that had no
+alternative (q is a point mass). TARGET_ONCE: as TARGET, of a rank that is asked about once. SCORE: as TARGET, but the
+log-probability is that of the row's draft, a token of a text that is scored."""
 
 NO_DRAFT: Final = -1
 """In `Ask.drafts`: the row judges no draft."""
@@ -75,73 +50,90 @@ JUST_ONE: Final = (NO_DRAFT,)
 DRAFTED: Final = -2
 """As a row's token: the one that its model has drafted last in this slot, which the host has not read. -1 is a hole."""
 
-Spans = tuple[int, ...]
-"""FIELDS numbers a span, or WIDE."""
 
+class Span(NamedTuple):
+    """A run of `num_rows` rows from a column and a position on; spans are added up as flat numbers.
 
-def wide_span(
-    count: int, column: int, position: int, floor: int, lag: int = FAR, *, own: int = FAR, till: int = 0, grain: int = 1
-) -> Spans:
-    """A wide span; what of it is answered, the ask names."""
-    return (count, column, position, floor, lag, own, 0, 0, 0, grain, till)
-
-
-class Named(NamedTuple):
-    """Answered rows, one by one: parallel lists.
-
-    `rows` are numbers among the ask's rows (a row may be asked twice), `positions` those that they speak of, none below `first`,
-    from which on positions may be asked about from now on. `drafts` are those that they judge, or NO_DRAFT. Under the rejection
-    rule a DRAFT row leaves its hidden state in its one of the sample's `cells`; a JUDGE row finds there that of its draft, which
-    had probability `sures`. The JUDGE rows are one chain. `when` is the number of these draws among the sample's; under coupled
-    acceptance `number` is that of the noise, if steps draw anew.
+    A row at column c sees the columns below max(below, the end of its block - lag), where blocks of columns have `block` each,
+    and those from `own` up to max(c, till - 1). `node` numbers the canvases of a sample, where it runs several.
     """
 
-    rows: list[int]
-    positions: list[int]
-    kinds: list[int]
-    drafts: list[int]
-    cells: list[int]
-    sures: list[float]
-    first: int
-    when: int
-    number: int = 0
+    num_rows: int
+    column: int
+    position: int
+    below: int = 0
+    lag: int = 0
+    block: int = 1
+    own: int = FAR
+    till: int = 0
+    node: int = 0
 
 
-class Window(NamedTuple):
-    """A forward of a masked-diffusion model that drafts: its rows are a whole window of text and masks, and see each other.
+class Run(NamedTuple):
+    """`num_rows` sampled rows from number `row` of the ask on, for the ranks from `rank` on; runs are added up as flat numbers.
 
-    `share` of the window are masks; the iteration makes `num_drafts` drafts, in this forward and others.
+    `draw` numbers the noise where steps draw anew. Under the rejection rule what is known of a draft waits in a `bank`.
     """
 
-    share: float
-    num_drafts: int
+    row: int
+    num_rows: int
+    rank: int
+    kind: int
+    draw: int = 0
+    bank: int = 0
+
+
+def runs_of(row_R: Ints, rank_R: Ints, kind: int, draw_R: Ints | int = 0) -> Ints:
+    """Sampled rows, in any order, their ranks and draws as flat runs."""
+    draw_R = np.broadcast_to(draw_R, row_R.shape)
+    breaks = np.flatnonzero((np.diff(row_R) != 1) | (np.diff(rank_R) != 1) | (np.diff(draw_R) != 0)) + 1
+    starts = np.concatenate([[0], breaks])[: len(row_R)]
+    runs_UF = np.zeros((len(starts), len(Run._fields)), dtype=np.int64)
+    runs_UF[:, 0], runs_UF[:, 1], runs_UF[:, 2] = row_R[starts], np.diff(starts, append=len(row_R)), rank_R[starts]
+    runs_UF[:, 3], runs_UF[:, 4] = kind, draw_R[starts]
+    return runs_UF.reshape(-1)
+
+
+MOST_STRETCHES: Final = 5
+"""How many stretches of columns a row may see; a node of `ssd` needs no more (masked/ssd.py)."""
 
 
 class Ask(NamedTuple):
     """One sample's part of a forward of the model `model`: 0 is the target, 1 the drafting model.
 
-    `tokens` are those of the rows in `spans`. `drafts` has an entry for each answered row: the draft that it judges, or NO_DRAFT.
-    `queries` are the spans of an any-subset model's query rows. With `named` rows the spans are wide, and `drafts` empty.
-    `window` is for a drafting model that runs windows.
+    `tokens` are those of the rows in `spans`; a hole reads as the model's mask. `drafts` has an entry for each sampled row: the
+    draft that it judges, or NO_DRAFT; rows that judge come first. `queries` are the spans of an any-subset model's query rows,
+    to which the numbers of `runs` then refer. `when` numbers the draws of the sample under the rejection rule, by default by its
+    decided tokens.
+
+    `stretches` say what rows see in place of the rule above: MOST_STRETCHES pairs [low, high) of columns a span, the empty ones
+    last. `sigmas` are the total noise of each canvas, for a model that is told. `num_drafts` is what an iteration drafts in this
+    forward of a drafting model and others.
     """
 
-    model: int
-    tokens: list[int]
-    spans: Spans
-    drafts: list[int] | tuple[int, ...]
-    queries: Spans = ()
-    named: Named | None = None
-    window: Window | None = None
+    tokens: Sequence[int] | Ints
+    spans: Sequence[int]
+    runs: Sequence[int] | Ints
+    drafts: Sequence[int] | Ints
+    queries: Sequence[int] = ()
+    model: int = 0
+    when: int = -1
+    stretches: Sequence[int] = ()
+    sigmas: Sequence[float] = ()
+    num_drafts: int = 0
+
+
+INDEPENDENT, MARKOV, MODEL = range(3)
+"""What draws a Roll's drafts: the rows' own distributions, the model's draft head (decoders/backbones/heads.py), or forwards of
+a drafting model, one a draft."""
 
 
 class Roll(NamedTuple):
-    """Asks for drafts of the ranks `rank` .. `rank + num_drafts - 1`, from query rows of the sample's last forward.
+    """Asks for drafts of the ranks `rank` .. `rank + num_drafts - 1`, of which none leaves the device before all are drawn.
 
-    Draft j comes from the row `row + j` (BARE), or from that row, corrected with the tokens that it has not seen, those at ranks
-    from `limit` on (MARKOV). Answered before the next forward. Those of a drafting model come from all its rows, since each is a
-    token.
-
-    A MODEL runs its columns up to `rank`, then each draft but the last; no draft leaves the device before the window is complete.
+    Those of a MODEL: it runs its columns up to `rank`, then each draft but the last. All others come from rows of the sample's
+    last forward (of an any-subset model: query rows), before the next one. Draft j comes from the row `row + j`; with MARKOV it
+    is corrected with the tokens that the row has not seen, those at ranks from `limit` on.
     """
 
     head: int
@@ -149,10 +141,9 @@ class Roll(NamedTuple):
     num_drafts: int
     row: int = 0
     limit: int = 0
-    model: int = 0
 
 
-class Weights(NamedTuple):
+class SampleFrom(NamedTuple):
     """Asks for a draft of `rank` from a distribution of the decoder's own: `tokens` have these `weights`, all others none.
 
     Without any tokens all are alike. The sampling settings apply as to a model's distribution. Answered before the next forward.
@@ -163,70 +154,34 @@ class Weights(NamedTuple):
     weights: list[int]
 
 
-class Answer(NamedTuple):
-    """`accepted` is how many leading drafts hold. `tokens` and `log_ps` have an entry for each answered row.
-
-    Under coupled acceptance each token is the target's own. Under the rejection rule the first `accepted` tokens are the drafts,
-    the next one comes from the residual or is the bonus, and the others mean nothing. `log_ps` are log-probabilities under the
-    model itself (temperature 1, no truncation); those of drafts by another model, a Roll or Weights are not computed and are 0.
-    """
-
-    accepted: int
-    tokens: list[int]
-    log_ps: list[float]
-
-
-class Noted(NamedTuple):
-    """The answer to named rows: an `Answer`, and what else the decoder wants to know of each row (`algorithm.Notes`).
-
-    `sures` are the tokens' probabilities in the distributions that they were drawn from, at temperature 0 in the model's own.
-    `entropies` and `worths` are empty if they are not wanted.
-    """
-
-    accepted: int
-    tokens: list[int]
-    log_ps: list[float]
-    sures: list[float]
-    entropies: list[float]
-    worths: list[float]
-
-
-class GivenRows(NamedTuple):
-    """A canvas whose tokens are all known, as the rows of a forward that keeps nothing.
-
-    `tokens` are those of the rows in the wide `spans`. `rows` are numbers among them (a row may be read twice), each of which is
-    asked for the log-probability of its one of `wanted`. `share` of the canvas are masks, for a model that diffuses.
-    """
-
-    tokens: NDArray[np.int64]
-    spans: Spans
-    rows: NDArray[np.int64]
-    wanted: NDArray[np.int64]
-    share: float | None = None
-
-
-class Score(NamedTuple):
-    """Asks for some canvases of a text, each of which is an evaluation, after an Offer of them (score_engine.py).
-
-    Answered with two arrays for each canvas: the log-probabilities, and whether each token is the model's first choice. Or with
-    None where memory ran out: then none of them counts, and they are to be offered again.
-    """
-
-    canvases: list[GivenRows]
-
-
-class Search(NamedTuple):
-    """Asks whether drafting may pay in this step at all (draft lengths `auto`); answered with a bool before the forward."""
-
-
 class Offer(NamedTuple):
     """Offers up to `most` drafts (draft lengths `auto`), or canvases; answered with the number to take, before the forward."""
 
     most: int
 
 
-SEARCH: Final = Search()
+SEARCH: Final = Offer(-1)
+"""Asks whether drafting may pay in this step at all: answered with 1 or 0, before what could be drafted is looked for."""
 
-Wish = Ask | Roll | Weights | Search | Offer | Look | Score
+
+class Answer(NamedTuple):
+    """`accepted` is how many leading drafts hold. `tokens` and `log_ps` have an entry for each sampled row.
+
+    Under coupled acceptance each token is the target's own. Under the rejection rule the first `accepted` tokens are the drafts,
+    the next one comes from the residual or is the bonus, and the others mean nothing. `log_ps` are log-probabilities under the
+    model itself (temperature 1, no truncation); those of drafts by another model, a Roll or SampleFrom are not computed and are
+    0.
+
+    `notes` are what else the algorithm wants to know of each row, in its order (Algorithm.notes). Lists; in masked diffusion
+    arrays [A, R], of this step and of those ahead (Algorithm.ahead).
+    """
+
+    accepted: int
+    tokens: Any
+    log_ps: Any
+    notes: Any = ()
+
+
+Wish = Ask | Roll | SampleFrom | Offer
 Decoding = Generator[Wish, Any, None]
-"""A decoder at work on one sample: it is sent a number for a Search or an Offer, else an Answer, and ends with the sample."""
+"""A decoder at work on one sample: it is sent a number for an Offer, else an Answer, and ends with the sample."""

@@ -11,7 +11,7 @@ With coupled acceptance no choice can change a text, only its cost; under the re
 (common_settings.py, `DecoderChoice.check_sampling`). Costs (cost.py) and probabilities are measured during the run. Since
 nothing is known beforehand, some of the first steps try a few drafts, and no choice is more than twice as large as the largest
 measured one. Drafting that does not pay is tried again now and then, by few slots and ever more rarely. Trials stop while they
-have cost more than a small share of the time, whatever the estimates say (ledger.py).
+have cost more than a small share of the time, whatever the estimates say (`Ledger`).
 
 Source of the idea: the cost model of Leviathan et al. (2023), section 3.3, for one sequence; here for a batch.
 Legend: E = K + 1 choices, D depths, L prices, C allocations.
@@ -23,11 +23,13 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draftmill.decoders.engine.cost import Cost, CostTable
-from draftmill.decoders.engine.ledger import Ledger
 from draftmill.decoders.engine.offers import Offers, lines_a_slot
-from draftmill.decoders.engine.survival import Counts, Numbers, Survival
+
+Numbers = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 # The first steps: (drafts per slot, one in how many slots gets them), with steps without drafts between, for comparison.
 _TRIALS: Final = ((0, 1), (0, 1), (2, 8), (0, 1), (4, 4), (0, 1))
@@ -48,6 +50,16 @@ _TRY_EVERY: Final = 8
 _PRICES: Final = np.array([*np.geomspace(0.02, 1.0, 15), 2.0])
 # Where allocations are cut: each depth costs a forward of the drafter.
 _DEPTHS: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
+# Acceptances before any is known, how fast they are forgotten, and how many drafts a guess is worth.
+_FIRST_GUESS: Final = 0.7
+_POSITION_MEMORY, _POSITION_PRIOR = 0.99, 4.0
+_SLOT_MEMORY, _SLOT_PRIOR = 0.95, 16.0
+# The loss allowed for trials: the time of this many steps without drafts, plus this share of all time spent since.
+_AT_FIRST, _SHARE = 2.0, 0.015
+# Gains are remembered up to this share of the time spent: when drafts stop being accepted, that much may be lost.
+_MOST_WON: Final = 0.05
+# A busy machine makes any step long: the loss of one step counts as at most this many steps without drafts.
+_HELD_UP: Final = 2.0
 
 
 class DraftBudget:
@@ -247,3 +259,82 @@ class DraftBudget:
         depths_D = _DEPTHS[self.most >= _DEPTHS]
         choices_LDB = np.minimum(value_LBE.argmax(2)[:, None], depths_D[::-1, None])
         return choices_LDB.reshape(-1, len(gain_BE))
+
+
+class Survival:
+    """How likely drafts are accepted: rates of each draft position over all slots, and how far each slot deviates from them."""
+
+    def __init__(self, num_slots: int, most: int) -> None:
+        self._reached_K, self._passed_K = np.zeros(most), np.zeros(most)
+        self._tried_S, self._gained_S = np.zeros(num_slots), np.zeros(num_slots)
+
+    def start(self, slot: int) -> None:
+        """Forget what the slot held."""
+        self._tried_S[slot] = self._gained_S[slot] = 0.0
+
+    def learn(self, slots_B: Counts, tried_B: Counts, gained_B: Counts) -> None:
+        """Record how many of the tried drafts were accepted; slots that tried none do not count."""
+        some_B = tried_B > 0
+        slots_B, tried_B, gained_B = slots_B[some_B], tried_B[some_B], gained_B[some_B]
+        if not len(slots_B):
+            return
+        for column_S, num_B in ((self._tried_S, np.minimum(gained_B + 1, tried_B)), (self._gained_S, gained_B)):
+            column_S[slots_B] = _SLOT_MEMORY * column_S[slots_B] + num_B
+        places_K = np.arange(1, len(self._reached_K) + 1)
+        tried_B1, gained_B1 = tried_B[:, None], gained_B[:, None]
+        reached_K = ((places_K <= tried_B1) & (places_K <= gained_B1 + 1)).sum(0)
+        self._reached_K = _POSITION_MEMORY * self._reached_K + reached_K
+        self._passed_K = _POSITION_MEMORY * self._passed_K + (places_K <= gained_B1).sum(0)
+
+    def probabilities(self, slots_B: Counts) -> Numbers:
+        """The probability that the first j drafts are accepted, j = 1 .. K, [B, K]."""
+        rates_K, guess = np.empty_like(self._reached_K), _FIRST_GUESS
+        for place in range(len(rates_K)):
+            guess = (self._passed_K[place] + _POSITION_PRIOR * guess) / (self._reached_K[place] + _POSITION_PRIOR)
+            rates_K[place] = guess
+        tried_B1, gained_B1 = (column_S[slots_B, None] for column_S in (self._tried_S, self._gained_S))
+        survival_BK: Numbers = ((gained_B1 + _SLOT_PRIOR * rates_K) / (tried_B1 + _SLOT_PRIOR)).cumprod(1)
+        return survival_BK
+
+
+class Ledger:
+    """Accounts of what drafting has gained or lost in seconds, which bound the cost of trials.
+
+    Estimates say what to try. The ledger measures whether it paid, all costs included: a drafter that catches up with texts, the
+    search for drafts, a busy machine. Each step: `spend` its seconds as they become known and `win` its tokens, then `close` it.
+    """
+
+    def __init__(self) -> None:
+        self._total_s, self._balance_s = 0.0, 0.0
+        self._step_s, self._step_tokens = 0.0, 0
+        self._was_drafting = False
+
+    def spend(self, seconds: float) -> None:
+        """Add seconds to this step."""
+        self._step_s += seconds
+
+    def win(self, tokens: int) -> None:
+        """Add committed tokens to this step."""
+        self._step_tokens += tokens
+
+    def close(self, *, drafting: bool, plain_step_s: float, num_slots: int) -> None:
+        """End the step; without drafts it would have taken `plain_step_s`, 0 if unknown.
+
+        A step that followed one with drafts belongs to them: an iteration may take two forwards.
+        """
+        self._total_s += self._step_s
+        if plain_step_s and (drafting or self._was_drafting):
+            won_s = self._step_tokens * plain_step_s / num_slots - self._step_s
+            self._balance_s += max(won_s, -_HELD_UP * plain_step_s)
+            self._balance_s = min(self._balance_s, _MOST_WON * self._total_s)
+        self._was_drafting = drafting
+        self._step_s, self._step_tokens = 0.0, 0
+
+    def drop(self) -> None:
+        """End a step whose time without drafts is unknown."""
+        self._was_drafting = False
+        self._step_s, self._step_tokens = 0.0, 0
+
+    def allows(self, plain_step_s: float) -> bool:
+        """Whether the accounts allow another trial, if a step without drafts takes `plain_step_s`."""
+        return self._balance_s + _SHARE * self._total_s + _AT_FIRST * plain_step_s >= 0.0

@@ -30,7 +30,6 @@ class NeverStops:
     """Never finds a stop string; for a request without stop strings in a job that has some."""
 
     def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
-        """See StopText."""
         return None
 
 

@@ -3,24 +3,22 @@
     admit        a sample gets a slot; its generator starts with its first turn
     step         whose turn is it: the new samples alone, or all, with as many rows of new prompts as a budget allows
                  how many drafts may each take (lengths `auto` only)
-                 draws from decoders' own weights and the drafting model's forwards, as long as anyone asks for them
-                 the target's forward: pack the asks, run, draw or judge (block-diffusion models: rows that asks name)
-                 windows that a head rolls over from rows of that forward
+                 drafts: from distributions that decoders name, and by the drafting model
+                 the target's forward: pack the asks, run, draw, read the record, resume the generators
+                 drafts that a head makes from rows of that forward
                  samples whose generators end give their outcomes and free their slots
 
 A sample keeps its slot. The next admission takes the lowest free one, so that the slots in use are mostly adjacent and a forward
-reads the cache in place. Of a sample, only its cache, its noise and the distributions of its drafts are on
-the device. See draftmill.decoders.base.Decoder, and docs/engine.md for the design.
+reads the cache in place. See draftmill.decoders.base.Decoder, and docs/engine.md for the design.
 
-Legend: B samples of a forward.
+Legend: see batch.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,142 +26,110 @@ import torch
 from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.answers import Answers, NoiseAnswers
-from draftmill.decoders.engine.asks import (
-    BARE,
-    DRAFT,
-    FAR,
-    FIELDS,
-    GIVEN,
-    JUDGE,
-    MODEL,
-    NO_DRAFT,
-    SURE,
-    TARGET,
-    WIDE,
-    Answer,
-    Ask,
-    Noted,
-    Roll,
-    Weights,
-    Wish,
-)
-from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.canvases import CanvasLane
-from draftmill.decoders.engine.counters import Counters
+from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom
+from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, pack, put, steps
+from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.graphs import find_graphs, why_no_graphs
-from draftmill.decoders.engine.lanes import Lane, Packed, Started
 from draftmill.decoders.engine.lengths import Lengths
-from draftmill.decoders.engine.look_packing import copied, pack
-from draftmill.decoders.engine.memory import Account, column_multiple
-from draftmill.decoders.engine.named import NamedRows
-from draftmill.decoders.engine.named_answers import NamedAnswers
-from draftmill.decoders.engine.orders import decoding_order
-from draftmill.decoders.engine.packing import Asked, Ints, Table
-from draftmill.decoders.engine.parcels import Parcel
-from draftmill.decoders.engine.picks import Picks
-from draftmill.decoders.engine.pieces import DEVICE_ROWS, ask_of_piece, deal, ran_ahead
-from draftmill.decoders.engine.prefixes import Prefixes
-from draftmill.decoders.engine.prompts import Prompts
-from draftmill.decoders.engine.rolls import Rolling
-from draftmill.decoders.engine.room import Room
-from draftmill.decoders.engine.samples import Sample, Times, equal_queries
+from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape, column_multiple
+from draftmill.decoders.engine.model_runner import ModelRunner, Started
+from draftmill.decoders.engine.rolls import roll_model, roll_rows
+from draftmill.decoders.engine.sampler import Sampler
+from draftmill.decoders.engine.samples import Sample, Times, decoding_order
+from draftmill.decoders.engine.scheduler import DEVICE_ROWS, Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.engine.token_lanes import TokenLane
-from draftmill.decoders.engine.two_stream_lanes import TwoStreamLane
-from draftmill.decoders.engine.windows import WindowLane
-from draftmill.decoders.kernels.find import find_choice, find_notes
-
-# At most one new sample in this many joins the others: more of them fill a forward of their own.
-_FEW_PROMPTS: Final = 4
-# Rows whose tokens are decided or checked by the target, by kind.
-_IS_VERIFIED_K: Final = np.isin(np.arange(GIVEN + 1), (TARGET, JUDGE, SURE))
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The samples of one step. It is the first one of those that are `new`; `pieces` run a part of their prompts only.
-
-    `fresh`: there are no others; `joined`: there are. `num_waiting` samples are left out until others' prompts have run.
-    """
-
-    samples: list[Sample]
-    fresh: bool = False
-    joined: bool = False
-    new: Sequence[Sample] = ()
-    pieces: Sequence[Sample] = ()
-    num_waiting: int = 0
-
-    @classmethod
-    def of(cls, everyone: list[Sample], running: list[Sample], line: list[Sample]) -> Turn:
-        """The step of those whose prompts have run, and of `running` ones among those in `line`, whose prompts have not."""
-        slots = {sample.slot for sample in line} - {sample.slot for sample in running}
-        samples = [sample for sample in everyone if sample.slot not in slots]
-        fresh = len(samples) == len(running)
-        new, pieces = ([one for one in running if bool(one.piece) is cut] for cut in (False, True))
-        return cls(samples, fresh, bool(running) and not fresh, new, pieces, len(slots))
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether the time of the step says something about later ones: prompts take longer."""
-        return not (self.fresh or self.joined)
+from draftmill.decoders.engine.slots import SlotTable
 
 
 class Engine:
-    """Runs an algorithm for up to `max_rows` samples at once; `answers` replaces the samples' own noise in enumerations."""
+    """Runs an algorithm for up to `max_rows` samples at once; enumerations replace its sampler (`make_sampler`)."""
 
-    def __init__(self, setup: Setup, algorithm: Algorithm, *, answers: Answers | None = None) -> None:
+    def __init__(self, setup: Setup, algorithm: Algorithm, *, make_sampler: Callable[..., Sampler] = Sampler) -> None:
         self.backbone, self.info, self.algorithm = setup.backbone, setup.info, algorithm
-        self.max_rows, self.max_tokens, self.tracing = setup.max_rows, setup.max_tokens, setup.trace
+        self.max_rows, self.max_tokens = setup.max_rows, setup.max_tokens
+        self.tracing, self.heads = setup.trace, setup.heads
         # Texts of any-subset models have no ends; a masked canvas is filled to its end unless a completion says what ends it.
         has_ends = algorithm.kind != "any_subset" and not algorithm.scores
         self.stops = setup.stops or (Stops() if algorithm.kind != "masked" else None) if has_ends else None
-        self.heads, self.joins_prompts = setup.heads, algorithm.joins_prompts
-        self._names = algorithm.kind == "blocks"
-        self.account = Account.unmeasured(setup.backbone.device)
-        self.lanes: list[Lane] = [self._target(setup)]
-        if setup.drafter:
-            self.lanes.append(self._drafting(setup))
-        for lane in self.lanes:
-            lane.graphs = find_graphs(lane.backbone) if lane.can_capture else None
-        made = NamedAnswers if self._names else Picks if algorithm.canvases is not None else NoiseAnswers
-        self.answers: Answers = answers or made(setup, algorithm, account=lambda: self.account)
+        self.plan = MemoryPlan.unmeasured(setup.backbone.device)
+        self.slots = SlotTable(setup.sampling, setup.max_rows)
+        self.sampler = make_sampler(setup, algorithm, self.slots, self.plan)
+        self.models = [self._target(setup)]
+        if setup.drafter is not None:
+            self.models.append(self._drafting(setup))
+        self.target = self.models[0]
+        self.sampler.drafts_by(self.models[-1].logits)
         self.stats = EngineStats()
-        self.counters = Counters(setup.max_rows, self.stats)
-        self._space = Room(
+        self._multiple = column_multiple(setup.backbone)
+        self._capacity = Capacity(
             max_rows=setup.max_rows,
             max_tokens=setup.max_tokens,
-            account=self.account,
-            multiple=column_multiple(setup.backbone),
+            plan=self.plan,
+            multiple=self._multiple,
             columns=self.columns,
             slot_bytes=self.slot_bytes,
         )
-        has_drafter = len(self.lanes) > 1
+        has_drafter = len(self.models) > 1
         self.lengths = Lengths(setup.max_rows, algorithm, has_drafter=has_drafter) if algorithm.most_auto else None
-        self._shape = (0, 0)
-        self.prefixes = Prefixes(algorithm.grain)
-        self.prompts = Prompts(lambda: self.algorithm, self.prefixes, self.lanes[0], setup.info.vocab_size, self.stats)
-        self._prompt_rows = setup.prompt_rows or (DEVICE_ROWS if getattr(setup.backbone, "reads_rows", False) else None)
-        self._was_mixed = False
+        on_device = bool(getattr(setup.backbone, "reads_rows", False))
+        self.scheduler = Scheduler(
+            algorithm,
+            setup.backbone.copy_prefix,
+            self.stats,
+            vocab_size=setup.info.vocab_size,
+            prompt_rows=setup.prompt_rows or (DEVICE_ROWS if on_device else None),
+            on_cpu=setup.backbone.device.type == "cpu",
+        )
+        self._shape = Shape()
         self._slots: list[Sample | None] = []
         self._instant: list[Outcome] = []
-        self._all_slots: Ints = np.arange(setup.max_rows)
-        self._rolled: Table | None = None  # the rows of the last forward from which a window can be rolled
 
-    def _drafting(self, setup: Setup) -> Lane:
-        if self.algorithm.windows:
-            return WindowLane(setup, self.algorithm.windows)
-        assert setup.drafter is not None, "a drafting model"
-        lane = TokenLane(setup.drafter, setup.info.vocab_size, is_target=False)
-        lane.drafted_C = torch.zeros(2 * setup.max_rows + 1, dtype=torch.int64, device=lane.device)
-        return lane
+    def _target(self, setup: Setup) -> ModelRunner:
+        backbone, algorithm = setup.backbone, self.algorithm
+        masked = algorithm.kind == "masked"
+        if masked and setup.info.mask_id is None:
+            raise ValueError(f"decoder.kind: models of family {setup.info.family!r} have no mask to start from")
+        layout = Layout(
+            family="scores" if algorithm.scores else algorithm.kind,
+            streams=algorithm.kind == "any_subset",
+            keeps=algorithm.keeps,
+            # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
+            by_node=algorithm.nodes and backbone.device.type == "cpu" and not getattr(backbone, "reads_rows", False),
+            mask_id=setup.info.mask_id if masked else None,
+            has_flags=hasattr(backbone, "sums_N"),
+        )
+        return ModelRunner(
+            backbone,
+            self.sampler,
+            layout,
+            vocab_size=setup.info.vocab_size,
+            is_target=True,
+            # Where nothing is kept whole canvases run, which keep a device busy.
+            graphs=find_graphs(backbone) if algorithm.keeps else None,
+            num_slots=algorithm.num_slots,
+            whole=masked or not algorithm.keeps,
+        )
 
-    def _target(self, setup: Setup) -> Lane:
-        if (canvases := self.algorithm.canvases) is not None:
-            return CanvasLane(setup.backbone, setup.info, canvases)
-        kind = TwoStreamLane if self.algorithm.kind == "any_subset" else TokenLane
-        return kind(setup.backbone, setup.info.vocab_size, is_target=True)
+    def _drafting(self, setup: Setup) -> ModelRunner:
+        drafter, windows = setup.drafter, self.algorithm.windows
+        assert drafter is not None, "a drafting model"
+        layout = Layout(
+            family="drafts",
+            most_id=drafter.vocab_size - 1 if drafter.vocab_size < setup.info.vocab_size else FAR,
+            has_flags=hasattr(drafter, "sums_N"),
+            notes_drafts=windows is None,
+        )
+        assert windows is None or setup.drafter_info is not None, "a drafting model with a mask"
+        return ModelRunner(
+            drafter,
+            self.sampler,
+            layout,
+            vocab_size=setup.info.vocab_size,
+            is_target=False,
+            graphs=find_graphs(drafter) if windows is None else None,
+            whole=windows is not None,
+            drafts=(setup.drafter_info, windows == "full") if windows and setup.drafter_info else None,
+        )
 
     # ---- admission -----------------------------------------------------------------------------------------------
 
@@ -184,23 +150,23 @@ class Engine:
     @property
     def graphs(self) -> str:
         """Whether forwards are replayed as graphs: `on`, or `off: ` and why. `on` as long as nothing has failed."""
-        reasons = [lane.graphs.stopped if lane.graphs else why_no_graphs(lane.backbone) for lane in self.lanes]
+        reasons = [one.graphs.stopped if one.graphs else why_no_graphs(one.backbone) for one in self.models]
         return next((f"off: {reason}" for reason in reasons if reason), "on")
 
     def columns(self, length: int) -> int:
         """How many cached columns a canvas of this length takes; with graphs one more, for rows that fill up a forward."""
-        canvases = self.algorithm.canvases
-        if canvases is not None and not canvases.cached:
-            return canvases.num_slots * rounded(length, column_multiple(self.backbone))
-        return self.algorithm.columns(length) + any(lane.graphs is not None for lane in self.lanes)
+        count = self.algorithm.columns(length)
+        if not self.algorithm.keeps:
+            return self.algorithm.num_slots * rounded(count, self._multiple)
+        return count + any(one.graphs is not None for one in self.models)
 
     def slot_bytes(self, num_columns: int) -> int:
         """Bytes of a sample with this many columns in its slot of each model's cache."""
-        return num_columns * sum(lane.cell_bytes for lane in self.lanes) + self.answers.slot_bytes
+        return num_columns * sum(one.cell_bytes for one in self.models) + self.sampler.slot_bytes
 
     def room(self, length: int) -> int:
         """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
-        inside, most = self._inside, self._space.most_rows(self._space.columns(self._longest_with(length)))
+        inside, most = self._inside, self._capacity.most_rows(self._capacity.columns(self._longest_with(length)))
         if inside == 0:
             return max(most, 1)
         # A longer canvas may leave fewer slots than the highest one that is in use; then it waits for that sample.
@@ -208,22 +174,20 @@ class Engine:
 
     def most_rows(self, length: int) -> int:
         """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
-        columns = self._space.columns(length)
-        return max(self._space.most_rows(columns), int(self._space.fits(1, columns)))
+        columns = self._capacity.columns(length)
+        return max(self._capacity.most_rows(columns), int(self._capacity.fits(1, columns)))
 
     def fit(self, free_bytes: int) -> None:
         """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
-        device, dtype = self.backbone.device, self.backbone.dtype
-        self.account = self._space.account = Account.of(
-            device,
+        self.plan = self._capacity.plan = self.sampler.plan = MemoryPlan.of(
+            self.backbone.device,
             free_bytes,
             row_bytes=int(getattr(self.backbone, "row_bytes", 0)),
-            keeps_noise=find_choice(device, dtype) is None or find_notes(device, dtype) is None,
-            captures=any(lane.graphs is not None for lane in self.lanes),
+            captures=any(one.graphs is not None for one in self.models),
         )
 
     def _longest_with(self, length: int) -> int:
-        return max([length, 1, *(len(sample.request.canvas) for sample in self._slots if sample is not None)])
+        return max([length, 1, *(len(sample.request.canvas) for sample in self.samples)])
 
     def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
         """Give each request a slot; a canvas without holes is finished at once."""
@@ -231,9 +195,9 @@ class Engine:
         queued = [now] * len(requests) if queued_at_s is None else queued_at_s
         waiting = []
         for request, queued_s in zip(requests, queued, strict=True):
-            sample = self._made(request, Times(queued_s, now, time.time()))
+            sample = self._sample_of(request, Times(queued_s, now, time.time()))
             if sample.prompt == sample.length:
-                self._instant.append(sample.outcome(None))
+                self._instant.append(sample.outcome())
             else:
                 waiting.append(sample)
         if waiting:
@@ -242,7 +206,7 @@ class Engine:
         for sample in waiting:
             self._place(sample)
 
-    def _made(self, request: Request, times: Times) -> Sample:
+    def _sample_of(self, request: Request, times: Times) -> Sample:
         scores, masked = self.algorithm.scores, request.canvas
         if scores:
             # A score has no settings of its own, and its tokens stand where others have holes.
@@ -257,87 +221,43 @@ class Engine:
 
     def _make_room(self, needed: int, length: int) -> None:
         """Give the caches at least `needed` slots, for canvases of this length too."""
-        shape = self._space.shape(self._shape, needed=needed, longest=self._longest_with(length))
-        if shape != self._shape:
-            self._allocate(*shape)
+        shape = self._capacity.shape(self._shape, needed=needed, longest=self._longest_with(length))
+        if shape[:2] != self._shape[:2]:
+            self._allocate(shape)
+        self._shape = shape
 
-    def _allocate(self, num_slots: int, num_columns: int) -> None:
-        self._shape = (0, 0)  # until the resize has succeeded
-        self.answers.use(min(num_slots, self.max_rows))
-        for lane in reversed(self.lanes):
-            lane.resize(num_slots, num_columns)
-        self.prefixes.resize(num_slots, num_columns)
-        self._shape = (num_slots, num_columns)
+    def _allocate(self, shape: Shape) -> None:
+        self._shape = Shape()  # until the resize has succeeded
+        if any(one.graphs is not None for one in self.models):
+            drop_all()
+        self.sampler.resize(min(shape.slots, self.max_rows))
+        for one in reversed(self.models):
+            one.resize(shape.slots, shape.columns, self._multiple)
+        self.scheduler.prefixes.resize(shape.slots, shape.columns)
+        self._shape = shape
 
     def _place(self, sample: Sample) -> None:
         slot = sample.slot = self._slots.index(None) if None in self._slots else len(self._slots)
         assert slot < self.max_rows, "admit called without room"
         self._slots[slot : slot + 1] = [sample]
-        for lane in self.lanes:
-            lane.start(sample)
-        self.answers.start(sample)
-        self.counters.start(slot)
+        if sample.order is not None:
+            self.backbone.set_order(slot, put(np.array(sample.order, dtype=np.int64), self.backbone.device))  # type: ignore[attr-defined]
+        self.slots.start(sample)
+        self.sampler.start(sample)
         if self.lengths is not None:
-            self.lengths.start(slot)
+            self.lengths.budget.start(slot)
         sample.decoding = self.algorithm.decode(sample)
-        if self.algorithm.has_prompt(sample):
-            self.prompts.came(sample)
-        else:
-            self.prefixes.forget(slot)
+        self.scheduler.start(sample)
 
     def clear(self) -> list[int]:
         """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
-        dropped = [sample.request.index for sample in self._slots if sample] + [one.index for one in self._instant]
+        dropped = [sample.request.index for sample in self.samples] + [one.index for one in self._instant]
         for slot in range(len(self._slots)):
-            self._release(slot)
+            self.slots.release(slot)
         self._slots, self._instant = [], []
-        self.prompts.clear()
-        self._allocate(0, 0)
+        self.scheduler.line.clear()
+        self._allocate(Shape())
         return dropped
-
-    def _release(self, slot: int) -> None:
-        self.answers.release(slot)
-        for lane in self.lanes:
-            lane.release(slot)
-
-    # ---- whose turn it is ----------------------------------------------------------------------------------------
-
-    def _turn(self) -> Turn:
-        """With a budget of rows, prompts run beside the others, in pieces. Without, many go together, a few with the others."""
-        everyone, line = self.samples, self.prompts.samples
-        if not line:
-            self._was_mixed = False
-            return Turn(everyone)
-        budget = self._budget(len(line), len(everyone))
-        if budget == 0:
-            return Turn.of(everyone, [], line)
-        ready = self.prompts.ready()
-        if budget is None:
-            new = sorted(ready, key=lambda sample: sample.slot)
-            return Turn.of(sorted(line, key=lambda sample: sample.slot), new[: self._fitting(new)], line)
-        return Turn.of(everyone, deal(ready, self.algorithm, budget), line)
-
-    def _budget(self, num_new: int, num_samples: int) -> int | None:
-        """How many rows of prompts may run beside the others' rows now; None if prompts run without the others."""
-        if self._prompt_rows is None:
-            joins = self.joins_prompts and _FEW_PROMPTS * num_new <= num_samples and self.backbone.device.type == "cpu"
-            return FAR if joins else None
-        is_mixed = num_new < num_samples
-        if is_mixed and self._was_mixed and self.lengths is not None:
-            # Lengths `auto` are chosen by the times of steps without prompts: every other one is such a step.
-            self._was_mixed = False
-            return 0
-        self._was_mixed = is_mixed
-        return min(self._prompt_rows, self.account.prompt_rows or self._prompt_rows)
-
-    def _fitting(self, new: list[Sample]) -> int:
-        """How many prompts fit into the memory of one forward; at least one."""
-        most, num_rows = self.account.prompt_rows, 0
-        for count, sample in enumerate(new):
-            num_rows += len(sample.request.canvas) - sample.cached
-            if most is not None and count and num_rows > most:
-                return count
-        return len(new)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -350,285 +270,207 @@ class Engine:
         turn = self._turn()
         deciding = self._begin(turn)
         if self.lengths is not None and deciding:
-            self.lengths.settle(deciding, fresh=turn.fresh, joined=turn.joined)
+            self.lengths.settle(deciding, fresh=turn.prefill_only, joined=turn.mixed)
         self._draft(turn)
-        began_s, kv = time.perf_counter(), sum(sample.decided for sample in turn.samples)
-        is_new = turn.fresh or turn.joined
-        ended = self._evaluate(turn.samples, is_new=is_new)
-        self.prompts.ran(turn.new, turn.pieces)
-        if turn.pieces:
-            self.counters.ran_ahead([sample.slot for sample in turn.pieces], active=len(turn.samples))
-        if self.lengths is not None:
-            seconds = time.perf_counter() - began_s
-            self.lengths.ran(deciding, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
-        if rolling := [one for one in turn.samples if isinstance(one.ask, Roll) and one.ask.head != MODEL]:
-            seconds = self._roll(rolling, turn.samples, self.lanes[0])
-            if self.lengths is not None:
-                self.lengths.spent(seconds)
+        ended = self._evaluate(turn, deciding)
+        if self.scheduler.line:
+            self.scheduler.ran(turn)
         self.stats.steps += 1
-        self.stats.slot_steps += len(turn.samples) if turn.fresh else self._space.num_lanes - turn.num_waiting
+        self.stats.slot_steps += len(turn.samples) if turn.prefill_only else self._shape.possible - turn.num_waiting
         return done + [self._finish(sample) for sample in ended]
 
+    def _turn(self) -> Turn:
+        if not self.scheduler.line:
+            return Turn(self.samples)
+        return self.scheduler.next(self.samples, self.plan, alternates=self.lengths is not None)
+
     def _begin(self, turn: Turn) -> list[Sample]:
-        """Let every sample of the step have its ask, or that of its prompt's piece; returns those whose decoders ask."""
-        self.prompts.begin([*turn.new, *turn.pieces])
-        for sample in turn.pieces:
-            sample.ask = ask_of_piece(sample, self.algorithm)
+        """Let every sample of the step have its ask, or that of its prompt's chunk; returns those whose decoders ask."""
+        for sample in turn.chunks:
+            sample.ask = ask_of_chunk(sample, self.algorithm)
         for sample in turn.samples:
             if sample.ask is None:
                 assert sample.decoding is not None, "a sample in a slot has a generator"
                 sample.ask = next(sample.decoding)
-        return [sample for sample in turn.samples if not sample.piece] if turn.pieces else turn.samples
-
-    def _evaluate(self, samples: list[Sample], *, is_new: bool) -> list[Sample]:
-        """The target's forward; returns the samples that ended."""
-        lane = self.lanes[0]
-        if self._names:
-            return self._land(samples, lane, *self._start_named(samples), is_new=True)
-        if isinstance(lane, CanvasLane):
-            return self._look(samples, lane)
-        return self._land(samples, lane, *self._start(samples, lane, [sample.ask for sample in samples]), is_new=is_new)
+        return [sample for sample in turn.samples if not sample.chunk] if turn.chunks else turn.samples
 
     def _draft(self, turn: Turn) -> None:
-        """Draft as long as any sample asks for it, by its own weights or the drafting model; all then meet at the target."""
+        """Draft as long as any sample asks for it; all then meet at the target."""
         began_s = time.perf_counter()
-        self._weigh(turn.samples)
-        if turn.pieces and len(self.lanes) > 1 and not self.algorithm.windows:
-            # The drafting model's columns keep up with the target's.
-            self._start(turn.pieces, self.lanes[1], [sample.catch_up(sample.piece) for sample in turn.pieces])
-        if rolling := [one for one in turn.samples if isinstance(one.ask, Roll)]:
-            self._roll_model(rolling, is_usual=turn.is_usual)
-        while asking := [one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model]:
-            forward_s, lane = time.perf_counter(), self.lanes[1]
-            rows, kv = self._size_of(asking)
-            self._land(asking, lane, *self._start(asking, lane, [sample.ask for sample in asking]), is_new=False)
-            if self.lengths is not None and turn.is_usual:
-                self.lengths.drafted(rows, kv, time.perf_counter() - forward_s)
-            if rolling := [sample for sample in asking if isinstance(sample.ask, Roll)]:
-                self._roll(rolling, asking, lane)
+        self._draft_from_names(turn.samples)
+        if len(self.models) > 1:
+            drafter, is_usual = self.models[1], not (turn.prefill_only or turn.mixed)
+            if turn.chunks and not self.algorithm.windows:
+                # The drafting model's columns keep up with the target's.
+                asks = [sample.catch_up(sample.chunk) for sample in turn.chunks]
+                drafter.start(pack(turn.chunks, asks, self.slots, drafter.layout, drafter.rule))
+            if rolling := [one for one in turn.samples if isinstance(one.ask, Roll)]:
+                self._roll_model(rolling, drafter, is_usual=is_usual)
+            while asking := [one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model]:
+                self._draft_windows(asking, drafter, is_usual=is_usual)
         if self.lengths is not None:
             self.lengths.spent(time.perf_counter() - began_s)
 
-    def _roll_model(self, samples: list[Sample], *, is_usual: bool) -> None:
-        """Draft windows by the drafting model, a forward a rank; the host waits once, for the last one."""
-        began_s, lane = time.perf_counter(), self.lanes[1]
-        self._catch_up(samples, lane)
-        asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
-        assert all(ask.head == MODEL for ask in asks), "before the target's forward a model drafts"
-        runs = list[tuple[list[Sample], int, Started[Answer]]]()
-        for offset in range(max(ask.num_drafts for ask in asks)):
-            going = [sample for sample, ask in zip(samples, asks, strict=True) if offset < ask.num_drafts]
-            nexts = [sample.draft_next(sample.decided + offset) for sample in going]
-            started, _ = self._start(going, lane, nexts)
-            runs.append((going, sum(sample.cached_draft for sample in going), started))
-        found, laps = [], list[float]()
-        for going, _, started in reversed(runs):
-            found.append({one.slot: answer.tokens[0] for one, answer in zip(going, lane.finish(started), strict=True)})
-            laps.append(sum(lane.seconds(started)))
-            self.counters.drafted(np.array([sample.slot for sample in going]), laps[-1])
-        if self.lengths is not None and is_usual:
-            # The forwards overlap with the host: each has its share of the whole time.
-            whole_s = time.perf_counter() - began_s
-            for (_, kv, started), lap_s in zip(runs, reversed(laps), strict=True):
-                self.lengths.drafted(started.useful, kv, whole_s * lap_s / max(sum(laps), 1e-9))
-        drafts = [
-            [token_of[sample.slot] for token_of in reversed(found) if sample.slot in token_of] for sample in samples
-        ]
-        self._resume(samples, (Answer(0, each, [0.0] * len(each)) for each in drafts))
-
-    def _catch_up(self, samples: list[Sample], lane: Lane) -> None:
-        """Let the drafting model run prompts in forwards of their own, until the rest is no more than a budget of rows.
-
-        Its cache takes over nothing from other samples. Up to `window` + 1 rows are those of a sample that decodes.
-        """
-        budget = self._prompt_rows
-        while budget is not None:
-            long = [one for one in samples if one.decided - one.cached_draft > self.algorithm.window + 1]
-            if sum(one.decided - one.cached_draft for one in long) <= budget:
-                return
-            going, asks, left = list[Sample](), list[Ask](), budget
-            for sample in long:
-                if count := min(left, sample.decided - sample.cached_draft - 1):
-                    going.append(sample)
-                    asks.append(sample.catch_up(count))
-                    left -= count
-            self._start(going, lane, asks)
-
-    @staticmethod
-    def _size_of(asking: list[Sample]) -> tuple[int, int]:
-        """What a forward over windows costs by: the drafts to be made, and the columns that are read."""
-        windows = [sample.ask.window for sample in asking if isinstance(sample.ask, Ask) and sample.ask.window]
-        return sum(window.num_drafts for window in windows), sum(sample.decided for sample in asking)
-
-    def _weigh(self, samples: list[Sample]) -> None:
-        """Draw drafts from distributions of the samples' own, rank after rank."""
+    def _draft_from_names(self, samples: list[Sample]) -> None:
+        """Draw drafts from distributions that decoders name, rank after rank."""
         began_s, most, count = time.perf_counter(), 0, 0
-        while asking := [(sample, sample.ask) for sample in samples if isinstance(sample.ask, Weights)]:
-            drafting, asks = map(list, zip(*asking, strict=True))
-            most, count = most + 1, max(count, len(drafting))
-            self._resume(drafting, self.answers.weighed(self.lanes[0], drafting, asks))
+        while asking := [sample for sample in samples if isinstance(sample.ask, SampleFrom)]:
+            most, count = most + 1, max(count, len(asking))
+            self._resume(asking, self.sampler.named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
         if most and self.lengths is not None:
             self.lengths.drew(count, most, time.perf_counter() - began_s)
 
-    def _roll(self, rolling: list[Sample], turn: list[Sample], lane: Lane) -> float:
-        """Draft windows from rows of the forward that `turn` has just run; returns the seconds."""
+    def _roll_model(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
+        """Draft windows by the drafting model."""
         began_s = time.perf_counter()
-        owner_of = {sample.slot: index for index, sample in enumerate(turn)}
-        asks = [sample.ask for sample in rolling if isinstance(sample.ask, Roll)]
-        assert self._rolled is not None, "a roll follows a forward"
-        assert len({ask.head for ask in asks}) == 1, "the samples of a decoder roll by the same head"
-        owner_B = np.array([owner_of[sample.slot] for sample in rolling])
-        row_B = self._rolled.places(owner_B, np.array([ask.row for ask in asks]))
-        if asks[0].head == BARE:
-            self._resume(rolling, self._rolled_bare(rolling, asks, row_B, lane))
-        else:
-            assert self.heads is not None, "a roll by a head that was not loaded"
-            windows = Rolling(rolling, asks, row_B)
-            self._resume(windows.samples, self.answers.roll(lane, self.heads, windows))
-        self.counters.drafted(np.array([sample.slot for sample in rolling]), sum(lane.laps()))
-        seconds = time.perf_counter() - began_s
+        found, ran = roll_model(samples, drafter, self.slots, self.algorithm.window, self.scheduler.prompt_rows)
+        laps = []
+        for going, _, started in ran:
+            laps.append(sum(started.seconds))
+            self._charge(going, laps[-1])
+            self._wipe(going, drafter, started)
+        if self.lengths is not None and is_usual:
+            # The forwards overlap with the host: each has its share of the whole time.
+            whole_s = time.perf_counter() - began_s
+            for (_, num_columns, started), lap_s in zip(ran, laps, strict=True):
+                share_s = whole_s * lap_s / max(sum(laps), 1e-9)
+                self.lengths.drafted(started.batch.num_rows, num_columns, share_s)
+        self._resume(samples, found)
+
+    def _draft_windows(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
+        """One forward of a drafting model over windows, and what a head drafts from its rows."""
+        began_s = time.perf_counter()
+        asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
+        started = drafter.start(pack(samples, asks, self.slots, drafter.layout, drafter.rule))
+        record = started.wait()
+        self._charge(samples, sum(started.seconds))
+        self._wipe(samples, drafter, started)
+        num_columns = sum(sample.decided for sample in samples)
+        self._resume(samples, answers(started.batch, record))
+        if self.lengths is not None and is_usual:
+            num_drafts = sum(ask.num_drafts for ask in asks)
+            self.lengths.drafted(num_drafts, num_columns, time.perf_counter() - began_s)
+        if rolling := [sample for sample in samples if isinstance(sample.ask, Roll)]:
+            self._roll_rows(rolling, samples, started.batch, drafter)
+
+    @staticmethod
+    def _wipe(samples: Sequence[Sample], drafter: ModelRunner, started: Started) -> None:
+        """A draft may be anything, but what a drafting model's slots hold must be finite."""
+        record = started.wait()
+        if record is not None:
+            drafter.wipe(samples[index].slot for index in bad_samples(started.batch, record))
+
+    def _evaluate(self, turn: Turn, deciding: list[Sample]) -> list[Sample]:
+        """The target's forward, and the drafts that a head makes from its rows; returns the samples that ended."""
+        began_s, kv, samples = time.perf_counter(), sum(sample.decided for sample in turn.samples), turn.samples
+        asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
+        assert len(asks) == len(samples), "offers and drafts were answered before"
+        started = self.target.start(pack(samples, asks, self.slots, self.target.layout, self.target.rule))
+        record, batch, laps = started.wait(), started.batch, started.seconds
+        self._count(samples, started, laps)
+        if record is not None:
+            self._fail([samples[index] for index in bad_samples(batch, record)], batch)
+        ended = self._resume(samples, answers(batch, record))
+        if self.algorithm.nodes:
+            self._copy_columns(samples)
         if self.lengths is not None:
-            self.lengths.drew(len(rolling), max(ask.num_drafts for ask in asks), seconds)
-        return seconds
-
-    def _rolled_bare(self, rolling: list[Sample], asks: list[Roll], row_B: Ints, lane: Lane) -> Iterator[Answer]:
-        """Drafts from the rows' own distributions: no rank waits for the one before it."""
-        spans = [number for ask in asks for number in equal_queries(ask.rank, ask.num_drafts, 0, DRAFT)]
-        table = Table(spans, self._all_slots[: len(rolling)], len(rolling))
-        slot_B, sizes = np.array([sample.slot for sample in rolling]), [ask.num_drafts for ask in asks]
-        asked = Asked.of(table, slot_B, [NO_DRAFT] * sum(sizes), sizes, [sample.decided for sample in rolling])
-        parcel = Parcel()
-        reading = self.answers.answer(lane, asked, parcel)
-        return lane.again(row_B[table.owner_N] + table.step_N, reading, parcel)
-
-    def _look(self, samples: list[Sample], lane: CanvasLane) -> list[Sample]:
-        """One forward over canvases of these samples, and their answers; returns the samples that ended."""
-        canvases = [sample for sample in samples if isinstance(sample, Canvas)]
-        packed, asked, num_nodes = pack(
-            canvases,
-            self._slots_of(samples),
-            cached=lane.cached,
-            by_node=lane.by_node,
-            conditioned=lane.conditioned,
-            mask_id=lane.mask_id,
-        )
-        parcel = Parcel()
-        assert isinstance(self.answers, Picks), "what reads masks"
-        reading = self.answers.looked(lane, asked, parcel)
-        started = lane.start_run(lane.plan(packed, reading, parcel), reading, parcel)
-        ended = self._land(samples, lane, started, num_nodes, is_new=True)
-        if wanting := [canvas for canvas in canvases if canvas.copies]:
-            lane.backbone.copy_columns(*lane.put(copied(wanting, packed.longest)))
+            seconds, is_usual = time.perf_counter() - began_s, not (turn.prefill_only or turn.mixed)
+            self.lengths.ran(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
+        if rolling := [one for one in samples if isinstance(one.ask, Roll) and one.ask.head != MODEL]:
+            seconds = self._roll_rows(rolling, samples, batch, self.target)
+            if self.lengths is not None:
+                self.lengths.spent(seconds)
         return ended
 
-    def _start(self, samples: Sequence[Sample], lane: Lane, asks: Sequence[Wish | None]) -> tuple[Started[Answer], int]:
-        """Start a forward of one model for what these samples ask; with how many tokens it decides or checks."""
-        tokens: list[int] = []
-        spans: list[int] = []
-        queries: list[int] = []
-        drafts: list[int] = []
-        sizes, whens, more, more_queries, shares = [], [], [], [], list[float]()
-        for index, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
-            assert isinstance(ask, Ask), "offers were answered before"
-            tokens += ask.tokens
-            spans += ask.spans
-            queries += ask.queries
-            drafts += ask.drafts
-            sizes.append(len(ask.drafts))
-            whens.append(sample.decided)
-            if ask.window is not None:
-                shares.append(ask.window.share)
-            if len(ask.spans) != FIELDS:
-                more.append((index, len(ask.spans) // FIELDS))
-            if len(ask.queries) != FIELDS:
-                more_queries.append((index, len(ask.queries) // FIELDS))
-        slot_B = self._slots_of(samples)
-        table = Table(spans, self._owners(len(samples), more), len(samples))
-        answered = self._rolled = table
-        if queries:
-            answered = self._rolled = Table(queries, self._owners(len(samples), more_queries), len(samples))
-        longest = max(len(sample.tokens) for sample in samples)
-        packed = Packed(
-            slot_B, tokens, table, answered if queries else None, longest, share_B=np.array(shares) if shares else None
+    def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch, runner: ModelRunner) -> float:
+        """Draft windows from rows of the forward that has just run; returns the seconds."""
+        began_s = time.perf_counter()
+        most = max(sample.ask.num_drafts for sample in rolling if isinstance(sample.ask, Roll))
+        found = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
+        self._charge(rolling, sum(runner.seconds()))
+        self._resume(rolling, found)
+        seconds = time.perf_counter() - began_s
+        if self.lengths is not None:
+            self.lengths.drew(len(rolling), most, seconds)
+        return seconds
+
+    def _copy_columns(self, samples: list[Sample]) -> None:
+        """Copy columns within slots where decoders want it."""
+        copying = [sample for sample in samples if sample.copies]
+        if not copying:
+            return
+        copies_P3 = np.array([number for sample in copying for number in sample.copies]).reshape(-1, 3)
+        slot_P = np.repeat([sample.slot for sample in copying], [len(sample.copies) // 3 for sample in copying])
+        for sample in copying:
+            sample.copies = ()
+        source_P, target_P, count_P = copies_P3.T
+        step = steps(count_P)
+        copied = np.stack(
+            [np.repeat(slot_P, count_P), np.repeat(source_P, count_P) + step, np.repeat(target_P, count_P) + step]
         )
-        asked = Asked.of(answered, slot_B, drafts, sizes, whens)
-        parcel = Parcel()
-        reading = self.answers.answer(lane, asked, parcel)
-        started = lane.start_run(lane.plan(packed, reading, parcel), reading, parcel)
-        return started, int(_IS_VERIFIED_K[asked.kind_R].sum())
+        self.backbone.copy_columns(*put(copied, self.backbone.device))  # type: ignore[attr-defined]
 
-    def _start_named(self, samples: list[Sample]) -> tuple[Started[Noted], int]:
-        """As `_start`, of the target, for asks that name their answered rows."""
-        tokens: list[int] = []
-        spans: list[int] = []
-        named, counts = [], []
+    # ---- after a forward -----------------------------------------------------------------------------------------
+
+    def _count(self, samples: list[Sample], started: Started, laps: list[float]) -> None:
+        """Count a forward of the target: its rows for each sample, of its seconds an equal share. The only place for it."""
+        active, batch, stats = len(samples), started.batch, self.stats
+        seconds, useful, computed = sum(laps), batch.num_rows, started.computed
+        share_s, first_s = seconds / active, laps[0] if laps else 0.0
         for sample in samples:
-            ask = sample.ask
-            assert isinstance(ask, Ask) and ask.named is not None, "all of these samples name their rows"
-            tokens += ask.tokens
-            spans += ask.spans
-            named.append(ask.named)
-            counts.append(len(ask.spans) // WIDE)
-        lane, slot_B = self.lanes[0], self._slots_of(samples)
-        owner_P = np.repeat(self._all_slots[: len(samples)], counts)
-        table = Table(spans, owner_P, len(samples), fields=WIDE)
-        asked = NamedRows.of(named, table, slot_B)
-        packed = Packed(slot_B, tokens, table, None, 0, asked.place_R)
-        parcel = Parcel()
-        reading = self.answers.named(lane, asked, parcel)
-        return lane.start_run(lane.plan(packed, reading, parcel), reading, parcel), asked.num_checked
+            if not sample.chunk:  # a chunk of a prompt is a part of the evaluation that its rest belongs to
+                sample.nfe += 1
+                sample.batch_rows += active
+            if sample.nfe <= 1:
+                sample.first_s += first_s
+            sample.device_s += share_s
+            sample.used_rows += useful
+            sample.computed_rows += computed
+        stats.verified += batch.num_verified
+        stats.active_slot_steps += active
+        stats.useful_rows += useful
+        stats.computed_rows += computed
+        stats.forward_s += seconds
 
-    def _slots_of(self, samples: Sequence[Sample]) -> Ints:
-        """Their slots, which ascend."""
-        if len(samples) == len(self._slots):
-            return self._all_slots[: len(samples)]
-        return np.array([sample.slot for sample in samples])
-
-    def _land(
-        self, samples: list[Sample], lane: Lane, started: Started[Any], num_verified: int, *, is_new: bool
-    ) -> list[Sample]:
-        """Read the answers of a forward, and count it; returns the samples that ended."""
-        answers, laps = lane.finish(started), lane.seconds(started)
-        slot_B = np.array([sample.slot for sample in samples])
-        if not lane.is_target:
-            # Only the seconds count, and the evaluations, which the decoder counts.
-            self.counters.drafted(slot_B, sum(laps))
-            return self._resume(samples, answers)
-        self.stats.verified += num_verified
-        self.counters.ran(slot_B, useful=started.useful, computed=started.computed, seconds=sum(laps))
+    def _charge(self, samples: Sequence[Sample], seconds: float) -> None:
+        """Charge what a draft took; of it only the seconds count, and the evaluations, which the decoder counts."""
         for sample in samples:
-            sample.nfe += not sample.piece  # a piece of a prompt is a part of the evaluation that its rest belongs to
-        if is_new:
-            self.counters.first([sample.slot for sample in samples if sample.nfe <= 1], laps[0] if laps else 0.0)
-        return self._resume(samples, answers)
+            sample.device_s += seconds / len(samples)
+        self.stats.forward_s += seconds
 
-    def _owners(self, num_samples: int, more: list[tuple[int, int]]) -> Ints:
-        """The sample of each span; `more` are (sample, number of spans) where these are not one."""
-        if not more:
-            return self._all_slots[:num_samples]
-        counts = np.ones(num_samples, dtype=np.int64)
-        for index, count in more:
-            counts[index] = count
-        return np.repeat(self._all_slots[:num_samples], counts)
+    def _fail(self, bad: list[Sample], batch: Batch) -> None:
+        """These samples have NaN or infinity: they end now, and leave nothing of it in their slots."""
+        for sample in bad:
+            sample.is_bad, sample.chunk = True, 0
+        if bad and self.algorithm.keeps:
+            self.scheduler.drop(bad)
+            for sample in bad:
+                self.scheduler.prefixes.forget(sample.slot)
+        if bad:
+            self.target.wipe([one.slot for one in bad] if self.algorithm.keeps else batch.slots_G.tolist())
 
-    def _resume(self, samples: list[Sample], answers: Iterator[Any]) -> list[Sample]:
+    def _resume(self, samples: Sequence[Sample], found: Iterable[Answer]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
         ended = []
-        for sample, answer in zip(samples, answers, strict=True):
-            if sample.piece:
-                ran_ahead(sample)
-                continue
-            try:
-                sample.ask = sample.decoding.send(answer)  # type: ignore[union-attr]
-            except StopIteration:
+        for sample, answer in zip(samples, found, strict=True):
+            if sample.is_bad:
+                sample.ask = None
                 ended.append(sample)
+            elif sample.chunk:
+                sample.cached += sample.chunk
+                sample.ask, sample.chunk = None, 0
+            else:
+                try:
+                    sample.ask = sample.decoding.send(answer)  # type: ignore[union-attr]
+                except StopIteration:
+                    ended.append(sample)
         return ended
 
     def _finish(self, sample: Sample) -> Outcome:
-        outcome = sample.outcome(self.counters.spent(sample.slot))
+        outcome = sample.outcome()
         if not self.algorithm.knows_logprob:
             outcome.logprob = None
-        self._release(sample.slot)
+        self.slots.release(sample.slot)
         self._slots[sample.slot] = None
         while self._slots and self._slots[-1] is None:
             self._slots.pop()

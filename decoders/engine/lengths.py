@@ -1,6 +1,6 @@
 """Draft lengths that are chosen by time (`auto`): settles what samples offer, before the forward, and learns what it brought.
 
-Each sample that may draft first yields a Search (is drafting worth looking for at all?), then an Offer of up to so many drafts.
+Each sample that may draft first yields SEARCH (is drafting worth looking for at all?), then an Offer of up to so many drafts.
 All offers of a step are settled together by the budget (budget.py), since all samples share the forward.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import Offer, Search
+from draftmill.decoders.engine.asks import SEARCH, Offer
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.cost import CostTable
 from draftmill.decoders.engine.samples import Sample
@@ -31,10 +31,6 @@ class Lengths:
         )
         self._is_open = False
 
-    def start(self, slot: int) -> None:
-        """A new sample."""
-        self.budget.start(slot)
-
     def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
         """Answer the samples' questions until each of them asks for a forward."""
         is_open = self._is_open = self.budget.open(fresh=fresh)
@@ -42,7 +38,7 @@ class Lengths:
             # Drafts don't pay: the step is then exactly that of the baseline.
             self.budget.pass_by()
         for sample in samples:
-            if isinstance(sample.ask, Search):
+            if sample.ask is SEARCH:
                 sample.ask = sample.decoding.send(int(is_open))  # type: ignore[union-attr]
         if not is_open or not any(isinstance(sample.ask, Offer) for sample in samples):
             # All are in the second forward of an iteration: what they draft is settled.
@@ -53,7 +49,7 @@ class Lengths:
         for sample, count in zip(samples, counts, strict=True):
             if isinstance(sample.ask, Offer):
                 sample.ask = sample.decoding.send(count)  # type: ignore[union-attr]
-            assert not isinstance(sample.ask, Search | Offer), "an offer is followed by an ask"
+            assert not isinstance(sample.ask, Offer), "an offer is followed by an ask"
 
     def drafted(self, rows: int, kv: int, seconds: float) -> None:
         """A forward of the drafting model, with its draws: its rows, and the columns that they read."""

@@ -1,4 +1,4 @@
-"""Divides a device's memory among the parts of a batch, and so limits its slots. actors/memory.py measures.
+"""Divides a device's memory among the parts of a batch, and so limits its slots and columns. actors/memory.py measures.
 
 The memory that is free after all models are loaded is divided once:
 
@@ -6,28 +6,35 @@ The memory that is free after all models are loaded is divided once:
     prompts             the activations of a forward over prompts, for a limited number of rows
     logits              a part of a forward's logits, with its probabilities, noise and float64 copies; once more for graphs,
                         which keep memory of their own
-    noise               cached noise, in bytes; noise that does not fit is recomputed in each forward; none where kernels draw
+    noise               what a CPU keeps of it, in bytes; noise that does not fit is recomputed in each forward
     a tenth             fragmentation, kernels' workspaces, and layers that exist twice while the cache grows
+
+A cache has no more slots than samples were inside at one time (and a few ahead), of no more columns than they need. Columns that
+are no longer needed are freed when slots need their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
+from draftmill.decoders.backbones.cache import rounded
+
 _MiB: Final = 1 << 20
 _CPU_LOGITS, _GPU_LOGITS = 32 * _MiB, 256 * _MiB
-_CPU_NOISE, _GPU_NOISE = 256 * _MiB, 1024 * _MiB
+_CPU_NOISE: Final = 256 * _MiB
 # The logits of a part and their copies: raw, probabilities, noise, and float64 or int64 twice.
 _COPIES: Final = 8
-_LEAST_ROWS: Final = 64
+_COLUMN_STEP: Final = 64
+# The initial slots of a cache, as far as allowed: adding them one by one would copy the cache each time.
+_FEWEST_SLOTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class MemoryPlan:
     """Bytes by purpose. `slots` and `prompt_rows` are None if memory was not measured: then only `batching` bounds them."""
 
     logits: int
@@ -36,10 +43,10 @@ class Account:
     prompt_rows: int | None = None
 
     @classmethod
-    def unmeasured(cls, device: torch.device) -> Account:
+    def unmeasured(cls, device: torch.device) -> MemoryPlan:
         """For a device whose free memory is unknown."""
         on_cpu = device.type == "cpu"
-        return cls(_CPU_LOGITS if on_cpu else _GPU_LOGITS, _CPU_NOISE if on_cpu else _GPU_NOISE)
+        return cls(_CPU_LOGITS if on_cpu else _GPU_LOGITS, _CPU_NOISE if on_cpu else 0)
 
     @classmethod
     def of(
@@ -48,26 +55,17 @@ class Account:
         free_bytes: int,
         *,
         row_bytes: int,
-        keeps_noise: bool = True,
         captures: bool = False,
-    ) -> Account:
+    ) -> MemoryPlan:
         """Share out what is free; `row_bytes` are the activations of a token row in a forward.
 
-        `keeps_noise`: draws read noise from memory; `captures`: forwards are captured as graphs.
+        `captures`: forwards are captured as graphs.
         """
         most = cls.unmeasured(device)
         logits, prompts = min(most.logits, free_bytes // 64), free_bytes // 8
-        noise = min(most.noise, free_bytes // 16) if keeps_noise else 0
+        noise = min(most.noise, free_bytes // 16)
         slots = free_bytes * 9 // 10 - _COPIES * logits * (2 if captures else 1) - noise - prompts
         return cls(logits, noise, slots, max(1, prompts // max(1, row_bytes)))
-
-    def parts(self, num_rows: int, num_bytes: int) -> Iterator[slice]:
-        """Cut rows of `num_bytes` each into parts whose logits are held at once; one empty part where there are no rows.
-
-        No part is made smaller than a product's least rows, which it would be padded to.
-        """
-        step = max(_LEAST_ROWS, self.logits // max(1, num_bytes))
-        return (slice(first, first + step) for first in range(0, max(num_rows, 1), step))
 
 
 def column_multiple(backbone: object) -> int:
@@ -76,8 +74,67 @@ def column_multiple(backbone: object) -> int:
     return 1 if rules is None else int(rules.column_multiple)
 
 
-def give(backbone: object, num_slots: int, num_columns: int, had: tuple[int, int]) -> None:
-    """Resize a backbone's cache from `had` to these slots and columns; toy backbones, which only grow, don't shrink."""
-    grows = num_slots >= had[0] and num_columns >= had[1]
-    change = None if grows else getattr(backbone, "resize", None)
-    (change or backbone.allocate)(num_slots, num_columns)  # type: ignore[attr-defined]
+class Shape(NamedTuple):
+    """The slots and columns of the caches, and how many slots there could be with so many columns."""
+
+    slots: int = 0
+    columns: int = 0
+    possible: int = 0
+
+
+class Capacity:
+    """At most `max_rows` samples and `max_tokens` cached columns, and what the `plan` allows.
+
+    `columns` gives the columns of a canvas length, of which a cache rounds up to a `multiple`; `slot_bytes` the bytes of a slot
+    with that many columns.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        plan: MemoryPlan,
+        multiple: int,
+        columns: Callable[[int], int],
+        slot_bytes: Callable[[int], int],
+    ) -> None:
+        if max_rows < 1 or max_tokens < 1:
+            raise ValueError(f"batching: max_rows = {max_rows}, max_tokens = {max_tokens}; both must be at least 1")
+        self.max_rows, self.max_tokens, self.plan = max_rows, max_tokens, plan
+        self._multiple, self._columns, self._slot_bytes = multiple, columns, slot_bytes
+
+    def columns(self, length: int) -> int:
+        """How many columns a slot has if the longest canvas has this length."""
+        return rounded(self._columns(length), self._multiple)
+
+    def most_rows(self, num_columns: int) -> int:
+        """How many samples fit with this many columns a slot; 0 if not even one does."""
+        most = min(self.max_rows, self.max_tokens // num_columns)
+        if self.plan.slots is not None:
+            most = min(most, max(self.plan.slots, 0) // max(1, self._slot_bytes(num_columns)))
+        return most
+
+    def fits(self, num_rows: int, num_columns: int) -> bool:
+        """Whether so many slots fit into memory, whatever the batch limits."""
+        return self.plan.slots is None or num_rows * self._slot_bytes(num_columns) <= self.plan.slots
+
+    def shape(self, now: Shape, *, needed: int, longest: int) -> Shape:
+        """What `needed` samples get; `now` is the present shape.
+
+        Raises MemoryError for a sample that does not fit even alone.
+        """
+        least = self.columns(longest)
+        if not self.fits(needed, least):
+            asked, free = needed * self._slot_bytes(least), max(self.plan.slots or 0, 0)
+            raise MemoryError(
+                f"a canvas of {longest} tokens does not fit into memory: its batch of {needed} would take {asked:,} bytes, "
+                f"and {free:,} are there for all"
+            )
+        slots, columns = now.slots, max(now.columns, rounded(least, _COLUMN_STEP))
+        if self.most_rows(columns) < max(needed, min(slots, self.most_rows(least))):
+            columns = least
+        possible = max(self.most_rows(columns), needed)
+        if slots < needed:
+            slots = max(needed, _FEWEST_SLOTS, slots * 3 // 2)
+        return Shape(min(slots, possible), columns, possible)

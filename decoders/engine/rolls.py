@@ -1,155 +1,212 @@
-"""Drafts a window from rows of the last forward, rank after rank, with a draft head that reads the tokens drafted before.
+"""Draft windows of which no token reaches the host before they are complete: from rows of the last forward, or by a drafting
+model.
 
-The host knows of each rank which tokens the head reads, except those that the window itself drafts. It refers to these by number,
-so that no drafted token leaves the device before the window is complete:
+A drafting model runs a forward a rank, each of which takes the draft before it from the device. A draft head corrects a row of
+the last forward with the tokens that it has not seen, rank after rank. The host knows which tokens it reads, except those that
+the window itself drafts; it refers to these by number:
 
     rank          ..  n-1 | n    n+1  n+2           three drafts after n decided tokens
-    read before   ..      | 17   -2   -3            an id, or -2 - j: the window's own draft j
+    read before   ..      | 17   -2   -3            an id, or -2 - r: what sampled row r of this batch drafts
 
-Legend: B samples that roll, those with the longest windows first; K ranks of the longest, F numbers that a head reads of a rank.
+The sampled rows are in the order of ranks, those of all samples together: the head runs the rows of one rank at once.
+
+Legend: see batch.py; B samples, those with the longest windows first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from draftmill.decoders.backbones.head_files import MAX_DISTANCE
 from draftmill.decoders.backbones.heads import DraftHeads
 from draftmill.decoders.backbones.invariance import at_least_rows
-from draftmill.decoders.engine.asks import Answer, Roll
-from draftmill.decoders.engine.lanes import Lane
-from draftmill.decoders.engine.packing import Asked, Ints
-from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.asks import DRAFT, INDEPENDENT, MODEL, NO_DRAFT, Answer, Ask, Ints, Roll, Run
+from draftmill.decoders.engine.batch import Batch, Layout, Rule, add_sampled, pack
+from draftmill.decoders.engine.model_runner import ModelRunner, Started
+from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.slots import SlotTable
 
-Draft = Callable[[Sent, Tensor], Tensor]
-"""(sent, logits [R, V]) -> drafts [R]."""
+Drafted = tuple[list[Sample], int, Started]
+"""A forward of a drafting model: the samples that it drafted for, the columns that they read, and the forward."""
 
 
-class Rolling:
-    """The windows of one step that a head rolls over.
+# ---- from rows of the last forward -----------------------------------------------------------------------------------
 
-    `row_B` are the places of their first rows, `told_BKF` what the head reads.
+
+def roll_rows(
+    samples: Sequence[Sample],
+    ran: tuple[Sequence[Sample], Batch],
+    runner: ModelRunner,
+    sampler: Sampler,
+    slots: SlotTable,
+    heads: DraftHeads | None,
+) -> Iterator[Answer]:
+    """The drafts of these samples, in their order. `ran` are the samples of the last forward, and its batch."""
+    asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
+    assert len({ask.head for ask in asks}) == 1, "the samples of a decoder roll by the same head"
+    order, counts = sorted(range(len(samples)), key=lambda index: -asks[index].num_drafts), None
+    whole = runner.is_captured and not sampler.by_ratio
+    if whole:
+        # All windows are as long as the longest, and their number is filled up with copies of one.
+        order += [order[0]] * (runner.size(len(order)) - len(order))
+        counts = [asks[order[0]].num_drafts] * len(order)
+    rolled, windows = [samples[index] for index in order], [asks[index] for index in order]
+    counts = counts or [ask.num_drafts for ask in windows]
+    # Of drafts nothing but the tokens is told.
+    rule = runner.rule._replace(num_notes=0, ahead=0, as_arrays=False)
+    b, parts = _pack(rolled, windows, ran, slots, counts=counts, layout=runner.layout, rule=rule)
+    if asks[0].head == INDEPENDENT:
+        work = partial(independent, runner, sampler)
+    else:
+        assert heads is not None, "a roll by a head that was not loaded"
+        work = partial(corrected, runner, sampler, heads, parts)
+    record = runner.more((asks[0].head, len(parts)) if whole else None, b, work)
+    tokens, place = record[: b.num_sampled].astype(np.int64).tolist(), dict[int, int]()
+    for number, index in enumerate(order):
+        place.setdefault(index, number)
+    for index, ask in enumerate(asks):
+        drafts = [tokens[part.start + place[index]] for part in parts[: ask.num_drafts]]
+        yield Answer(0, drafts, [0.0] * len(drafts))
+
+
+def _pack(
+    samples: Sequence[Sample],
+    asks: Sequence[Roll],
+    ran: tuple[Sequence[Sample], Batch],
+    slots: SlotTable,
+    *,
+    counts: Sequence[int],
+    layout: Layout,
+    rule: Rule,
+) -> tuple[Batch, list[slice]]:
+    """The sampled rows of windows with `counts` ranks, rank after rank, and where those of each rank are.
+
+    What is drawn beyond a window is its last rank once more.
     """
-
-    def __init__(self, samples: list[Sample], asks: list[Roll], row_B: Ints) -> None:
-        order = sorted(range(len(samples)), key=lambda index: -asks[index].num_drafts)
-        self.samples, self.asks = [samples[index] for index in order], [asks[index] for index in order]
-        self.row_B: Ints = row_B[order]
-        self.slot_B: Ints = np.array([sample.slot for sample in self.samples], dtype=np.int64)
-        self.rank_B: Ints = np.array([ask.rank for ask in self.asks], dtype=np.int64)
-        self.when_B: Ints = np.array([sample.decided for sample in self.samples], dtype=np.int64)
-        self.counts = [ask.num_drafts for ask in self.asks]
-        found = [_read(sample, ask) for sample, ask in zip(self.samples, self.asks, strict=True)]
-        most = self.counts[0] * len(found[0][0])
-        flat = [[number for rank in ranks for number in rank] for ranks in found]
-        told = np.array([numbers + [0] * (most - len(numbers)) for numbers in flat], dtype=np.int64)
-        self.told_BKF: Ints = told.reshape(len(flat), self.counts[0], -1)
-
-    def plan(
-        self,
-        lane: Lane,
-        heads: DraftHeads,
-        draft: Callable[[Asked, Parcel], Draft],
-        parcel: Parcel,
-        *,
-        size: int | None = None,
-    ) -> Callable[[Sent, Tensor], Tensor]:
-        """Plan to draft all windows from the last forward's hidden states: drafts [B, K], which beyond a window mean nothing.
-
-        `draft` plans the draws of one rank. With `size`, there are so many windows, all as long as the longest: then the work
-        depends on nothing but K, and `draft` fills its rows up to that size.
-        """
-        told_KFB = self.told_BKF.transpose(1, 2, 0)
-        told, rows = parcel.enclose(told_KFB, size=size), parcel.enclose(self.row_B, size=size)
-        # The samples that still draft come first.
-        ranks = range(self.counts[0])
-        going = [len(self.counts) if size else sum(count > rank for count in self.counts) for rank in ranks]
-        draws = [draft(self._asked(count, offset), parcel) for offset, count in enumerate(going)]
-        if size is not None:
-            going = [size] * len(going)
-
-        def work(sent: Sent, hidden_ND: Tensor) -> Tensor:
-            told_BKF, row_B = sent[told].permute(2, 0, 1), sent[rows]
-            drafted_BK = torch.zeros(told_BKF.shape[:2], dtype=torch.int64, device=lane.device)
-            step = _Corrected(lane, heads, hidden_ND, row_B, exceeds=size is not None)
-            for offset, (count, draw) in enumerate(zip(going, draws, strict=True)):
-                hidden_RD = step(told_BKF[:count, offset], drafted_BK[:count], offset)
-                drafted_BK[:count, offset] = draw(sent, lane.logits(hidden_RD))
-            return drafted_BK.to(torch.float64)
-
-        return work
-
-    def _asked(self, count: int, offset: int) -> Asked:
-        last_B = self.rank_B + np.array(self.counts) - 1  # what is drawn beyond a window is its last rank once more
-        rank_B = np.minimum(self.rank_B + offset, last_B)
-        return Asked.drafting(self.slot_B[:count], rank_B[:count], self.when_B[:count])
-
-    def drafts(self, told: NDArray[np.float64]) -> Iterator[Answer]:
-        """Each sample's drafts, from a record of any shape."""
-        most = self.counts[0]
-        tokens = told.reshape(-1, most)[: len(self.counts)].astype(np.int64).tolist()
-        return (Answer(0, own[:count], [0.0] * count) for own, count in zip(tokens, self.counts, strict=True))
+    number, rows_B = {sample.slot: index for index, sample in enumerate(ran[0])}, ran[1].rows_B
+    which = [number[sample.slot] for sample in samples]
+    going_K = np.array([sum(count > offset for count in counts) for offset in range(counts[0])])
+    starts, owner_U = (going_K.cumsum() - going_K).tolist(), np.concatenate([np.arange(going) for going in going_K])
+    row_B, rank_B, last_B = np.array([(ask.row, ask.rank, ask.num_drafts - 1) for ask in asks]).T
+    offset_U = np.minimum(np.repeat(np.arange(len(going_K)), going_K), last_B[owner_U])
+    runs_UF = np.zeros((len(owner_U), len(Run._fields)), dtype=np.int64)
+    runs_UF[:, :4] = Run(0, 1, 0, DRAFT)[:4]
+    runs_UF[:, 0], runs_UF[:, 2] = row_B[owner_U] + offset_U, rank_B[owner_U] + offset_U
+    b = Batch(layout=layout._replace(has_flags=False, notes_drafts=False), rule=rule)
+    if asks[0].head != INDEPENDENT:
+        b.told_5R = np.zeros((5, len(owner_U)), dtype=np.int64)
+        for place, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
+            b.told_5R[:, [first + place for first in starts[: ask.num_drafts]]] = _read(sample, ask, starts, place)
+    parts = [slice(first, first + count) for first, count in zip(starts, going_K.tolist(), strict=True)]
+    add_sampled(
+        b,
+        runs_UF,
+        owner_U,
+        np.full(len(owner_U), NO_DRAFT),
+        slots,
+        slot_B=np.array([sample.slot for sample in samples]),
+        row_B=(rows_B.cumsum() - rows_B)[which],
+        rows_B=rows_B[which],
+        when_B=np.array([sample.decided for sample in samples]),
+    )
+    return b, parts
 
 
-# ---- on the device -----------------------------------------------------------------------------------------------
+def _read(sample: Sample, ask: Roll, starts: Sequence[int], place: int) -> Ints:
+    """What the head reads of each rank, [5, K]: the token before it, the one before that, how far both are, and how many tokens
+    the row has not seen."""
+
+    def token(rank: int) -> int:
+        return sample.tokens[rank] if rank < ask.rank else -2 - (starts[rank - ask.rank] + place)
+
+    def distance(rank: int, other: int) -> int:
+        away = rank - other if sample.order is None else sample.order[rank] - sample.order[other]
+        return max(-MAX_DISTANCE, min(MAX_DISTANCE, away)) + MAX_DISTANCE
+
+    found = []
+    for rank in range(ask.rank, ask.rank + ask.num_drafts):
+        prev, before = max(rank - 1, 0), max(rank - 2, 0)
+        found.append((token(prev), token(before), distance(rank, prev), distance(rank, before), rank - ask.limit))
+    return np.array(found, dtype=np.int64).T
 
 
-def _embedded(lane: Lane, read_R: Tensor, drafted_RK: Tensor) -> Tensor:
-    """The embeddings of tokens that are ids or references to drafts."""
-    own_R = drafted_RK.gather(1, (-2 - read_R).clamp(min=0).unsqueeze(1)).squeeze(1)
-    return lane.embed(torch.where(read_R <= -2, own_R, read_R).clamp(min=0))
+def independent(runner: ModelRunner, sampler: Sampler, sent: Batch, hidden_ND: Tensor) -> Tensor:
+    """Drafts from the rows' own distributions: no rank waits for the one before it."""
+    return sampler.record(runner.logits, hidden_ND.index_select(0, sent.row_R), sent, is_target=False)
 
 
-class _Corrected:
-    """Each rank has a row of its own, which the head corrects with the two tokens before it."""
-
-    def __init__(self, lane: Lane, heads: DraftHeads, hidden_ND: Tensor, row_B: Tensor, *, exceeds: bool) -> None:
-        self._lane, self._head, self._hidden_ND, self._row_B = lane, heads.markov, hidden_ND, row_B
-        self._exceeds = exceeds  # windows are drafted beyond their ends, where there may be no row
-
-    def __call__(self, told_RF: Tensor, drafted_RK: Tensor, offset: int) -> Tensor:
-        lane, (prev_R, prev_distance_R, before_R, before_distance_R, num_unseen_R) = self._lane, told_RF.unbind(1)
-        row_R = self._row_B[: len(told_RF)] + offset
-        if self._exceeds:
-            row_R = row_R.clamp(max=len(self._hidden_ND) - 1)
-        hidden_RD = self._hidden_ND.index_select(0, row_R)
+def corrected(
+    runner: ModelRunner, sampler: Sampler, heads: DraftHeads, parts: list[slice], sent: Batch, hidden_ND: Tensor
+) -> Tensor:
+    """Drafts rank after rank, each from its row, corrected by the head with the two tokens before it; float64 [R]."""
+    drafted_R = torch.zeros(sent.row_R.shape[0], dtype=torch.int64, device=runner.device)
+    for part in parts:
+        # Ids, or references to drafts, of the token before each rank and of the one before that, one after the other.
+        read_E, (prev_distance_R, before_distance_R, num_unseen_R) = (
+            sent.told_5R[:2, part].flatten(),
+            sent.told_5R[2:, part],
+        )
+        own_E = drafted_R.index_select(0, (-2 - read_E).clamp(min=0))
+        prev_RD, before_RD = runner.embed(torch.where(read_E <= -2, own_E, read_E).clamp(min=0)).chunk(2)
         others = {
-            "prev_RD": _embedded(lane, prev_R, drafted_RK),
+            "prev_RD": prev_RD,
             "prev_distance_R": prev_distance_R,
-            "before_RD": _embedded(lane, before_R, drafted_RK),
+            "before_RD": before_RD,
             "before_distance_R": before_distance_R,
             "num_unseen_R": num_unseen_R,
         }
-        return lane.clock.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, hidden_RD, **others))
+        hidden_RD = hidden_ND.index_select(0, sent.row_R[part])
+        states_RD = at_least_rows(runner.backbone.min_rows, heads.markov, hidden_RD, **others)
+        drafted_R[part] = sampler.drafts(runner.logits(states_RD), states_RD, sent, part)
+    return drafted_R.to(torch.float64)
 
 
-# ---- on the host: what the head reads -----------------------------------------------------------------------------
+# ---- by a drafting model ---------------------------------------------------------------------------------------------
 
 
-def _token(sample: Sample, first: int, rank: int) -> int:
-    """The token at a rank, or the reference to the draft that will stand there."""
-    return sample.tokens[rank] if rank < first else first - rank - 2
+def roll_model(
+    samples: Sequence[Sample], runner: ModelRunner, slots: SlotTable, window: int, budget: int | None
+) -> tuple[list[Answer], list[Drafted]]:
+    """The drafts of these samples, and the forwards that made them; the host waits once, for the last one.
+
+    Prompts run in forwards of their own, `budget` rows each, until the rest is no more than that; a sample that decodes has up to
+    `window` + 1 rows.
+    """
+    catch_up(samples, runner, slots, window, budget)
+    asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
+    assert all(ask.head == MODEL for ask in asks), "before the target's forward a model drafts"
+    ran = list[Drafted]()
+    for offset in range(max(ask.num_drafts for ask in asks)):
+        going = [sample for sample, ask in zip(samples, asks, strict=True) if offset < ask.num_drafts]
+        nexts = [sample.draft_next(sample.decided + offset) for sample in going]
+        started = runner.start(pack(going, nexts, slots, runner.layout, runner.rule))
+        ran.append((going, sum(sample.cached_draft for sample in going), started))
+    drafts: dict[int, list[int]] = {sample.slot: [] for sample in samples}
+    for going, _, started in reversed(ran):
+        record = started.wait()
+        assert record is not None, "each forward drafts"
+        for sample, token in zip(going, record[: len(going)].astype(np.int64).tolist(), strict=True):
+            drafts[sample.slot].append(token)
+    tokens = (drafts[sample.slot][::-1] for sample in samples)
+    return [Answer(0, each, [0.0] * len(each)) for each in tokens], ran
 
 
-def _distance(sample: Sample, rank: int, other: int) -> int:
-    """The index of the clipped signed distance between the positions of two ranks (heads.distance_index)."""
-    order = sample.order
-    away = rank - other if order is None else order[rank] - order[other]
-    return max(-MAX_DISTANCE, min(MAX_DISTANCE, away)) + MAX_DISTANCE
-
-
-def _read(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
-    """Of each rank: the token before it and how far that is, the one before that, and how many the row has not seen."""
-    found: list[tuple[int, ...]] = []
-    for rank in range(ask.rank, ask.rank + ask.num_drafts):
-        prev, before = max(rank - 1, 0), max(rank - 2, 0)
-        read: tuple[int, ...] = (_token(sample, ask.rank, prev), _distance(sample, rank, prev))
-        read += (_token(sample, ask.rank, before), _distance(sample, rank, before))
-        found.append((*read, rank - ask.limit))
-    return found
+def catch_up(samples: Sequence[Sample], runner: ModelRunner, slots: SlotTable, window: int, budget: int | None) -> None:
+    """Run prompts by the drafting model, whose cache takes over nothing from other samples. See roll_model."""
+    while budget is not None:
+        long = [one for one in samples if one.decided - one.cached_draft > window + 1]
+        if sum(one.decided - one.cached_draft for one in long) <= budget:
+            return
+        going, asks, left = list[Sample](), list[Ask](), budget
+        for sample in long:
+            if count := min(left, sample.decided - sample.cached_draft - 1):
+                going.append(sample)
+                asks.append(sample.catch_up(count))
+                left -= count
+        runner.start(pack(going, asks, slots, runner.layout, runner.rule))

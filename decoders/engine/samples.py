@@ -1,4 +1,4 @@
-"""A sample while it is decoded: its tokens by rank, what is decided, and its counts. Plain lists and ints, no torch.
+"""A sample while it is decoded: its tokens by rank, what is decided, and all that is counted of it. Lists and ints, no torch.
 
     rank      0 .. prompt-1 | prompt .. decided-1 | decided .. length-1
     holds     the prompt    | generated           | drafts and junk
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from draftmill.decoders.base import EngineStats, Outcome, Request, StopText, TraceStep
-from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Spans, Wish
+from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, StopText, TraceStep
+from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Run, Span, Wish
 from draftmill.decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
 
 FILLED: Final = "filled"
@@ -33,42 +34,49 @@ class Times:
     started_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """What the engine counted for a sample: its forwards' seconds and rows. `first_s` are the seconds of the first forward."""
-
-    first_s: float
-    device_s: float
-    active_rows: int
-    used_rows: int
-    computed_rows: int
+def fresh_queries(rank: int, count: int) -> Span:
+    """Queries at `count` ranks from `rank` on, each of which sees the ranks before its own."""
+    return Span(count, rank, rank, lag=1)
 
 
-def fresh_queries(rank: int, count: int, kind: int) -> Spans:
-    """Queries at `count` ranks from `rank` on, each of which sees the ranks before its own; all are answered."""
-    return (count, rank, rank, 0, 1, FAR, count, rank, kind)
+def equal_queries(rank: int, count: int, below: int) -> Span:
+    """Queries at `count` ranks from `rank` on that see the ranks below `below`."""
+    return Span(count, rank, rank, below, FAR)
 
 
-def equal_queries(rank: int, count: int, limit: int, kind: int | None = None) -> Spans:
-    """Queries at `count` ranks from `rank` on that see the ranks below `limit`; without a kind none is answered."""
-    return (
-        (count, rank, rank, limit, FAR, FAR, 0, 0, 0)
-        if kind is None
-        else (count, rank, rank, limit, FAR, FAR, count, rank, kind)
-    )
+def decoding_order(
+    canvas: NDArray[np.int32], hole_order: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], int]:
+    """Return (position at each rank, number of prompt tokens): prompt positions first, then the holes from left to right.
+
+    This is the binary-lattice rule: one order for each pattern of holes, so that the density is unique. `hole_order`
+    replaces the order of the holes; it must be a permutation of them. Source: Guo and Ermon, "Reviving any-subset autoregressive
+    models" (ASSD), on orders.
+    """
+    is_hole = canvas == HOLE
+    prompt, holes = np.flatnonzero(~is_hole), np.flatnonzero(is_hole)
+    if hole_order is not None:
+        assert np.array_equal(np.sort(hole_order), holes), "hole_order is not a permutation of the holes"
+        holes = hole_order.astype(np.int64)
+    return np.concatenate([prompt, holes]), len(prompt)
 
 
 class Sample:
     """One request at work.
 
     Decoders read it, and write `tokens`, `cached`, `cached_draft` and `nfe_draft`, and `just` where lengths `auto` pay otherwise
-    than by accepted drafts; all else is the engine's.
+    than by accepted drafts; all else is the engine's. A decoder that wants columns copied after an answer sets `copies`: (from
+    column, to column, count), one after the other.
+
+    Of a forward the engine counts for each of its samples all rows, and of its seconds an equal share: `device_s`, of which
+    `first_s` is the first evaluation's, `batch_rows` samples, `used_rows` that were asked for, `computed_rows` with padding.
     """
 
     __slots__ = (
-        "accepted", "ask", "cached", "cached_draft", "decided", "decoding", "end", "histogram", "is_greedy", "iterations", "just",
-        "key", "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "piece", "prompt", "proposed", "rank_at", "request",
-        "slot", "stats", "stop_ids", "stop_text", "times", "tokens", "trace",
+        "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
+        "device_s", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "just", "key", "length", "log_ps",
+        "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "rank_at", "request", "slot", "stats", "stop_ids",
+        "stop_text", "times", "tokens", "trace", "used_rows",
     )  # fmt: skip
 
     def __init__(
@@ -105,44 +113,50 @@ class Sample:
         self.trace: list[TraceStep] | None = [] if traced else None
         # Drafts of the iteration that has just ended, and how many of them paid, for a budget; None if none has.
         self.just: tuple[int, int] | None = None
-        # Rows of the prompt that run in this forward, before anything is asked (pieces.py).
-        self.piece = 0
+        # Rows of the prompt that run in this forward, before anything is asked (scheduler.py).
+        self.chunk = 0
+        self.copies: Sequence[int] = ()
+        # Whether a forward gave it NaN or infinity: then it fails.
+        self.is_bad = False
+        self.first_s = self.device_s = 0.0
+        self.batch_rows = self.used_rows = self.computed_rows = 0
         self.slot = -1
         self.decoding: Decoding | None = None
         self.ask: Wish | None = None
 
     # ---- what decoders ask ---------------------------------------------------------------------------------------
 
-    def causal(self, end: int, asked: int, kind: int, drafts: list[int] | tuple[int, ...]) -> Ask:
-        """Run the columns [cached, end) under causal visibility; the last `asked` rows are answered.
+    def causal(self, end: int, sampled: int, kind: int, drafts: Sequence[int]) -> Ask:
+        """Run the columns [cached, end) under causal visibility; the last `sampled` rows are sampled.
 
         The row of column c speaks of rank c + 1. The decoder itself moves `cached`, since drafts may be refused.
         """
         start = self.cached
-        span = (end - start, start, start, 0, 0, FAR, asked, end - asked + 1, kind)
-        return Ask(0, self.tokens[start:end], span, drafts)
+        assert sampled <= end - start, "more rows are sampled than run: `cached` is too high"
+        run = Run(end - start - sampled, sampled, end - sampled + 1, kind)
+        return Ask(self.tokens[start:end], Span(end - start, start, start), run, drafts)
 
     def draft_next(self, rank: int) -> Ask:
         """Let the drafting model run its columns up to `rank`, and draft there: the decided ones, or its last draft."""
         start, self.cached_draft = self.cached_draft, rank
         tokens = self.tokens[start:rank] if rank == self.decided else [DRAFTED]
-        return Ask(1, tokens, (rank - start, start, start, 0, 0, FAR, 1, rank, DRAFT), JUST_ONE)
+        return Ask(tokens, Span(rank - start, start, start), Run(rank - start - 1, 1, rank, DRAFT), JUST_ONE, model=1)
 
     def catch_up(self, count: int) -> Ask:
-        """Let the drafting model run `count` columns more, and ask nothing."""
+        """Let the drafting model run `count` columns more, and sample nothing."""
         start = self.cached_draft
         self.cached_draft += count
-        return Ask(1, self.tokens[start : start + count], (count, start, start, 0, 0, FAR, 0, 0, 0), ())
+        return Ask(self.tokens[start : start + count], Span(count, start, start), (), (), model=1)
 
-    def two_stream(self, end: int, queries: Spans, drafts: list[int] | tuple[int, ...]) -> Ask:
-        """Write the content of the columns [cached, end) of an any-subset canvas, and run query rows.
+    def two_stream(self, end: int, queries: Sequence[int], kind: int, drafts: Sequence[int]) -> Ask:
+        """Write the content of the columns [cached, end) of an any-subset canvas, and run query rows; the first ones are sampled.
 
-        The prompt sees all of itself, every other token what was decided before it. `cached` moves to `end`: where drafts are
-        refused, the decoder moves it back.
+        As many as there are `drafts`; they are consecutive ranks. The prompt sees all of itself, every other token what was
+        decided before it. `cached` moves to `end`: where drafts are refused, the decoder moves it back.
         """
         start, self.cached = self.cached, end
-        content = (end - start, start, start, self.prompt, 0, FAR, 0, 0, 0) if start < end else ()
-        return Ask(0, self.tokens[start:end], content, drafts, queries)
+        content = Span(end - start, start, start, self.prompt) if start < end else ()
+        return Ask(self.tokens[start:end], content, Run(0, len(drafts), queries[1], kind), drafts, queries)
 
     # ---- what decoders decide ------------------------------------------------------------------------------------
 
@@ -228,19 +242,19 @@ class Sample:
         log_ps = [] if self.log_ps is None else [self.log_ps[place - self.prompt] for place in places]
         return [self.tokens[place] for place in places], log_ps
 
-    def outcome(self, spent: Spent | None) -> Outcome:
-        """The result; `spent` is None for a sample that needed no forward."""
-        now = time.perf_counter()
-        broken = not math.isfinite(self.logprob)
+    def outcome(self) -> Outcome:
+        """The result."""
+        now, ran = time.perf_counter(), self.nfe > 0
+        broken = self.is_bad or not math.isfinite(self.logprob)
         text, log_ps = self._generated()
-        asks_scores = self.log_ps is not None and spent is not None and not broken
+        asks_scores = self.log_ps is not None and ran and not broken
         scores = np.array(log_ps, dtype=np.float32) if asks_scores else None
-        wait_s, prefill_s = self.times.admitted_s - self.times.queued_s, spent.first_s if spent else 0.0
-        decode_s = now - self.times.admitted_s - prefill_s if spent else 0.0
+        wait_s = self.times.admitted_s - self.times.queued_s
+        decode_s = now - self.times.admitted_s - self.first_s if ran else 0.0
         return Outcome(
             index=self.request.index,
             tokens=np.array([] if broken else text, dtype=np.int32),
-            finish=FILLED if self.end is None or spent is None else FINISHES[self.end],
+            finish=FILLED if self.end is None or not ran else FINISHES[self.end],
             logprob=None if broken else self.logprob,
             nfe=self.nfe,
             nfe_draft=self.nfe_draft,
@@ -249,12 +263,12 @@ class Sample:
             accepted=self.accepted,
             accept_hist=self.histogram,
             wait_s=wait_s,
-            prefill_s=prefill_s,
+            prefill_s=self.first_s,
             decode_s=decode_s,
-            total_s=wait_s + prefill_s + decode_s,
-            device_s=spent.device_s if spent else 0.0,
-            batch_rows=spent.active_rows / self.nfe if spent else 0.0,
-            pad_fraction=1.0 - spent.used_rows / spent.computed_rows if spent else 0.0,
+            total_s=wait_s + self.first_s + decode_s,
+            device_s=self.device_s,
+            batch_rows=self.batch_rows / self.nfe if ran else 0.0,
+            pad_fraction=1.0 - self.used_rows / self.computed_rows if ran else 0.0,
             started_at_s=self.times.started_at_s,
             error_kind="nan_logits" if broken else None,
             error="the model gave logits that are not finite" if broken else None,

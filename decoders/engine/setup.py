@@ -21,8 +21,8 @@ class Setup:
     steps that led to it.
 
     `prompt_rows` bounds the rows of prompts that run in one forward beside the rows of samples that decode; longer prompts run
-    in pieces (pieces.py). None: `DEVICE_ROWS` where attention reads rows by a kernel; else prompts run whole, and apart from the
-    others unless they are few.
+    in chunks (scheduler.py). None: `DEVICE_ROWS` where attention reads rows by a kernel; else prompts run whole, and apart from
+    the others unless they are few.
     """
 
     backbone: Model

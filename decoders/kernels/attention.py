@@ -55,6 +55,7 @@ def attend(
     out_NHd = torch.empty(num_rows, num_heads, width, dtype=query_NHd.dtype, device=query_NHd.device)
     if not num_rows:
         return out_NHd
+    assert seen.low_IN.is_contiguous() and seen.high_IN.is_contiguous(), "stretches of rows follow each other"
     query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
     lines, padded = max(_LEAST_LINES, _power(seen.rows_at_once * group)), max(_LEAST_WIDTH, _power(width))
     block = _block(width, query_NHd.dtype)

@@ -5,71 +5,20 @@ None stands for torch's own operations. Triton is imported here and nowhere befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from draftmill.decoders.kernels.choice_reference import Chosen, Warp
-from draftmill.decoders.kernels.notes_reference import Wanted
-from draftmill.decoders.kernels.seen import Seen
 from draftmill.decoders.kernels.switch import why_no_kernels
 
-
-class Attend(Protocol):
-    """Attention over a layer of the slot cache: attention.py, or its reference."""
-
-    def __call__(
-        self,
-        query_NHd: Tensor,
-        layer_2SKWd: Tensor,
-        seen: Seen,
-        *,
-        scaling: float,
-        window: int | None = None,
-        relative_NHP: Tensor | None = None,
-    ) -> Tensor:
-        """See attention_reference.py."""
-        ...
-
-
+Attend = Callable[..., Tensor]
+"""Attention over a layer of the slot cache: attention.py, or its reference, whose signature it has."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The product with the weights of experts: experts.py, or its reference."""
-
-
-class Choice(Protocol):
-    """From logits to tokens: choice.py, or its reference."""
-
-    def choose(
-        self, logits_RV: Tensor, warp: Warp, key_R2: Tensor, position_R: Tensor, *, scored_R: Tensor | None = None
-    ) -> Chosen:
-        """See choice_reference.py."""
-        ...
-
-    def weigh(self, logits_RV: Tensor, warp: Warp, draft_R: Tensor, log_q_R: Tensor) -> tuple[Tensor, Tensor]:
-        """See choice_reference.py."""
-        ...
-
-
-class Note(Protocol):
-    """From logits to tokens and what decoders want to know of each row: notes.py, or its reference."""
-
-    def __call__(
-        self,
-        logits_RV: Tensor,
-        warp: Warp,
-        key_R2: Tensor,
-        position_R: Tensor,
-        *,
-        wanted: Sequence[Wanted],
-        warped: bool = False,
-        step_R: Tensor | None = None,
-        draw_R: Tensor | None = None,
-        mask_id: int = -1,
-    ) -> Tensor:
-        """See notes_reference.py."""
-        ...
+Sample = Callable[..., Tensor]
+"""From logits to tokens and what decoders want to know of each row: sampling.py, or its reference, whose signature it has."""
 
 
 def find_attention(
@@ -93,22 +42,13 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
     return product
 
 
-def find_choice(device: torch.device, dtype: torch.dtype) -> Choice | None:
-    """What draws the tokens of a model of this dtype."""
-    if _problem("choice", device, dtype) is not None:
+def find_sampling(device: torch.device, dtype: torch.dtype) -> Sample | None:
+    """What draws the tokens of a model of this dtype, and tells of them."""
+    if _problem("sampling", device, dtype) is not None:
         return None
-    from draftmill.decoders.kernels import choice
+    from draftmill.decoders.kernels.sampling import sample
 
-    return choice
-
-
-def find_notes(device: torch.device, dtype: torch.dtype) -> Note | None:
-    """What draws the tokens of a model of this dtype where decoders want to know how sure it is of them."""
-    if _problem("notes", device, dtype) is not None:
-        return None
-    from draftmill.decoders.kernels.notes import note
-
-    return note
+    return sample
 
 
 _VERDICTS: Final[dict[str, str]] = {}
@@ -130,8 +70,7 @@ def _problem(name: str, device: torch.device, dtype: torch.dtype, **heads: int) 
         trials: dict[str, Callable[[], str | None]] = {
             "attention": lambda: trial.attention_problem(device, dtype, **heads),
             "experts": lambda: trial.experts_problem(device, dtype),
-            "choice": lambda: trial.choice_problem(device),
-            "notes": lambda: trial.notes_problem(device),
+            "sampling": lambda: trial.sampling_problem(device),
         }
         key = name, device, *((dtype, *sorted(heads.items())) if name in ("attention", "experts") else ())
         if key not in _TRIED:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
-from draftmill.decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
-from draftmill.decoders.kernels.choice_reference import Warp
+from draftmill.decoders.kernels import attention_reference, experts_reference, sampling_reference
 from draftmill.decoders.kernels.seen import Seen, most_lines
 
 _log = logging.getLogger(__name__)
 # The largest difference allowed, beside the largest number.
 _ROUNDING: Final = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Rows of three slots, of which one sees nothing, with five intervals: no decoder has rows of more (decoders/masked/ssd_nodes.py).
+# Rows of three slots, of which one sees nothing, with five intervals: no decoder has rows of more (decoders/masked/ssd.py).
 _SLOTS: Final = [0, 0, 0, 1, 1, 2, 2, 2]
 _LOW: Final = [
     [0, 0, 5, 9, 0, 0, 250, 0],
@@ -95,54 +95,30 @@ def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @lru_cache
-def choice_problem(device: torch.device) -> str | None:
-    """Tries tokens and their log-probabilities."""
+def sampling_problem(device: torch.device) -> str | None:
+    """Tries tokens and what is told of them, with and without notes and cuts."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
-        from draftmill.decoders.kernels import choice
+        from draftmill.decoders.kernels import sampling
 
+        number_R = torch.arange(8, device=device)
+        keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(8)], device)
+        own_2R = torch.tensor([[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4], dtype=torch.float64, device=device)
+        # Of every three rows the first names no token, whose own log-probability is told then.
+        told: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
+        noted: dict[str, Any] = {**told, "wanted": sampling_reference.WANTED, "mask_id": 5}
         pairs = []
-        for top_k in (None, 30):
-            asked = _rows(device, top_k)
-            found, expected = (one.choose(*asked) for one in (choice, choice_reference))
-            pairs += [
-                (found.token_R.float(), expected.token_R.float()),
-                (found.log_p_R.float(), expected.log_p_R.float()),
-            ]
-        return pairs
-
-    return _problem("choice", device, tried)
-
-
-@lru_cache
-def notes_problem(device: torch.device) -> str | None:
-    """Tries tokens and what is told of them."""
-
-    def tried() -> list[tuple[Tensor, Tensor]]:
-        from draftmill.decoders.kernels import notes
-
-        pairs = []
-        for top_k, warped in ((None, False), (30, True)):
-            asked, draw_R = _rows(device, top_k), torch.arange(8, device=device)
+        for top_k, warped, more in ((None, False, {}), (30, False, told), (None, False, noted), (30, True, noted)):
+            job = Sampling(top_k=top_k)
+            warp = sampling_reference.Warp(job, job, own_2R, True, number_R[:3], torch.arange(601, device=device) < 3)
             found, expected = (
-                one.note(
-                    *asked, wanted=notes_reference.WANTED, warped=warped, step_R=draw_R * 3, draw_R=draw_R, mask_id=5
-                )
-                for one in (notes, notes_reference)
+                one.sample(_normal(device, 8, 601) * 4, warp, keys, number_R, warped=warped, **more).float()
+                for one in (sampling, sampling_reference)
             )
-            pairs += list(zip(found.float(), expected.float(), strict=True))
+            pairs += list(zip(found.unbind(1), expected.unbind(1), strict=True))
         return pairs
 
-    return _problem("notes", device, tried)
-
-
-def _rows(device: torch.device, top_k: int | None) -> tuple[Tensor, Warp, Tensor, Tensor]:
-    """Logits, settings, keys and positions of eight rows."""
-    keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(8)], device)
-    temperature_R = torch.tensor([1.0, 0.0, 0.7, 2.0] * 2, dtype=torch.float64, device=device)
-    top_p_R = torch.tensor([1.0] * 4 + [0.8] * 4, dtype=torch.float64, device=device)
-    warp = Warp(temperature_R, top_p_R, True, top_k, torch.arange(601, device=device) < 3)
-    return _normal(device, 8, 601) * 4, warp, keys, torch.arange(8, device=device)
+    return _problem("sampling", device, tried)
 
 
 def _problem(name: str, device: torch.device, tried: Callable[[], list[tuple[Tensor, Tensor]]]) -> str | None:

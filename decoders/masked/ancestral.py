@@ -21,23 +21,25 @@ Diffusion Modeling by Estimating the Ratios of the Data Distribution" (2024), se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draftmill.decoders.draws import keys
-from draftmill.decoders.draws.schedule import LAST_TIME, time_at
-from draftmill.decoders.engine.algorithm import Algorithm, Canvases
-from draftmill.decoders.engine.asks import Decoding
-from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import NO_MORE, Look, LookRows
+from draftmill.decoders.draws.schedule import LAST_TIME, log_scale, noise_rate, time_at, total_noise
+from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
+from draftmill.decoders.engine.asks import Answer, Ask, Decoding
+from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, Pick
 from draftmill.decoders.masked.settings import AncestralSettings
-from draftmill.decoders.masked.stepwise import runs_no_prompt
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
+
+Floats = NDArray[np.float64]
 
 
 def by_time(s: Canvas, steps: int, shift: int) -> Decoding:
@@ -49,28 +51,53 @@ def by_time(s: Canvas, steps: int, shift: int) -> Decoding:
     for position, step in zip(s.holes, step_of.tolist(), strict=True):
         masks_at.setdefault(step, []).append(position)
     for step in sorted(masks_at):
-        picks = yield look_at(s, masks_at[step], (time_of(step), time_of(step + 1)), step, shift)
-        s.reveal(picks)
+        answer = yield ask_about(s, masks_at[step], time_of(step), shift)
+        s.reveal(picks_of(answer, masks_at[step]))
         if not s.holes:
             return
 
 
-def by_scores(s: Canvas, steps: int, shift: int) -> Decoding:
+def by_scores(s: Canvas, steps: int, shift: int, vocab_size: int, *, euler: bool) -> Decoding:
     """The scores of the canvas say how likely each mask is revealed in this step; after the last step all are."""
     time_of, step = times(s, steps), 0
     while s.holes:
-        picks = yield look_at(s, s.holes, (time_of(step), time_of(step + 1)), step, shift)
-        struck = [pick for pick in picks if pick[0] < 0.0 or step >= steps]
-        s.reveal(sorted(struck, key=lambda pick: pick[1]))
+        masks, time, later = s.holes, time_of(step), time_of(step + 1)
+        answer = yield ask_about(s, masks, time, shift)
+        total_R = np.exp(answer.notes[0][0] - log_scale(total_noise(time), vocab_size))
+        struck_R = strikes(s, masks, chances(total_R, time, later, euler=euler), step)
+        s.reveal(
+            [pick for pick, struck in zip(picks_of(answer, masks), struck_R, strict=True) if struck or step >= steps]
+        )
         step += 1
 
 
-def look_at(s: Canvas, masks: list[int], times: tuple[float, float], step: int, shift: int) -> Look:
+def chances(total_R: Floats, time: float, later: float, *, euler: bool) -> Floats:
+    """How likely each mask of `time` is revealed until `later`: as much as its scores sum to, [R], at most 1.
+
+    The analytic predictor scales the scores by e^(sigma - sigma') - 1, Euler's by the time between them and the noise's rate.
+    Scores that are too large would leave the mask a negative probability; then it is revealed.
+    """
+    scale = (time - later) * noise_rate(time) if euler else math.expm1(total_noise(time) - total_noise(later))
+    return np.minimum(scale * total_R, 1.0)
+
+
+def strikes(s: Canvas, masks: list[int], chance_R: Floats, step: int) -> NDArray[np.bool_]:
+    """Which masks are revealed: those whose uniform number of the position and the step is below the chance, [R]."""
+    return keys.uniforms(s.key, np.array(masks, dtype=np.int64), keys.ORDER, step) < chance_R
+
+
+def ask_about(s: Canvas, masks: list[int], time: float, shift: int) -> Ask:
     """Run the canvas, and ask about these masks."""
-    rows = LookRows(shift)
-    first = rows.run(s.canvas, 0, s.length, column=0, node=0, sees=(0, s.length, *NO_MORE))
-    rows.read(first, masks, best=len(masks), draw=step)
-    return rows.look(times=times)
+    asked = CanvasAsk(shift)
+    first = asked.run(s.canvas, 0, s.length, column=0, below=s.length)
+    asked.read(first, masks, best=len(masks), draw=0)
+    return asked.ask(sigmas=(total_noise(time),))
+
+
+def picks_of(answer: Answer, masks: list[int]) -> list[Pick]:
+    """The token of each mask, in their order."""
+    tokens, log_ps = answer.tokens[0].tolist(), answer.log_ps[0].tolist()
+    return [(0.0, *pick) for pick in zip(masks, tokens, log_ps, strict=True)]
 
 
 def first_time(s: Canvas) -> float:
@@ -88,11 +115,16 @@ def algorithm(setup: Setup, settings: AncestralSettings) -> Algorithm:
     """How the engine runs these settings."""
     predictor = settings.predictor_for(setup.info.family)
     by_model = predictor != "ddpm"
+    decode: Callable[[Canvas], Decoding] = partial(by_time, steps=settings.steps, shift=setup.info.shift)
+    if by_model:
+        vocab_size, euler = setup.info.vocab_size, predictor == "euler"
+        decode = partial(by_scores, steps=settings.steps, shift=setup.info.shift, vocab_size=vocab_size, euler=euler)
     return Algorithm(
-        decode=partial(by_scores if by_model else by_time, steps=settings.steps, shift=setup.info.shift),
+        decode=decode,
         kind="masked",
-        canvases=Canvases(confidence=predictor if by_model else "unordered", conditioned=True),
         sample=partial(Canvas, block_length=None),
-        has_prompt=runs_no_prompt,
+        has_prompt=no_prompt,
+        keeps=False,
+        notes=("scores",) if by_model else (),
         knows_logprob=False,
     )

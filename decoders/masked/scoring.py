@@ -1,7 +1,7 @@
 """Scores texts under masked diffusion (LLaDA, Dream, MDLM, SEDD): a bound of the log-probability of any tokens given all others.
 
-A canvas is the text with one random mask over its scored tokens (engine/estimates.py, draws/score_masks.py). All rows of a canvas
-see all of it, and each masked token's probability is read from the row that predicts it.
+A canvas is the text with one random mask over its scored tokens (decoders/estimates.py, draws/score_masks.py). All rows of a
+canvas see all of it, and each masked token's probability is read from the row that predicts it.
 
 A network that is conditioned on the noise (SEDD) gets that of the time at which the canvas's own share of masks is expected: the
 given tokens of a text are never masked, so with few scored tokens that is early.
@@ -16,10 +16,10 @@ import numpy as np
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
-from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import GivenRows, wide_span
-from draftmill.decoders.engine.estimates import Draw, Grouping, Text, estimate_score, kind_of
-from draftmill.decoders.masked.stepwise import runs_no_prompt
+from draftmill.decoders.draws.schedule import noise_of_share
+from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
+from draftmill.decoders.engine.asks import FAR, Span
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_score, kind_of
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
@@ -31,18 +31,18 @@ def all_together(request: Request) -> Grouping:
     return Grouping([scored], scored[:0])
 
 
-def rows_of(s: Text, canvas: list[Draw], *, mask: int, shift: int) -> GivenRows:
+def rows_of(s: Text, canvas: list[Draw], *, mask: int, shift: int) -> ScoredRows:
     """The whole text with one mask; a row predicts the token `shift` after its own."""
     (draw,) = canvas
     text = s.request.canvas.astype(np.int64)
     tokens = text.copy()
     tokens[draw.masked] = mask
-    return GivenRows(
+    return ScoredRows(
         tokens,
-        wide_span(s.length, 0, 0, s.length),
+        Span(s.length, 0, 0, s.length, FAR),
         np.maximum(draw.asked_R - shift, 0),
         text[draw.asked_R],
-        draw.share * len(s.scored) / s.length,
+        (noise_of_share(draw.share * len(s.scored) / s.length),),
     )
 
 
@@ -57,5 +57,6 @@ def algorithm(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> Algo
         scores=True,
         estimates=True,
         sample=partial(Text, grouped=all_together, kind=kind_of(settings, estimate), samples=estimate.samples),
-        has_prompt=runs_no_prompt,
+        has_prompt=no_prompt,
+        keeps=False,
     )

@@ -51,6 +51,7 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
     scorer: ClassVar = "draftmill.decoders.masked.scoring:algorithm"
     estimates: ClassVar = ("llada", "mdlm")
     scores_any: ClassVar = True
+    runs: ClassVar = "draftmill.decoders.masked.stepwise:algorithm"
     kind: Literal["stepwise"]
     tokens_per_step: int = Field(default=1, ge=1)
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -68,11 +69,6 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
             )
         return self
 
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.masked.stepwise:algorithm"
-
 
 class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     """Self-speculative masked diffusion (SSD): the text and the order of `stepwise`, in fewer forwards."""
@@ -80,6 +76,7 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete")
     draft_law: ClassVar = False
+    runs: ClassVar = "draftmill.decoders.masked.ssd:algorithm"
     kind: Literal["ssd"]
     draft_length: int = Field(default=4, ge=1, le=64)
     tree: Literal["chain", "mixed"] = "chain"
@@ -94,25 +91,16 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
             )
         return draft_length
 
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.masked.ssd:algorithm"
-
 
 class ThresholdSettings(MaskedSettings, DecoderChoice):
     """Masked diffusion that reveals all tokens above a confidence threshold (Fast-dLLM); lossy."""
 
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete")
+    runs: ClassVar = "draftmill.decoders.masked.stepwise:threshold"
     kind: Literal["threshold"]
     confidence: Literal["top1", "margin"] = "top1"
     tau: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.masked.stepwise:threshold"
 
 
 class FactorSettings(MaskedSettings, DecoderChoice):
@@ -120,14 +108,10 @@ class FactorSettings(MaskedSettings, DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete")
+    runs: ClassVar = "draftmill.decoders.masked.stepwise:factor"
     kind: Literal["factor"]
     confidence: Literal["top1", "margin"] = "top1"
     factor: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.masked.stepwise:factor"
 
 
 class AncestralSettings(DecoderChoice):
@@ -141,17 +125,12 @@ class AncestralSettings(DecoderChoice):
     scorer: ClassVar = "draftmill.decoders.masked.scoring:algorithm"
     estimates: ClassVar = ("mdlm", "llada")
     scores_any: ClassVar = True
+    runs: ClassVar = "draftmill.decoders.masked.ancestral:algorithm"
     kind: Literal["ancestral"]
     steps: int = Field(default=128, ge=1, le=2**20)
     predictor: Literal["auto", "ddpm", "analytic", "euler"] = "auto"
 
-    @property
-    def runs(self) -> str:
-        """See DecoderChoice."""
-        return "draftmill.decoders.masked.ancestral:algorithm"
-
     def check_model(self, info: ModelInfo) -> None:
-        """See DecoderChoice."""
         self.predictor_for(info.family)
 
     def predictor_for(self, family: str) -> str:

@@ -2,8 +2,8 @@
 
 The last forward's predictions for the remaining masks are the drafts: a token for each, in the order in which they would be
 revealed (blocks first, then confidence). Where each step draws anew, the n-th draft is what the n-th next step would draw and
-reveal if distributions stayed as they are (Look.ahead). The first N drafts make a chain of canvases, each with one more draft,
-and all of them run in one forward:
+reveal if distributions stayed as they are (Algorithm.ahead). The first N drafts make a chain of canvases, each with one more
+draft, and all of them run in one forward:
 
     node 0    the big _ sat _ _ .      the canvas as it is          next: cat at 2            the first draft: go on
     node 1    the big cat sat _ _ .    with the first draft         next: mat at 5            the second draft: go on
@@ -14,10 +14,10 @@ A node whose drafts are right reveals what `stepwise` reveals from that canvas, 
 the next drafts. With `tree: mixed` each node but the last two has one more child, which swaps the next two drafts: if only the
 order of two drafts was wrong, the walk gets one token further.
 
-With a cache, when it is rebuilt (cached_windows.py), node 0 runs the whole canvas and the other nodes run their windows in the
+With a cache, when it is rebuilt (canvas.py), node 0 runs the whole canvas and the other nodes run their windows in the
 same forward: a window reads node 0's new keys and values in every layer, as `stepwise` would in its next forward, so a refresh is
 exact. Drafts end where the next one is due: at the block's end, or with `refresh` after that many tokens, and then they
-continue into the next block (ssd_nodes.py). With `dual_relaxed` they continue past it, and the cache is rebuilt after the
+continue into the next block. With `dual_relaxed` they continue past it, and the cache is rebuilt after the
 round: fewer forwards, but the text may differ from that of `stepwise`.
 
 `proposed` counts nodes beside the root: NFE + `proposed` are a sample's sequence-forwards.
@@ -31,18 +31,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Decoding
-from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import Pick
-from draftmill.decoders.masked.cached_windows import Caching, Windows
+from draftmill.decoders.masked.canvas import (
+    Caching,
+    Canvas,
+    Node,
+    NodeLayout,
+    Pick,
+    Windows,
+    build_tree,
+    by_node,
+    evicted,
+)
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
-from draftmill.decoders.masked.ssd_nodes import Node, Readings, Standing, cut, moved, plant
-from draftmill.decoders.masked.stepwise import caching_of, canvases_of, runs_no_prompt
+from draftmill.decoders.masked.stepwise import Reading, algorithm_of, reading_of
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
@@ -53,16 +60,12 @@ MOST_AHEAD: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`, around which cache.
-
-    Their tokens are drawn for so many steps `ahead`.
-    """
+    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`, around which cache."""
 
     drafts: int
     mixed: bool
     caching: Caching
     block_length: int | None
-    ahead: int = 0
 
     @property
     def cached(self) -> bool:
@@ -96,30 +99,30 @@ class Tree:
         return length + (self.most_nodes - 1 + self.crosses) * self.stride(length)
 
 
-def ssd(s: Canvas, tree: Tree) -> Decoding:
+def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
     """Draft, run all nodes, reveal what the right ones choose."""
-    windows, readings = Windows(s, tree.caching), Readings()
+    windows, known = Windows(s, tree.caching), Predictions()
     while s.holes:
         runs = windows.next_runs(s.block(s.holes[0]))
-        drafts = candidates(s, tree, windows, readings)
-        nodes = plant(s.holes, drafts, mixed=tree.mixed)
+        drafts = candidates(s, tree, windows, known)
+        nodes = build_tree(s.holes, drafts, mixed=tree.mixed)
         near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0)
-        standing = Standing(s, drafts, tree.caching.shift, count=near, best=tree.drafts + 1)
-        stand(s, tree, windows, standing, nodes, runs)
-        picks = yield standing.rows.look(ahead=tree.ahead)
-        each = len(picks) // (1 + tree.ahead)
-        said_A = [cut(picks[step * each : (step + 1) * each], nodes) for step in range(1 + tree.ahead)]
+        placed = NodeLayout(s, drafts, tree.caching.shift, count=near, best=tree.drafts + 1, fresh=reading.fresh)
+        placed.place(nodes, windows, runs, cached=tree.cached)
+        answer = yield placed.asked.ask()
+        picks_A = placed.asked.picks(answer, placed.asked.sure(s, reading.confidence, answer))
+        said_A = [by_node(picks, nodes) for picks in picks_A]
         news, last = walk(nodes, said_A[0], drafts, mixed=tree.mixed)
         for number in {0, last} if last else (0,):
-            step = s.revealed + len(nodes[number].gone)
-            readings.learn(nodes[number], [said[number] for said in said_A], step)
+            step = s.decided - s.prompt + len(nodes[number].gone)
+            known.learn(nodes[number], [said[number] for said in said_A], step)
         if tree.cached and tree.caching.refresh is not None:
             windows.last = nodes[last].block
-            s.copies = moved(nodes[last].sight, windows.window(windows.last))
+            s.copies = evicted(nodes[last].visible, windows.window(windows.last))
         s.reveal(news, len(nodes) - 1, [token for _, token in drafts])
 
 
-def candidates(s: Canvas, tree: Tree, windows: Windows, readings: Readings) -> list[tuple[int, int]]:
+def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions) -> list[tuple[int, int]]:
     """The drafts of a round, in the order in which they are expected; the last mask needs none."""
     ahead, num_open = s.block(s.length), len(s.holes)
     if tree.cached:
@@ -131,22 +134,7 @@ def candidates(s: Canvas, tree: Tree, windows: Windows, readings: Readings) -> l
     most = min(tree.drafts, num_open - 1)
     if tree.cached and tree.caching.refresh is not None and not tree.relaxed:
         most = min(most, tree.caching.refresh - windows.since() - 1)
-    return readings.drafts(s, ahead, most)
-
-
-def stand(
-    s: Canvas, tree: Tree, windows: Windows, standing: Standing, nodes: Sequence[Node], runs: Sequence[tuple[int, int]]
-) -> None:
-    """Place all nodes; the root runs `runs`."""
-    for number, node in enumerate(nodes):
-        node.block = s.block(node.nth_mask(s.holes, 0))
-        if not tree.cached:
-            standing.alone(number, node)
-        elif not number:
-            standing.root(node, runs)
-        else:
-            before = nodes[node.before]
-            standing.beside(number, node, before, windows.between(before.block, node.block))
+    return known.drafts(s, ahead, most)
 
 
 def walk(
@@ -167,18 +155,59 @@ def walk(
         return news, node
 
 
+class Predictions:
+    """What was last said of the masks of each block, the surest first: the drafts of later rounds.
+
+    A reading speaks of its own step, and of as many after it as were asked for, each with the tokens that the step would draw.
+    """
+
+    def __init__(self) -> None:
+        # Of each block the first step, and the picks of that and of the next ones.
+        self._known: dict[int, tuple[int, list[list[Pick]]]] = {}
+
+    def learn(self, node: Node, said_A: Sequence[Sequence[Sequence[Pick]]], first: int) -> None:
+        """Take a node's readings of the steps from `first` on. Of a block that was read in part, the others stay as they were."""
+        for block in dict.fromkeys(asked[0] for asked in node.asked):
+            own = [index for index, asked in enumerate(node.asked) if asked[0] == block]
+            ranges = [
+                (0, 1 << 60) if is_whole else (low, high)
+                for _, low, high, _, is_whole in map(node.asked.__getitem__, own)
+            ]
+            news = []
+            for step, said in enumerate(said_A, first):
+                old = [pick for pick in self._at(block, step) if not any(low <= pick[1] < high for low, high in ranges)]
+                news.append(sorted([*old, *(pick for index in own for pick in said[index])]))
+            self._known[block] = first, news
+
+    def _at(self, block: int, step: int) -> Sequence[Pick]:
+        """What was said of a block in a step, or in the next one that there is."""
+        if block not in self._known:
+            return ()
+        first, picks_A = self._known[block]
+        return picks_A[min(max(step - first, 0), len(picks_A) - 1)]
+
+    def drafts(self, s: Canvas, last_block: int, most: int) -> list[tuple[int, int]]:
+        """(position, token) of up to so many masks up to `last_block`, block by block, each from the picks of its step."""
+        found = dict[int, int]()
+        for block in sorted(block for block in self._known if block <= last_block):
+            while len(found) < most:
+                picks = self._at(block, s.decided - s.prompt + len(found))
+                pick = next((pick for pick in picks if s.tokens[pick[1]] < 0 and pick[1] not in found), None)
+                if pick is None:
+                    break
+                found[pick[1]] = pick[2]
+        return list(found.items())
+
+
+# ---- the algorithm ---------------------------------------------------------------------------------------------------
+
+
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
     """How the engine runs these settings."""
     # At temperature 0 all steps draw alike.
     anew = settings.draws_anew and setup.sampling.temperature > 0.0
-    k = settings.draft_length
-    ahead = min(k, MOST_AHEAD) if anew else 0
-    tree = Tree(k, settings.tree == "mixed", caching_of(setup, settings), settings.block_length, ahead)
-    return Algorithm(
-        decode=partial(ssd, tree=tree),
-        kind="masked",
-        canvases=canvases_of(setup, settings, num_slots=1 if tree.cached else tree.most_nodes),
-        columns=tree.columns,
-        sample=partial(Canvas, block_length=settings.block_length),
-        has_prompt=runs_no_prompt,
-    )
+    k, reading = settings.draft_length, reading_of(setup, settings)
+    tree = Tree(k, settings.tree == "mixed", reading.caching, settings.block_length)
+    made = algorithm_of(partial(ssd, tree=tree, reading=reading), setup, settings, knows_logprob=True)
+    made = replace(made, ahead=min(k, MOST_AHEAD) if anew else 0)
+    return replace(made, columns=tree.columns) if tree.cached else replace(made, num_slots=tree.most_nodes)

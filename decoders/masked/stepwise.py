@@ -20,18 +20,16 @@ section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from draftmill.decoders.engine.algorithm import Algorithm, Canvases
-from draftmill.decoders.engine.asks import Decoding
-from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import NO_MORE, Look, LookRows
-from draftmill.decoders.engine.samples import Sample
-from draftmill.decoders.masked.cached_windows import Caching, Windows
+from draftmill.decoders.engine.algorithm import Algorithm, Wanted, no_prompt
+from draftmill.decoders.engine.asks import Answer, Ask, Decoding
+from draftmill.decoders.masked.canvas import Caching, Canvas, CanvasAsk, Pick, Windows
 from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
 
 if TYPE_CHECKING:
@@ -40,37 +38,48 @@ if TYPE_CHECKING:
 # The end time of Dream's schedule.
 _LAST_TIME: Final = 1e-3
 
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How masks are read: through which cache, how sure a token is (Algorithm.notes, or `random`), whether steps draw anew."""
+
+    caching: Caching
+    confidence: str
+    fresh: bool
+
+
 Quota = Callable[[int], int]
 """How many masks a forward reveals, given how many may come next."""
 Count = Callable[[list[float]], int]
 """How many tokens to reveal, given the confidences of those that may come next, the highest first."""
 
 
-def stepwise(s: Canvas, caching: Caching, quota_of: Callable[[Canvas], Quota]) -> Decoding:
+def stepwise(s: Canvas, reading: Reading, quota_of: Callable[[Canvas], Quota]) -> Decoding:
     """Reveal by a schedule."""
-    windows, quota = Windows(s, caching), quota_of(s)
+    windows, quota = Windows(s, reading.caching), quota_of(s)
     while s.holes:
-        picks = yield look_at(s, windows, quota)
+        picks = yield from surest(s, reading, windows, quota)
         s.reveal(picks)
 
 
-def by_confidence(s: Canvas, caching: Caching, count: Count) -> Decoding:
+def by_confidence(s: Canvas, reading: Reading, count: Count) -> Decoding:
     """Reveal as many as their confidences allow."""
-    windows = Windows(s, caching)
+    windows = Windows(s, reading.caching)
     while s.holes:
-        picks = yield look_at(s, windows, lambda masks: masks)
-        s.reveal(picks[: count([-worth for worth, *_ in picks])])
+        picks = yield from surest(s, reading, windows, lambda masks: masks)
+        s.reveal(picks[: count([-less_sure for less_sure, *_ in picks])])
 
 
-def look_at(s: Canvas, windows: Windows, quota: Quota) -> Look:
-    """Run the canvas, or what the cache leaves to run, and ask for the surest of the masks that may come next."""
+def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Generator[Ask, Answer, list[Pick]]:
+    """Run the canvas, or what the cache leaves to run; the surest of the masks that may come next."""
     _, high, masks = s.next_masks()
-    rows, sees = LookRows(windows.shift), (0, s.length, *NO_MORE)
+    asked = CanvasAsk(windows.shift)
     for low, end in windows.next_runs(s.block(s.holes[0])):
-        first = rows.run(s.canvas, low, end, column=low, node=0, sees=sees)
+        first = asked.run(s.canvas, low, end, column=low, below=s.length)
         if low < high <= end:
-            rows.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed)
-    return rows.look()
+            asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * reading.fresh)
+    answer = yield asked.ask()
+    return asked.picks(answer, asked.sure(s, reading.confidence, answer))[0][0]
 
 
 # ---- how many at once ------------------------------------------------------------------------------------------------
@@ -141,54 +150,47 @@ def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
     quota_of: Callable[[Canvas], Quota] = partial(equal_steps, tokens=settings.tokens_per_step)
     if settings.steps is not None:
         quota_of = partial(dream_quota if settings.schedule == "dream" else equal_shares, steps=settings.steps)
-    decode = partial(stepwise, caching=caching_of(setup, settings), quota_of=quota_of)
-    return _rooted(decode, setup, settings, knows_logprob=settings.steps is None and settings.tokens_per_step == 1)
+    decode = partial(stepwise, reading=reading_of(setup, settings), quota_of=quota_of)
+    return algorithm_of(decode, setup, settings, knows_logprob=settings.steps is None and settings.tokens_per_step == 1)
 
 
 def threshold(setup: Setup, settings: ThresholdSettings) -> Algorithm:
     """How the engine runs `threshold`."""
-    decode = partial(by_confidence, caching=caching_of(setup, settings), count=partial(above, settings.tau))
-    return _rooted(decode, setup, settings, knows_logprob=False)
+    decode = partial(by_confidence, reading=reading_of(setup, settings), count=partial(above, settings.tau))
+    return algorithm_of(decode, setup, settings, knows_logprob=False)
 
 
 def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
     """How the engine runs `factor`."""
-    decode = partial(by_confidence, caching=caching_of(setup, settings), count=partial(within, settings.factor))
-    return _rooted(decode, setup, settings, knows_logprob=False)
+    decode = partial(by_confidence, reading=reading_of(setup, settings), count=partial(within, settings.factor))
+    return algorithm_of(decode, setup, settings, knows_logprob=False)
 
 
-def caching_of(setup: Setup, settings: MaskedSettings) -> Caching:
-    """The cache that the settings ask for."""
-    return Caching(settings.cache, settings.refresh, setup.info.shift)
+def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
+    """How the settings ask for masks to be read."""
+    return Reading(
+        Caching(settings.cache, settings.refresh, setup.info.shift), settings.confidence, fresh=settings.draws_anew
+    )
 
 
-def canvases_of(setup: Setup, settings: MaskedSettings, *, num_slots: int = 1) -> Canvases:
-    """How canvases are kept and read under these settings.
+def algorithm_of(
+    decode: Callable[..., Decoding], setup: Setup, settings: MaskedSettings, *, knows_logprob: bool
+) -> Algorithm:
+    """What decoders of masked diffusion share.
 
     Dream's code takes its confidences from the distribution that it draws from, LLaDA's from the model's own.
     """
-    return Canvases(
-        confidence=settings.confidence,
-        num_slots=num_slots,
-        cached=settings.cache != "none",
-        fresh=settings.draws_anew,
-        warped=setup.info.family == "dream",
-    )
-
-
-def _rooted(
-    decode: Callable[..., Decoding], setup: Setup, settings: MaskedSettings, *, knows_logprob: bool
-) -> Algorithm:
+    notes: tuple[Wanted, ...] = () if settings.confidence == "random" else (settings.confidence,)
+    cached = settings.cache != "none"
     return Algorithm(
         decode=decode,
         kind="masked",
-        canvases=canvases_of(setup, settings),
         sample=partial(Canvas, block_length=settings.block_length),
-        has_prompt=runs_no_prompt,
+        has_prompt=no_prompt,
+        keeps=cached,
+        nodes=cached,
+        notes=notes,
+        warped=setup.info.family == "dream",
+        fresh=settings.draws_anew,
         knows_logprob=knows_logprob,
     )
-
-
-def runs_no_prompt(s: Sample) -> bool:
-    """A new sample's forward is no larger than the others', so all run together."""
-    return False

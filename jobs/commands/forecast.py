@@ -72,7 +72,7 @@ class Trial:
     `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
     hold that runs alone on this machine.
 
-    `exact` says whether results are bit-identical in any batch, `device` what was computed with (engine/device_facts.py).
+    `exact` says whether results are bit-identical in any batch, `device` what was computed with (actors/device_facts.py).
     """
 
     exact: bool

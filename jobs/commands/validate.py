@@ -231,7 +231,7 @@ def try_out(prepared: Prepared, rows: Sequence[Made], *, trial_s: float = TRIAL_
     except MemoryError as error:
         raise UserError(str(error), field="model.device") from None
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
-    from draftmill.decoders.engine.device_facts import device_facts
+    from draftmill.actors.device_facts import device_facts
 
     at_peak = _memory(prepared.spec.model.device)
     return Trial(exact, min(len(cut), at_once), tokens, took_s, *at_peak, longest, room, device_facts(decoder))

@@ -1,38 +1,52 @@
-"""The exact law of a decoder: its own generator on the real engine, with a chooser in place of each sample's noise.
+"""The exact law of a decoder: its own generator on the real engine, with a chooser in place of a sample's noise.
 
-`ChosenAnswers` makes one random choice after the other, as the papers write them down. An enumerating chooser takes every branch
-of every choice, and the probabilities of the branches add up to the law of the text. A chooser that reads a sample's noise must
-give what the engine's batched draws give, which ties those to the enumeration.
+`ChosenSampler` makes one random choice after the other, as the papers write them down, each from a distribution that it computes
+again. Then it gives the engine's own sampler noise of the branches chosen, at both ends of each, and asserts that it takes them:
+
+    a draw by Gumbel noise             noise close to each corner of the token's region (regions.py)
+    a draw by a uniform number u       the least and the greatest u of the token's part of the cumulative distribution
+    a draft that holds (or does not)   u = 0 and just below the ratio (just above it, and almost 1)
+
+So whatever else may happen has no share of the law. An enumerating chooser takes every branch of every choice, and the
+probabilities of the branches add up to the law of the text. A chooser that reads a sample's noise must give what the engine's
+batched draws give, which ties those to the enumeration.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+from unittest import mock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from draftmill.decoders.backbones.heads import DraftHeads
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
-from draftmill.decoders.draws import noise
-from draftmill.decoders.draws.sampling import log_law, residual
-from draftmill.decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
+from draftmill.decoders.draws import keys, noise
+from draftmill.decoders.draws.sampling import log_law
+from draftmill.decoders.engine.asks import Answer, Ask, SampleFrom
+from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.lanes import Lane, Reading
-from draftmill.decoders.engine.named import NamedRows
-from draftmill.decoders.engine.packing import Asked
-from draftmill.decoders.engine.parcels import Parcel, Sent
-from draftmill.decoders.engine.rolls import Draft, Rolling
+from draftmill.decoders.engine.noise_cache import NoiseCache
+from draftmill.decoders.engine.sampler import Logits, Sampler
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked.canvas import Canvas
 from draftmill.decoders.registry import algorithm_of
 from tests.decoders.references.choosers import Chooser, CoupledRule, NoiseChooser, enumerate_law
-from tests.decoders.regions import RegionChooser
+from tests.decoders.regions import Regions
 
 Law = dict[tuple[int, ...], float]
+_EDGE: Final = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""How close to an end of its part a number is chosen, as a share of the part, by the precision of the distributions."""
+_ROUNDING: Final = 1e-14
+"""A draft that is refused with so small a probability always holds: where p is q, this is how they differ."""
 
 
 class CoupledChooser:
@@ -48,189 +62,328 @@ class CoupledChooser:
         raise AssertionError("under coupled acceptance drafts are compared")
 
 
-def reading_of(answers: Callable[[Tensor], Iterator[Any]]) -> Reading[Any]:
-    """What reads hidden states on the host, at once, and needs no record."""
-    found: list[Iterator[Any]] = []
-
-    def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
-        found.append(answers(hidden_RD))
-        return torch.zeros(0, dtype=torch.float64)
-
-    return Reading(work, lambda _: found.pop())
+# ---- the sampler -----------------------------------------------------------------------------------------------------
 
 
-class ChosenAnswers:
-    """Answers one row after the other, by the job's acceptance rule; `choosers` has one for each request's index."""
+@dataclass(slots=True)
+class Chosen:
+    """Choices of some sampled rows: their tokens, how many drafts of each sample hold, and both ends of the uniform numbers."""
 
-    slot_bytes = 0
+    tokens: dict[int, int] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
+    draws: dict[int, tuple[float, float]] = field(default_factory=dict)
+    accepts: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def __init__(self, sampling: Sampling, suppressed: Sequence[int], choosers: Mapping[int, Chooser]) -> None:
-        self.sampling, self.suppressed, self.choosers = sampling, torch.tensor(suppressed, dtype=torch.int64), choosers
-        self.samples: dict[int, Sample] = {}
-        self.q: dict[tuple[int, int], Tensor] = {}
+    def check(self, tokens: Sequence[int], accepted: Sequence[int] = ()) -> None:
+        """The engine's sampler must have taken these branches."""
+        holds = {owner: accepted[owner] for owner in self.accepted}
+        assert holds == self.accepted, (
+            f"noise of the chosen branch makes other drafts hold: {holds}, not {self.accepted}"
+        )
+        found = {row: tokens[row] for row in self.tokens}
+        assert found == self.tokens, f"noise of the chosen branch gives another token: {found}, not {self.tokens}"
+
+
+class ChosenNoise:
+    """The noise of samples, and in its place what was chosen for some rows. Ahead these draw their most likely tokens.
+
+    What is drawn ahead only makes drafts, so this takes no branches.
+    """
+
+    def __init__(self, own: NoiseCache) -> None:
+        self._own, self.start, self.resize = own, own.start, own.resize
+        self.chosen: dict[int, Tensor] = {}
+
+    def rows(self, b: Batch, part: slice, most_bytes: int, ahead: int) -> Tensor:
+        found_RV = self._own.rows(b, part, most_bytes, ahead).to(torch.float64)
+        for line, gumbel_V in self.chosen.items():
+            found_RV[line] = 0.0 if ahead else gumbel_V
+        return found_RV
+
+
+class ChosenOrder:
+    """In place of `Canvas.order_uniforms`: numbers of positions in an order of which every place is as likely as the others.
+
+    Positions come into the order when they are first asked about.
+    """
+
+    def __init__(self, chooser: Chooser) -> None:
+        self._chooser, self._order = chooser, list[int]()
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        for position in positions.tolist():
+            if position not in self._order:
+                places = torch.zeros(len(self._order) + 1, dtype=torch.float64)
+                self._order.insert(self._chooser.choose(places, noise.ORDER, position, 0), position)
+        return np.array([-self._order.index(position) for position in positions.tolist()], dtype=np.float64)
+
+
+class ChosenSampler(Sampler):
+    """`choosers` has one for the indices of some requests; all others are drawn by their own noise."""
+
+    def __init__(self, *made: Any, choosers: Mapping[int, Chooser]) -> None:
+        super().__init__(*made)
+        self.choosers = choosers
+        self._noise: Any = ChosenNoise(self._noise)
+        self._samples: dict[int, Sample] = {}
+        self._regions = Regions()
+        self._q: dict[tuple[int, int, int], Tensor] = {}
+        self._used = set[tuple[int, int, int, int]]()
 
     def start(self, sample: Sample) -> None:
-        self.samples[sample.slot] = sample
+        super().start(sample)
+        self._samples[sample.slot] = sample
+        if isinstance(sample, Canvas) and sample.request.index in self.choosers:
+            sample.uniform = ChosenOrder(self.choosers[sample.request.index])  # type: ignore[assignment]
 
-    def move(self, source: int, target: int) -> None:
-        self.samples[target] = self.samples[source]
+    def _ours(self, b: Batch, rows: range) -> Iterator[tuple[int, int, Sample, Chooser]]:
+        """The rows that are chosen: their numbers in the part and in the batch, their samples and choosers."""
+        for line, row in enumerate(rows):
+            sample = self._samples[int(b.slot_R[row])]
+            chooser = self.choosers.get(sample.request.index)
+            if chooser is not None:
+                yield line, row, sample, chooser
 
-    def release(self, slot: int) -> None:
-        """Nothing is kept."""
+    def _cut(self, law_V: Tensor, slot: int) -> Tensor:
+        return in_nucleus(law_V, float(self._slots.top_p_S[slot]))
 
-    def use(self, num_slots: int) -> None:
-        """Nothing is kept."""
+    # ---- by the noise of a position ------------------------------------------------------------------------------
 
-    def answer(self, lane: Lane, asked: Asked, parcel: Parcel) -> Reading[Answer]:
-        note, found = lane.noting(asked, slice(None), parcel), list[list[Answer]]()
+    def told(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
+        """See Sampler; all tokens of a position, drafts too, are drawn by its noise, which may be that of a step."""
+        warp, chosen, rows = self._warp(b, part), Chosen(), range(b.num_sampled)[part]
+        self._noise.chosen = {}
+        if not warp.greedy:
+            uncut_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
+            corners: list[tuple[int, Tensor]] = []
+            for line, row, sample, chooser in self._ours(b, rows):
+                if isinstance(chooser, NoiseChooser):
+                    continue  # It knows only uniform numbers.
+                step = int(b.host_draw_R[row]) if self.algorithm.fresh else 0
+                law_V, position = self._cut(uncut_RV[line], sample.slot), int(b.place_R[row])
+                if isinstance(chooser, CoupledChooser):
+                    chosen.tokens[line] = chooser.choose(law_V, noise.TARGET, position, step)
+                    continue
+                chosen.tokens[line], points_PV = self._region(chooser, sample, position, law_V, step)
+                self._noise.chosen[line] = points_PV[0]
+                corners.append((line, points_PV))
+            self._check_corners(uncut_RV, b, rows, corners, chosen.tokens)
+        told_AFR = super().told(logits_RV, b, part, is_target=is_target)
+        chosen.check(told_AFR[0, 0].to(torch.int64).tolist())
+        return told_AFR
 
-        def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
-            answers = self.answered(lane, hidden_RD, asked)
-            found.append(answers)
-            note(sent, torch.tensor([token for answer in answers for token in answer.tokens], dtype=torch.int64))
-            return torch.zeros(0, dtype=torch.float64)
+    def _region(
+        self, chooser: Chooser, sample: Sample, position: int, law_V: Tensor, step: int = 0
+    ) -> tuple[int, Tensor]:
+        """A token, and Gumbel noise that must draw it, [P, V]."""
+        token, region = self._regions.chosen(chooser, sample.request.index, position, law_V, step)
+        points = torch.from_numpy(region.gumbels())
+        gumbel_PV = torch.zeros(len(points), len(law_V), dtype=torch.float64)
+        gumbel_PV[:, :3] = points[:, : len(law_V)]
+        return token, gumbel_PV
 
-        return Reading(work, lambda _: iter(found.pop()))
+    def _check_corners(
+        self, uncut_RV: Tensor, b: Batch, rows: range, corners: list[tuple[int, Tensor]], tokens: dict[int, int]
+    ) -> None:
+        if not corners:
+            return
+        line_P = torch.tensor([line for line, points_PV in corners for _ in points_PV])
+        warp = self._warp(b, line_P + rows.start)
+        drawn = warp.draw(uncut_RV[line_P], torch.cat([points_PV for _, points_PV in corners])).tolist()
+        for line, token in zip(line_P.tolist(), drawn, strict=True):
+            Chosen({line: tokens[line]}).check({line: token})  # type: ignore[arg-type]
 
-    def answered(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> list[Answer]:
-        first, answers = 0, []
-        for owner, size in enumerate(asked.size_B.tolist()):
-            if not size:
-                answers.append(Answer(0, [], []))  # a roll follows
+    # ---- by uniform numbers --------------------------------------------------------------------------------------
+
+    def _by_ratio(self, logits: Logits, hidden_RD: Tensor, b: Batch, *, is_target: bool) -> Tensor:
+        """See Sampler."""
+        chosen, whole = self._judge(logits(hidden_RD), b, slice(None)), super()._by_ratio
+
+        def work() -> Tensor:
+            record = whole(logits, hidden_RD, b, is_target=is_target)
+            chosen.check(record[: b.num_sampled].tolist(), record[-b.num_samples :].tolist())
+            return record
+
+        return self._steered(b, chosen, work)
+
+    def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, b: Batch, part: slice) -> Tensor:
+        """See Sampler."""
+        whole = super().drafts
+        if not b.by_ratio:
+            return whole(logits_RV, hidden_RD, b, part)
+        chosen, first = self._judge(logits_RV, b, part), range(b.num_sampled)[part].start
+
+        def work() -> Tensor:
+            token_R = whole(logits_RV.clone(), hidden_RD, b, part)
+            chosen.check([0] * first + token_R.tolist())
+            return token_R
+
+        return self._steered(b, chosen, work)
+
+    def _steered(self, b: Batch, chosen: Chosen, work: Callable[[], Tensor]) -> Tensor:
+        """Do it with numbers at both ends of what was chosen; the second time as if it were the first."""
+        kept = self._states_CD.clone(), self._log_q_C.clone()
+        found = self._log_q_C
+        for end in range(2):
+            self._states_CD.copy_(kept[0])
+            self._log_q_C.copy_(kept[1])
+            for held_R, ends in ((b.uniform_R, chosen.draws), (b.accept_R, chosen.accepts)):
+                for row, numbers in ends.items():
+                    held_R[row] = numbers[end]
+            found = work()
+        return found
+
+    def _judge(self, logits_RV: Tensor, b: Batch, part: slice) -> Chosen:
+        """Row by row: draw drafts and keep their distributions, judge chains by those that were kept before."""
+        assert not (self._greedy and self.algorithm.by_ratio), "S2D2's rule at temperature 0 is not written down here"
+        warp, chosen, news, broken = self._warp(b, part), Chosen(), dict[tuple[int, int, int], Tensor](), set[int]()
+        law_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
+        for line, row, sample, chooser in self._ours(b, range(b.num_sampled)[part]):
+            p_V, owner, when = self._cut(law_RV[line], sample.slot), int(b.owner_R[row]), when_of(sample)
+            index, position, draft = sample.request.index, int(b.place_R[row]), int(b.draft_R[row])
+            bank = int(b.cell_R[row]) // self.algorithm.window % self.algorithm.banks
+            drafted = index, int(b.rank_R[row]), bank
+            if not b.judges_R[row]:
+                news[drafted] = p_V
+                self._choose(chosen, row, chooser, p_V, (noise.DRAFT, position, when))
                 continue
-            rows = slice(first, first + size)
-            first += size
-            slot = int(asked.slot_R[rows][0])
-            law = self.law(lane.logits(hidden_RD[rows]))
-            answers.append(self._one(self.samples[slot], law, asked, rows, self.when(asked.when_B[owner])))
-        return answers
+            chosen.accepted.setdefault(owner, 0)
+            if owner in broken:
+                continue
+            if not b.judged_R[row]:
+                self._take(index, noise.BONUS, position, when)
+                self._choose(chosen, row, chooser, p_V, (noise.BONUS, position, when))
+                continue
+            sure_V = torch.full_like(p_V, -torch.inf).index_fill(0, torch.tensor([draft]), 0.0)
+            q_V = sure_V if b.is_sure else self._q[drafted]
+            ratio = float((p_V[draft].double() - q_V[draft].double()).exp()) ** self.algorithm.temper
+            ratio = 1.0 if ratio > 1.0 - _ROUNDING else ratio
+            self._take(index, noise.ACCEPT, position, when)
+            if chooser.accept(ratio, position, when):
+                chosen.accepts[row] = ends_of(0.0, ratio, p_V)
+                chosen.tokens[row] = draft
+                chosen.accepted[owner] += 1
+                continue
+            chosen.accepts[row] = ends_of(ratio, 1.0, p_V)
+            broken.add(owner)
+            self._take(index, noise.RESIDUAL, position, when)
+            mass_V = left_over(p_V, q_V)
+            self._choose(chosen, row, chooser, mass_V.log(), (noise.RESIDUAL, position, when), mass_V)
+        self._q |= news
+        return chosen
 
-    def law(self, logits: Tensor) -> Tensor:
-        return log_law(logits.index_fill_(-1, self.suppressed, -torch.inf), self.sampling)
+    def _choose(
+        self,
+        chosen: Chosen,
+        row: int,
+        chooser: Chooser,
+        law_V: Tensor,
+        number: tuple[int, int, int],
+        mass_V: Tensor | None = None,
+    ) -> None:
+        chosen.tokens[row] = token = chooser.choose(law_V, *number)
+        chosen.draws[row] = part_of(law_V.exp() if mass_V is None else mass_V, token)
 
-    def when(self, when: int, number: int = 0) -> int:
-        """The number of a draw: under coupled acceptance that of the noise."""
-        return number if self.sampling.acceptance == "coupled" else int(when)
+    def _take(self, *number: int) -> None:
+        """What decides about a token is independent of all else only if its number is not used twice."""
+        assert number not in self._used, "a random number decides twice"
+        self._used.add(number)  # type: ignore[arg-type]
 
-    def drafted(self, sample: Sample, rank: int, when: int, law: Tensor) -> int:
-        """Draw a draft and keep its distribution."""
-        self.q[sample.request.index, rank] = law
-        position = rank if sample.order is None else sample.order[rank]
-        return self.choosers[sample.request.index].choose(law, noise.DRAFT, position, when)
+    # ---- drafts from distributions that decoders name ------------------------------------------------------------
 
-    def roll(self, lane: Lane, heads: DraftHeads, rolling: Rolling) -> Iterator[Answer]:
-        def draft(asked: Asked, parcel: Parcel) -> Draft:
-            places = [*zip(asked.slot_R.tolist(), asked.rank_R.tolist(), asked.when_R.tolist(), strict=True)]
+    def named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
+        """See Sampler."""
+        chosen, gumbels, whole = Chosen(), dict[int, Tensor](), super().named
+        for number, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
+            index = sample.request.index
+            if index not in self.choosers or (self._greedy and not self.by_ratio):
+                continue
+            chooser, law_V = self.choosers[index], self._named_law(ask)
+            position = ask.rank if sample.order is None else sample.order[ask.rank]
+            if self.by_ratio:
+                self._q[index, ask.rank, 0] = law_V
+                self._choose(chosen, number, chooser, law_V, (noise.DRAFT, position, sample.decided))
+            elif isinstance(chooser, CoupledChooser):
+                chosen.tokens[number] = chooser.choose(law_V, noise.TARGET, position, 0)
+            else:
+                chosen.tokens[number], points_PV = self._region(chooser, sample, position, law_V)
+                gumbels[number] = points_PV[0]
+        uniform_rows, gumbel_at = keys.uniform_rows, noise.gumbel_at
+        answers = list[Answer]()
+        for end in range(2):
 
-            def draw(sent: Sent, logits: Tensor) -> Tensor:
-                rows = zip(places, self.law(logits), strict=True)
-                return torch.tensor(
-                    [self.drafted(self.samples[slot], rank, self.when(when), law) for (slot, rank, when), law in rows]
-                )
+            def uniforms(*numbers: Any, end: int = end) -> Any:
+                found_B = uniform_rows(*numbers)
+                for number, ends in chosen.draws.items():
+                    found_B[number] = ends[end]
+                return found_B
 
-            return draw
+            def noise_at(key_B2: Tensor, place_B: Tensor, token_BT: Tensor) -> Tensor:
+                found_BT = gumbel_at(key_B2, place_B, token_BT).to(torch.float64)
+                for number, gumbel_V in gumbels.items():
+                    found_BT[number] = gumbel_V[token_BT[number]]
+                return found_BT
 
-        parcel = Parcel()
-        return rolling.drafts(lane.after(None, parcel, rolling.plan(lane, heads, draft, parcel)))
-
-    def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
-        for sample, ask in zip(samples, asks, strict=True):
-            weights = torch.zeros(1, lane.backbone.vocab_size, dtype=torch.float64)
-            weights[0, ask.tokens or slice(None)] = torch.tensor(ask.weights or 1.0, dtype=torch.float64)
-            yield Answer(
-                0, [self.drafted(sample, ask.rank, self.when(sample.decided), self.law(weights.log())[0])], [0.0]
+            own_uniforms, own_noise = (
+                mock.patch.object(keys, "uniform_rows", uniforms),
+                mock.patch.object(noise, "gumbel_at", noise_at),
             )
-
-    def named(self, lane: Lane, asked: NamedRows, parcel: Parcel) -> Reading[Noted]:
-        return reading_of(lambda hidden_RD: self.noted(lane, hidden_RD, asked))
-
-    def noted(self, lane: Lane, hidden_RD: Tensor, asked: NamedRows) -> Iterator[Noted]:
-        first, answers = 0, []
-        for size in asked.size_B.tolist():
-            rows = slice(first, first + size)
-            first += size
-            answers.append(self._noted(lane, hidden_RD[rows], asked, rows) if size else Noted(0, [], [], [], [], []))
+            with own_uniforms, own_noise:
+                answers = list(whole(samples, asks))
+            chosen.check([answer.tokens[0] for answer in answers])
         return iter(answers)
 
-    def _noted(self, lane: Lane, hidden: Tensor, asked: NamedRows, rows: slice) -> Noted:
-        """Rows of one sample, one after the other; those that judge are a chain."""
-        logits = lane.logits(hidden).index_fill_(-1, self.suppressed, -torch.inf)
-        law = log_law(logits, self.sampling)
-        if self.sampling.temperature == 0.0:
-            law = torch.log_softmax(logits.to(torch.float64), -1)
-        index = self.samples[int(asked.slot_R[rows][0])].request.index
-        chooser, when = self.choosers[index], self.when(asked.when_R[rows][0], int(asked.number_R[rows][0]))
-        tokens: list[int] = []
-        new: dict[tuple[int, int], Tensor] = {}
-        accepted, broken = 0, False
-        fields = (asked.position_R, asked.kind_R, asked.drafts_R, asked.cell_R)
-        for p, position, kind, draft, cell in zip(law, *(one[rows].tolist() for one in fields), strict=True):
-            if kind == DRAFT:
-                tokens.append(chooser.choose(p, noise.DRAFT, position, when))
-                new[index, cell] = p
-            elif kind == TARGET or (draft == NO_DRAFT and not broken):
-                tokens.append(chooser.choose(p, noise.BONUS, position, when))
-            elif self.sampling.acceptance == "coupled":
-                tokens.append(chooser.choose(p, noise.TARGET, position, when))
-                broken |= tokens[-1] != draft
-                accepted += not broken
-            elif broken:
-                tokens.append(0)
-            elif chooser.accept(float((p[draft] - self.q[index, cell][draft]).exp()), position, when):
-                tokens.append(draft)
-                accepted += 1
-            else:
-                broken = True
-                mass = self.left_over(p, self.q[index, cell])
-                tokens.append(chooser.choose(mass.log(), noise.RESIDUAL, position, when))
-        self.q |= new
-        nothing, sures = [0.0] * len(tokens), law.exp()[range(len(tokens)), tokens].tolist()
-        return Noted(accepted, tokens, nothing, sures, nothing, nothing)
+    def _named_law(self, ask: SampleFrom) -> Tensor:
+        weight_V = torch.zeros(self._vocab_size, dtype=torch.float64)
+        weight_V[ask.tokens or slice(None)] = torch.tensor(ask.weights or 1.0, dtype=torch.float64)
+        log_V = weight_V.index_fill(0, self._suppressed, 0.0).log().to(self._law_dtype)
+        return log_law(log_V.unsqueeze(0), self._job)[0]
 
-    def left_over(self, p: Tensor, q: Tensor) -> Tensor:
-        """What a token is drawn from after a refused draft."""
-        return residual(p.unsqueeze(0), q.unsqueeze(0))[0]
 
-    def _one(self, sample: Sample, law: Tensor, asked: Asked, rows: slice, when: int) -> Answer:
-        chooser, index = self.choosers[sample.request.index], sample.request.index
-        tokens: list[int] = []
-        accepted = 0
-        told = zip(
-            law, asked.rank_R[rows].tolist(), asked.kind_R[rows].tolist(), asked.drafts_R[rows].tolist(), strict=True
-        )
-        for p, rank, kind, draft in told:
-            position = rank if sample.order is None else sample.order[rank]
-            if kind == DRAFT:
-                tokens.append(self.drafted(sample, rank, when, p))
-                continue
-            if draft == NO_DRAFT:
-                tokens.append(
-                    chooser.choose(p, noise.TARGET if kind in (TARGET, LOOSE) else noise.BONUS, position, when)
-                )
-                continue
-            if self.sampling.acceptance == "coupled":
-                tokens.append(chooser.choose(p, noise.TARGET, position, when))
-                if tokens[-1] != draft:
-                    break
-                accepted += 1
-                continue
-            sure = torch.full_like(p, -torch.inf).index_fill(0, torch.tensor([draft]), 0.0)
-            q = sure if kind == SURE else self.q[index, rank]
-            if chooser.accept(float((p[draft] - q[draft]).exp()), position, when):
-                tokens.append(draft)
-                accepted += 1
-                continue
-            mass = residual(p.unsqueeze(0), q.unsqueeze(0))[0]
-            tokens.append(chooser.choose(mass.log(), noise.RESIDUAL, position, when))
-            break
-        tokens += [0] * (len(asked.drafts_R[rows]) - len(tokens))
-        return Answer(accepted, tokens, [0.0] * len(tokens))
+def when_of(sample: Sample) -> int:
+    """The number of a sample's present draws under the rejection rule."""
+    when = sample.ask.when if isinstance(sample.ask, Ask) else -1
+    return sample.decided if when < 0 else when
+
+
+def left_over(p_V: Tensor, q_V: Tensor) -> Tensor:
+    """What a token is drawn from after a refused draft: the positive part of p - q; p where rounding leaves nothing."""
+    mass_V = (p_V.exp() - q_V.exp()).clamp(min=0.0)
+    return mass_V if float(mass_V.sum()) > 0 else p_V.exp()
+
+
+def part_of(mass_V: Tensor, token: int) -> tuple[float, float]:
+    """The least and the greatest uniform number that draws a token, in ascending order of tokens."""
+    cumulative = mass_V.to(torch.float64).cumsum(0).tolist()
+    before = cumulative[token - 1] if token else 0.0
+    return ends_of(before / cumulative[-1], cumulative[token] / cumulative[-1], mass_V)
+
+
+def ends_of(low: float, high: float, law_V: Tensor) -> tuple[float, float]:
+    """Numbers close to both ends of a part."""
+    edge = _EDGE[law_V.dtype] * (high - low)
+    return low + edge, high - edge
+
+
+def in_nucleus(law_V: Tensor, top_p: float) -> Tensor:
+    """Log-probabilities cut to the most probable tokens (of equal ones the lower ids) until their mass reaches `top_p`."""
+    if top_p >= 1.0:
+        return law_V
+    before, cut_V = 0.0, torch.full_like(law_V, -torch.inf)
+    for token in sorted(range(len(law_V)), key=lambda one: (-float(law_V[one]), one)):
+        if before < top_p:
+            cut_V[token] = law_V[token]
+        before += float(law_V[token].exp())
+    return cut_V - cut_V.logsumexp(0)
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
 
 
 def engine_of(setup: Setup, settings: DecoderChoice, choosers: Mapping[int, Chooser]) -> Engine:
-    """The engine that runs these settings, with choosers in place of noise."""
-    answers = ChosenAnswers(setup.sampling, setup.info.suppressed, choosers)
-    return Engine(setup, algorithm_of(setup, settings), answers=answers)
+    """The engine that runs these settings, with choosers in place of the noise of some requests."""
+    make = partial(ChosenSampler, choosers=choosers)
+    return Engine(setup, algorithm_of(setup, settings), make_sampler=make)
 
 
 def decoded(engine: Any, requests: Sequence[Request]) -> dict[int, Outcome]:
@@ -245,15 +398,9 @@ def decoded(engine: Any, requests: Sequence[Request]) -> dict[int, Outcome]:
 
 def law_of(setup: Setup, settings: DecoderChoice, requests: Sequence[Request], index: int) -> Law:
     """The exact law of the text of one request, while the others' texts come from their own noise."""
-    coupled = setup.sampling.acceptance == "coupled"
 
     def run(chooser: Chooser) -> tuple[int, ...]:
-        choosers: dict[int, Chooser] = {
-            request.index: CoupledChooser(request.key, setup.sampling) if coupled else NoiseChooser(request.key)
-            for request in requests
-        }
-        choosers[index] = RegionChooser(chooser) if coupled else chooser
-        return tuple(decoded(engine_of(setup, settings, choosers), requests)[index].tokens.tolist())
+        return tuple(decoded(engine_of(setup, settings, {index: chooser}), requests)[index].tokens.tolist())
 
     return enumerate_law(run)
 

@@ -81,19 +81,3 @@ class Regions:
         token = chooser.choose(shares.log(), noise.TARGET, position, step)
         self.known[index, position, step] = parts[token]
         return token, parts[token]
-
-
-class RegionChooser:
-    """Under coupled acceptance: all tokens of a position, drafts too, are drawn by its noise; `chooser` takes the branches.
-
-    `when` numbers the noise, where steps draw anew.
-    """
-
-    def __init__(self, chooser: Chooser) -> None:
-        self._chooser, self._regions = chooser, Regions()
-
-    def choose(self, log_law_V: Tensor, purpose: int, position: int, when: int) -> int:
-        return self._regions.chosen(self._chooser, 0, position, log_law_V, when)[0]
-
-    def accept(self, probability: float, position: int, when: int) -> bool:
-        raise AssertionError("under coupled acceptance drafts are compared")

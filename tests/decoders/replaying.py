@@ -1,7 +1,7 @@
 """Graphs on a CPU: what was captured is done again by the same Python code, with the same tensors for input and output.
 
 As with a CUDA graph, nothing that the first forward knew on the host may differ in a later one: a number that was not sent gives
-another result here too. References stand in for the kernels.
+another result here too, and memory that has moved is found. References stand in for the kernels.
 """
 
 from __future__ import annotations
@@ -9,28 +9,71 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from draftmill.decoders.engine.graphs import Work
-from draftmill.decoders.kernels import attention_reference, choice_reference, notes_reference
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from draftmill.decoders.engine.cuda_graphs import Work
+from draftmill.decoders.kernels import attention_reference, sampling_reference
+
+
+class Externals(TorchDispatchMode):
+    """Collects in `read` the memory that operations use and have not made, by its address, in the order in which they first do.
+
+    A graph has these addresses for ever. What is a view of something is that memory too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = dict[int, Tensor]()
+        self._made = dict[int, Tensor]()  # kept, so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the operation's inputs, then what it makes."""
+        self._note((args, kwargs or {}), self.read)
+        found = func(*args, **(kwargs or {}))
+        self._note(found, self._made)
+        return found
+
+    def _note(self, tree: Any, among: dict[int, Tensor]) -> None:
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
+                place = tensor.untyped_storage().data_ptr()
+                if place not in self._made:
+                    among.setdefault(place, tensor)
 
 
 class Replaying:
-    """Repeats the work, and counts what it captured."""
+    """Repeats the work, and counts what it captured. With `watches` a replay must use the memory that the capture used."""
 
-    def __init__(self) -> None:
-        self.num_captured = 0
+    def __init__(self, *, watches: bool = False) -> None:
+        self._watches = watches
+        self.num_captured = self.num_dropped = 0
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
-        """See draftmill.decoders.engine.graphs.Recorder."""
+        """See draftmill.decoders.engine.cuda_graphs.Recorder."""
         self.num_captured += 1
-        found = work()
+        found, used = self._watched(work)
 
         def replay() -> None:
-            again = work()
+            again, now = self._watched(work)
             assert again.num_computed == found.num_computed
+            assert list(now) == list(used), "a graph would use memory that is no longer what it was"
             found.hidden_ND.copy_(again.hidden_ND)
             found.record.copy_(again.record)
 
         return replay, found
+
+    def drop_pool(self) -> None:
+        """See Recorder."""
+        self.num_dropped += 1
+
+    def _watched(self, work: Callable[[], Work]) -> tuple[Work, dict[int, Tensor]]:
+        """What the work gives, and the memory that it uses; the capture keeps this, so that nothing else comes to its place."""
+        if not self._watches:
+            return work(), {}
+        with Externals() as externals:
+            return work(), externals.read
 
 
 def use_references(monkeypatch: Any) -> None:
@@ -39,14 +82,12 @@ def use_references(monkeypatch: Any) -> None:
         monkeypatch.setattr(
             f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attention_reference.attend
         )
-    monkeypatch.setattr("draftmill.decoders.engine.answers.find_choice", lambda *_: choice_reference)
-    for module in ("named_answers", "picks"):
-        monkeypatch.setattr(f"draftmill.decoders.engine.{module}.find_notes", lambda *_: notes_reference.note)
+    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sampling_reference.sample)
 
 
-def use_graphs(monkeypatch: Any) -> Replaying:
+def use_graphs(monkeypatch: Any, *, watches: bool = False) -> Replaying:
     """Capture and replay on this CPU, or on a pretended GPU."""
     use_references(monkeypatch)
-    recorder = Replaying()
-    monkeypatch.setattr("draftmill.decoders.engine.graphs.find_recorder", lambda device: recorder)
+    recorder = Replaying(watches=watches)
+    monkeypatch.setattr("draftmill.decoders.engine.cuda_graphs.find_recorder", lambda device: recorder)
     return recorder

@@ -131,7 +131,7 @@ def made(
         info=inspect_model(folder),
         sampling=Sampling.model_validate(sampling, strict=True),
         max_rows=SLOTS,
-        max_tokens=SLOTS * 128,
+        max_tokens=SLOTS * 512,
         stops=None if model in ("asarm-tiny", "mdm-tiny", "sedd") else Stops(),
         heads=find_heads(settings, folder, backbone) if hasattr(settings, "head") and not drafter else None,
         drafter=cast("TokenBackbone | None", drafting),

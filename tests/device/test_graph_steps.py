@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.decoders.engine.graphs import Work
+from draftmill.decoders.engine.cuda_graphs import Work
 from tests.decoders.replaying import Replaying, use_graphs
 from tests.device import pretend
 from tests.device.pretend import KINDS
@@ -57,7 +57,7 @@ class OneLaunch(Replaying):
 
 
 # Under the rejection rule. Each draft of an n-gram sends its distribution, and waits for nothing.
-RATIO = {"speculative": (1, 1, 1, 1), "speculative, model": (5, 5, 5, 2), "assd, n-gram": (21, 6, 1, 1)}
+RATIO = {"speculative": (1, 1, 1, 1), "speculative, model": (5, 5, 5, 2), "assd, n-gram": (26, 6, 1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(
     name: str, acceptance: str, monkeypatch: Any
 ) -> None:
     use_graphs(monkeypatch)
-    monkeypatch.setattr("draftmill.decoders.engine.graphs.find_recorder", lambda device: OneLaunch())
+    monkeypatch.setattr("draftmill.decoders.engine.cuda_graphs.find_recorder", lambda device: OneLaunch())
     requests, limit = MANY.get(name, 5), (LIMITS if acceptance == "coupled" else RATIO)[name]
     found = run(name, requests=requests, acceptance=acceptance)
     monkeypatch.undo()

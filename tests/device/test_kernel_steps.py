@@ -3,42 +3,35 @@
 A kernel counts as one launch.
 """
 
-from types import SimpleNamespace
-
 import pytest
 
-from draftmill.decoders.kernels import attention_reference, choice_reference, notes_reference
+from draftmill.decoders.kernels import attention_reference, sampling_reference
 from tests.device.pretend import as_one_launch
 from tests.device.steps import run, run_on_cpu
 from tests.device.test_steps import CUTS, LIMITS
 
 # launches, and transfers to the device
 LEAST = {
-    "autoregressive": (189, 1),
-    "speculative": (196, 1),
-    "multiblock_jacobi": (201, 1),
-    "any_subset": (82, 1),
-    "stepwise, cached": (261, 1),
-    "stepwise, random": (257, 1),
-    "ssd, cached": (282, 1),
-    "ancestral, analytic": (222, 1),
-    "block_diffusion": (244, 1),
-    "s2d2, fused": (248, 1),
+    "autoregressive": (173, 1),
+    "speculative": (185, 1),
+    "multiblock_jacobi": (185, 1),
+    "any_subset": (72, 1),
+    "stepwise, cached": (186, 1),
+    "stepwise, random": (186, 1),
+    "ssd, cached": (186, 1),
+    "ancestral, analytic": (131, 1),
+    "block_diffusion": (234, 1),
+    "s2d2, fused": (234, 1),
 }
 CUT = ["speculative", "ssd, cached", "ancestral, analytic"]
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    attend = as_one_launch(attention_reference.attend)
-    choice = SimpleNamespace(**{name: as_one_launch(getattr(choice_reference, name)) for name in ("choose", "weigh")})
+    attend, sample = as_one_launch(attention_reference.attend), as_one_launch(sampling_reference.sample)
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
-    monkeypatch.setattr("draftmill.decoders.engine.answers.find_choice", lambda *_: choice)
-    for module in ("picks", "named_answers"):
-        monkeypatch.setattr(
-            f"draftmill.decoders.engine.{module}.find_notes", lambda *_: as_one_launch(notes_reference.note)
-        )
+    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
 
 
 def test_prompts_run_beside_the_others_where_attention_reads_rows(kernels, monkeypatch):

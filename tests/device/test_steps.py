@@ -13,33 +13,33 @@ import pytest
 
 from tests.device.steps import CASES, Found, run, run_on_cpu
 
-# launches, transfers down, transfers up, waits, shapes
+# launches, transfers down, transfers up, waits, shapes. Noise is kept on CPUs alone: torch's operations make that of each draw
+# anew here, and of each draft. On a GPU the kernel that samples makes it, without launches of its own (test_kernel_steps.py).
 LIMITS = {
-    "autoregressive": (342, 1, 1, 1, 0),
-    "speculative": (340, 1, 1, 1, 0),
-    "speculative, model": (655, 5, 5, 2, 0),
+    "autoregressive": (340, 1, 1, 1, 0),
+    "speculative": (356, 1, 1, 1, 0),
+    "speculative, model": (1439, 5, 5, 2, 0),
     "speculative, suffix": (356, 1, 1, 1, 0),
-    "jacobi": (340, 1, 1, 1, 0),
+    "jacobi": (356, 1, 1, 1, 0),
     "multiblock_jacobi": (360, 1, 1, 1, 0),
-    "specdiff": (772, 3, 3, 3, 0),
+    "specdiff": (1080, 3, 3, 3, 0),
     "any_subset": (274, 1, 1, 1, 0),
-    "assd": (437, 2, 2, 2, 0),
+    "assd": (1077, 2, 2, 2, 0),
     "assd, n-gram": (274, 1, 1, 1, 0),
-    "assd, fused": (477, 2, 2, 2, 0),
-    # Each step draws its masks anew, here in torch; on a GPU the kernel that draws makes the noise (test_kernel_steps.py).
-    "stepwise": (426, 1, 1, 1, 0),
-    "stepwise, cached": (426, 1, 1, 1, 0),
-    "threshold": (426, 1, 1, 1, 0),
-    "factor": (426, 1, 1, 1, 0),
-    "ssd": (774, 1, 1, 1, 0),
-    "ssd, cached": (790, 1, 1, 1, 0),  # two of them where the slots that run are not adjacent
-    "stepwise, random": (420, 1, 1, 1, 0),
-    "ancestral, analytic": (390, 1, 1, 1, 0),
-    "block_diffusion": (402, 1, 1, 1, 0),
-    "s2d2": (417, 1, 1, 1, 0),
-    "s2d2, fused": (416, 1, 1, 1, 0),
-    "stepwise, score": (190, 1, 1, 1, 0),
-    "block_diffusion, score": (238, 1, 1, 1, 0),
+    "assd, fused": (1277, 2, 2, 2, 0),
+    "stepwise": (360, 1, 1, 1, 0),
+    "stepwise, cached": (360, 1, 1, 1, 0),
+    "threshold": (360, 1, 1, 1, 0),
+    "factor": (360, 1, 1, 1, 0),
+    "ssd": (684, 1, 1, 1, 0),
+    "ssd, cached": (700, 1, 1, 1, 0),  # two of them where the slots that run are not adjacent
+    "stepwise, random": (358, 1, 1, 1, 0),
+    "ancestral, analytic": (302, 1, 1, 1, 0),
+    "block_diffusion": (394, 1, 1, 1, 0),
+    "s2d2": (415, 1, 1, 1, 0),
+    "s2d2, fused": (410, 1, 1, 1, 0),
+    "stepwise, score": (187, 1, 1, 1, 0),
+    "block_diffusion, score": (239, 1, 1, 1, 0),
 }
 
 
@@ -78,7 +78,7 @@ def test_samples_come_and_go_without_further_waits(name):
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "speculative", "any_subset", "s2d2"])
-def test_a_step_with_a_piece_of_a_prompt_waits_no_more_than_others(name):
+def test_a_step_with_a_chunk_of_a_prompt_waits_no_more_than_others(name):
     found, whole = run(name, prompt_rows=3), usual(name)
     assert len(found.steps) > len(whole.steps), "prompts run in several steps"
     assert {index: (None, one.tokens.tolist(), one.nfe) for index, one in whole.outcomes.items()} == {
@@ -104,7 +104,7 @@ def test_drafts_are_judged_by_their_ratio_without_further_waits(name):
 CUTS: dict[str, Any] = {"temperature": 0.8, "top_k": 30, "top_p": 0.6}
 
 
-# Of each kind of draw one: by a ring, a window by a head, from canvases, with chances of being revealed, of named rows.
+# Of each kind of ask one: rows, a window by a head, canvases, chances of being revealed, blocks.
 @pytest.mark.parametrize(
     "name", ["speculative", "assd, fused", "ssd, cached", "ancestral, analytic", "block_diffusion"]
 )

@@ -52,7 +52,7 @@ BREACHES = [
     ("decoders/engine/lengths.py", "import draftmill.decoders.causal.speculative", ROOMS),
     ("decoders/draws/noise.py", "import draftmill.decoders.backbones.cache", ROOMS),
     ("decoders/kernels/attention.py", "import draftmill.decoders.backbones.cache", ROOMS),
-    ("decoders/kernels/choice.py", "import draftmill.decoders.engine.samples", ROOMS),
+    ("decoders/kernels/sampling.py", "import draftmill.decoders.engine.samples", ROOMS),
     ("decoders/backbones/cache.py", "import draftmill.decoders.draws.noise", "models know nothing of draws and drafts"),
     ("jobs/schedule/scheduler.py", "import time", "the scheduler knows no Ray, clock, disk or threads"),
     ("jobs/schedule/waiting.py", "import threading", "the scheduler knows no Ray, clock, disk or threads"),

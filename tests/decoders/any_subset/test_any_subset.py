@@ -10,7 +10,7 @@ from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettin
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.budget import DraftBudget
-from draftmill.decoders.engine.orders import decoding_order
+from draftmill.decoders.engine.samples import decoding_order
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.references import any_subset as reference

@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from draftmill.decoders.any_subset import assd, one_pass
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.noise import sample_key
-from draftmill.decoders.engine import samples
+from draftmill.decoders.engine import sampler, samples
+from draftmill.decoders.engine.asks import Span
+from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from tests.decoders import enumeration
-from tests.decoders.enumeration import ChosenAnswers, CoupledChooser, decoded, engine_of, fills, law_of, total_variation
+from tests.decoders.enumeration import CoupledChooser, decoded, engine_of, fills, law_of, total_variation
 from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.references.choosers import NoiseChooser
 from tests.decoders.references.table import TableBackbone
@@ -179,39 +180,43 @@ def test_batched_draws_and_counts_are_those_of_a_chooser_that_reads_the_same_noi
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_wrong_residual_is_found_out(name, monkeypatch):
-    monkeypatch.setattr(enumeration, "residual", lambda p, q: q.exp())
-    canvas = CANVASES["two prompts"]
+    canvas, wrong = CANVASES["two prompts"], lambda p, q: q.exp()
+    monkeypatch.setattr(sampler, "residual", wrong)
+    with pytest.raises(AssertionError, match="gives another token"):
+        law_of(setup(), variant(name, 2), [request(canvas)], 0)
+    # If the enumeration makes the same mistake, the law shows it.
+    monkeypatch.setattr(enumeration, "left_over", wrong)
     assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_drafter_that_hides_its_distribution_is_found_out(name, monkeypatch):
-    class Liar(ChosenAnswers):
-        def drafted(self, sample, rank, when, law):
-            token = super().drafted(sample, rank, when, law)
-            self.q[sample.request.index, rank] = torch.full_like(law, -np.log(VOCAB))
-            return token
-
-    monkeypatch.setattr(enumeration, "ChosenAnswers", Liar)
-    canvas = CANVASES["middle prompt"]
-    assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)
+@pytest.mark.parametrize(("states", "log_q", "found"), [(1.0, 0.3, "drafts hold"), (0.5, 0.0, "another token")])
+def test_a_drafter_that_hides_its_distribution_is_found_out(name, states, log_q, found, monkeypatch):
+    keep = Sampler._keep
+    monkeypatch.setattr(Sampler, "_keep", lambda self, cell, h, q: keep(self, cell, h * states, q + log_q))
+    with pytest.raises(AssertionError, match=found):
+        law_of(setup(), variant(name, 2), [request(CANVASES["middle prompt"])], 0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_looking_at_the_draft_that_a_row_judges_is_found_out(name, monkeypatch):
-    honest = samples.fresh_queries
-    wrong = lambda rank, count, kind: (*honest(rank, count, kind)[:4], 0, *honest(rank, count, kind)[5:])  # noqa: E731
+    wrong = lambda rank, count: Span(count, rank, rank, lag=0)  # noqa: E731
     monkeypatch.setattr(one_pass if name in ("rows", "ends") else assd, "fresh_queries", wrong)
     canvas = CANVASES["middle prompt"]
-    assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)
+    if name in ("rows", "ends"):
+        assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)
+        return
+    # Here the last draft's content is not written: the row sees what an earlier sample has left there.
+    with pytest.raises(AssertionError, match="makes other drafts hold"):
+        law_of(setup(), variant(name, 2), [request(canvas)], 0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_content_of_refused_drafts_that_counts_as_cached_is_found_out(name, monkeypatch):
-    def careless(self, end, queries, drafts):
+    def careless(self, end, *asked):
         # An any-subset sample has no other use for `cached_draft`.
         self.cached, self.cached_draft = max(self.cached, min(self.cached_draft, end)), end
-        return honest(self, end, queries, drafts)
+        return honest(self, end, *asked)
 
     honest = samples.Sample.two_stream
     monkeypatch.setattr(samples.Sample, "two_stream", careless)

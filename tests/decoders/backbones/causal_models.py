@@ -97,8 +97,6 @@ def play(backbone, work, *, width=None):
     if width is not None:
         rows = replace(rows, shape=replace(rows.shape, num_columns=width))
     hidden = backbone.forward(rows)
-    if not backbone.finite:
-        backbone.taint(work)
     assert hidden.shape == (len(flat), backbone.width)
     return dict(zip(work, hidden.split(counts), strict=True))
 

@@ -71,8 +71,6 @@ def look(backbone, canvases, *, run=None, sigmas=None, first=0, width=None):
     if width is not None:
         rows = replace(rows, shape=replace(rows.shape, num_columns=width))
     hidden = backbone.forward(rows)
-    if not backbone.finite:
-        backbone.taint(canvases)
     return dict(zip(canvases, hidden.split(counts), strict=True))
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
-from draftmill.decoders.draws.absorbing import log_scores, noise_of_share, noise_rate, total_noise
+from draftmill.decoders.draws.schedule import log_scale, noise_of_share, noise_rate, total_noise
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, load, look, look_alone, random_canvas
 from tests.decoders.references.absorbing import law_of_scores, masked_share, subs_log_law
 
@@ -23,6 +23,11 @@ def in_slots(arrays_BL):
     """Rows of several [B, L] arrays as the canvases of one ragged batch."""
     rows = [row.tolist() for array in arrays_BL for row in array]
     return dict(enumerate(rows))
+
+
+def log_scores(logits_RV, tokens_R, sigma):
+    """SEDD's log s: the ratio of each token's probability to that of the row's own."""
+    return (logits_RV - log_scale(sigma, logits_RV.shape[1])).scatter(1, tokens_R.unsqueeze(1), 0.0)
 
 
 def random_canvases(family):
@@ -112,8 +117,7 @@ def test_scores_are_those_of_the_public_sedd(golden):
     hidden = look(backbone, canvases, sigmas=sigmas)
     expected = [row for case in cases for row in arrays[case["log_score"]["array"]]]
     for slot, scores in enumerate(expected):
-        sigma = torch.full((len(scores),), sigmas[slot])
-        ours = log_scores(backbone.logits(hidden[slot]), torch.tensor(canvases[slot]), sigma)
+        ours = log_scores(backbone.logits(hidden[slot]), torch.tensor(canvases[slot]), sigmas[slot])
         torch.testing.assert_close(ours, scores, atol=1e-4, rtol=1e-5)
 
 
@@ -129,7 +133,7 @@ def test_a_revealed_token_of_sedd_has_the_law_of_its_raw_logits(golden):
             masked = canvas == 64
             logits = backbone.logits(look_alone(backbone, canvas.tolist(), sigma=sigma.item()))[masked]
             raw = logits[:, :64].softmax(1)
-            scores = log_scores(logits, canvas[masked], sigma.expand(len(logits)))
+            scores = log_scores(logits, canvas[masked], sigma.item())
             torch.testing.assert_close(law_of_scores(scores, 64).exp()[:, :64], raw, atol=1e-6, rtol=1e-4)
             # What the public sampler draws from, without the chance to stay masked.
             drawn = arrays[update["probs_as_sampled"]["array"]][row][masked][:, :64]
@@ -141,15 +145,12 @@ def test_a_revealed_token_of_sedd_has_the_law_of_its_raw_logits(golden):
 @pytest.mark.parametrize("family", ["mdlm", "sedd"])
 def test_the_noise_of_a_time_is_that_of_the_public_schedules(golden, family):
     noise = cases_of(golden / family)["noise"]
-    time = torch.tensor(noise["t"])
-    torch.testing.assert_close(total_noise(time), torch.tensor(noise["total_noise"]), atol=1e-7, rtol=1e-4)
-    torch.testing.assert_close(noise_rate(time), torch.tensor(noise["rate_noise"]), rtol=1e-3, atol=0.0)
-    share = torch.tensor([0.0, 0.25, 0.999], dtype=torch.float64)
-    torch.testing.assert_close(masked_share(noise_of_share(share)), share)
-    torch.testing.assert_close(masked_share(total_noise(torch.tensor(0.5))), torch.tensor(0.4995))
-    assert noise_of_share(torch.tensor(1.0)) == pytest.approx(6.9078, abs=1e-3), (
-        "a canvas of masks alone is not beyond time 1"
-    )
+    assert [total_noise(time) for time in noise["t"]] == pytest.approx(noise["total_noise"], abs=1e-7, rel=1e-4)
+    assert [noise_rate(time) for time in noise["t"]] == pytest.approx(noise["rate_noise"], abs=0.0, rel=1e-3)
+    for share in (0.0, 0.25, 0.999):
+        assert masked_share(torch.tensor(noise_of_share(share))).item() == pytest.approx(share, abs=1e-6)
+    assert masked_share(torch.tensor(total_noise(0.5))).item() == pytest.approx(0.4995)
+    assert noise_of_share(1.0) == pytest.approx(6.9078, abs=1e-3), "a canvas of masks alone is not beyond time 1"
 
 
 # ---- company -----------------------------------------------------------------------------------------------------------
@@ -247,6 +248,8 @@ def test_a_canvas_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(gol
     backbone.embedding_VD[61] = torch.nan
     sick = look(backbone, {0: [61, *other], 1: other}, width=16)
     assert sick[0].isnan().all()
+    assert backbone.sums_N.isfinite().tolist() == [False] * 9 + [True] * 8
+    backbone.clear_slot(0)
     assert torch.equal(sick[1], expected[1])
     backbone.embedding_VD[61] = healthy
     assert torch.equal(look(backbone, {0: canvas, 1: other}, width=16)[0], expected[0])

@@ -3,7 +3,9 @@
 import multiprocessing
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import transformers
 from torch import distributed
 
@@ -19,6 +21,7 @@ from draftmill.decoders.backbones.split import (
     join,
     open_meeting,
 )
+from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import load, save_random
@@ -100,6 +103,19 @@ def test_every_family_with_a_plan_writes_the_same_texts_split(tmp_path, second_p
         split = texts(decode(leader(folder), *settings, rows=12))
         assert split == texts(decode(load_backbone(folder, device="cpu"), *settings, rows=12))
         dismiss()
+
+
+def test_a_slot_that_held_nan_is_cleared_in_both_processes(tmp_path, second_process):
+    save_random(tmp_path, "llama")
+    second_process([tmp_path])
+    split, info = leader(tmp_path), token_info(61, suppressed=(60,))
+    split.embedding_VD[60] = torch.nan  # here alone; by sums over both processes it gets into both caches
+    sick = Request(100, 1, np.array([5, 60, 7, *[8] * 20, -1], dtype=np.int32))
+    requests = toy_prompts(4, vocab_size=60, longest=12)
+    found = decode(split, info, AR, Sampling(), [sick, *requests], rows=1)
+    assert found.pop(100).error_kind == "nan_logits"
+    assert texts(found) == texts(decode(load(tmp_path), info, AR, Sampling(), requests, rows=1))
+    dismiss()
 
 
 def test_without_its_second_process_a_model_raises_and_says_why(tmp_path, second_process):

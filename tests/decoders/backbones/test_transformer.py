@@ -229,8 +229,10 @@ def test_a_sample_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(tmp
     backbone.embedding_VD[60] = torch.nan
     sick = play(backbone, {0: in_a_row([5, 60, 7, 8, 9, 10, 11]), 1: in_a_row(healthy)})
     assert sick[0][1:].isnan().all()
+    assert backbone.sums_N.isfinite().tolist() == [False] * 7 + [True] * len(healthy)
     assert torch.equal(sick[1], expected[1])
     assert play(backbone, {0: in_a_row([12], 7)})[0].isnan().all(), "the sick sample itself must not recover in silence"
+    backbone.clear_slot(0)
     after = play(backbone, {0: in_a_row(text), 1: in_a_row(healthy)}, width=16)
     assert torch.equal(after[0], expected[0])
     assert torch.equal(after[1], expected[1])
@@ -248,12 +250,11 @@ def test_a_copied_beginning_goes_on_as_its_source_and_leaves_the_other_columns(t
         assert torch.equal(layer[:, 1, :, :5], layer[:, 0, :, :5])
         assert torch.equal(layer[:, 1, :, 5:], before[:, :, 5:])
     assert torch.equal(play(backbone, {1: in_a_row(text[5:], 5)}, width=16)[1], expected[0][5:])
-    # A slot that held NaN is wiped first: what is hidden weighs 0, but 0 times NaN is NaN.
+    # Of a slot that held NaN nothing is left: what is hidden weighs 0, but 0 times NaN is NaN.
     for layer in backbone.cache.layers_2SKWd:
         layer[:, 2] = torch.nan
-    backbone.taint([2])
+    backbone.clear_slot(2)
     backbone.copy_prefix(0, 2, 5)
-    assert not backbone.tainted
     assert torch.equal(play(backbone, {2: in_a_row(text[5:], 5)}, width=16)[2], expected[0][5:])
 
 

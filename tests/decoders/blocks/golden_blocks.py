@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import inverse_cdf_draw
+from draftmill.decoders.engine.asks import NO_DRAFT
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.memory import Account
-from draftmill.decoders.engine.named_answers import NamedAnswers
+from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import algorithm_of
 from tests.decoders.support import run_all
@@ -118,33 +120,35 @@ def stops_of(options):
     return Stops(tuple(token for token in ids if token is not None))
 
 
-class Recorded(NamedAnswers):
-    """Notes the laws' probabilities of every verified draft, (draft's, verification's), in `seen`.
+class Recorded(Sampler):
+    """Notes the probabilities of every verified draft, (in the draft's distribution, in the verification's), in `seen`.
 
     With the `steps` of a recorded run it judges by the numbers of that run, in their order, and draws the tokens that it drew.
     """
 
     steps: list[dict[str, Any]] | None = None
-    at = -1
 
-    def named(self, lane, asked, parcel):
-        if asked.is_judged.any() and not self._notes.by_ratio:
+    def record(self, logits, hidden_RD, b, *, is_target):
+        if (b.judges_R & (b.asked_R != NO_DRAFT)).any() and not b.by_ratio:
             seen.append(([], []))
-        return super().named(lane, asked, parcel)
+        return super().record(logits, hidden_RD, b, is_target=is_target)
 
-    def accepts(self, log_p_J, sure_J, uniform_J):
-        seen.append((sure_J.tolist(), log_p_J.exp().tolist()))
-        if self.steps is None:
-            return super().accepts(log_p_J, sure_J, uniform_J)
-        self.at += 1
-        return super().accepts(log_p_J, sure_J, torch.tensor(self.steps[self.at]["u"], dtype=torch.float64))
+    def _judged(self, logits, hidden_RD, b, told_FR, log_p_R, held):
+        rows_R, token = b.judged_R > 0, None
+        if rows_R.any():
+            seen.append((self._log_q_C[b.cell_R[rows_R]].exp().tolist(), log_p_R[rows_R].exp().tolist()))
+            if self.steps is not None:
+                step = self.steps[len(seen) - 1]
+                token, b.accept_R[rows_R] = step.get("resampled"), torch.tensor(step["u"], dtype=torch.float64)
 
-    def recovers(self, mass_CV, uniform_C):
-        token = None if self.steps is None else self.steps[self.at].get("resampled")
-        if token is None:
-            return super().recovers(mass_CV, uniform_C)
-        assert mass_CV[0, token] > 0, "drawn from where the residual has no mass"
-        return torch.tensor([token])
+        def recover(mass_BV, uniform_B):
+            if token is None:
+                return inverse_cdf_draw(mass_BV, uniform_B)
+            assert mass_BV[0, token] > 0, "drawn from where the residual has no mass"
+            return torch.tensor([token])
+
+        with patch("draftmill.decoders.engine.sampler.inverse_cdf_draw", recover):
+            return super()._judged(logits, hidden_RD, b, told_FR, log_p_R, held)
 
 
 seen: list[tuple[list[float], list[float]]] = []
@@ -163,11 +167,10 @@ def replayed(folder, case, *, suppressed=(), settings=None):
     sizes: dict[str, Any] = {"max_rows": 2, "max_tokens": 1 << 20, "trace": True, "stops": stops_of(options)}
     setup = Setup(backbone=backbone, info=info, sampling=sampling, **sizes)
     algorithm = algorithm_of(setup, settings)
-    answers = Recorded(setup, algorithm, account=lambda: Account.unmeasured(backbone.device))
+    decoder: Any = Engine(setup, algorithm, make_sampler=Recorded)
     if case["kind"] == "s2d2" and case["verifier_randomness"] == "stochastic":
-        answers.steps = [step for step in case["steps"] if step.get("u")]
+        decoder.sampler.steps = [step for step in case["steps"] if step.get("u")]
     seen.clear()
-    decoder = Engine(setup, algorithm, answers=answers)
     (outcome,) = run_all(decoder, [Request(0, 1, canvas_of(case))]).values()
     return outcome, list(seen)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftmill.decoders.blocks.block_diffusion import Drafted, choose, share
 from draftmill.decoders.blocks.router_settings import Hysteresis, ScoreRouter
-from draftmill.decoders.blocks.schedules import Drafted, choose, share
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops

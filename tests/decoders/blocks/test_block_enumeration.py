@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Request
+from draftmill.decoders.blocks import s2d2_fused
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine import sampler
+from draftmill.decoders.engine.asks import SELF, Span
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import algorithm_of
+from tests.decoders import enumeration
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.enumeration import (
-    ChosenAnswers,
     CoupledChooser,
     Law,
     decoded,
@@ -29,7 +30,7 @@ from tests.decoders.enumeration import (
     total_variation,
 )
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
-from tests.decoders.references.choosers import Chooser, NoiseChooser, RejectionRule, enumerate_law
+from tests.decoders.references.choosers import NoiseChooser, RejectionRule, enumerate_law
 
 ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
 CANVASES = {"tail": [0, -1, -1], "whole": [-1, -1, -1], "long": [1, -1, -1, -1], "block": [0, 1, -1, -1]}
@@ -179,49 +180,41 @@ def test_under_coupled_acceptance_the_law_is_that_of_block_size_one_too(fused: b
 # ---- planted mistakes
 
 
-class Forgetful(ChosenAnswers):
+def forgetful(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Draws from p after a refused draft, as if q had said nothing."""
-
-    def left_over(self, p, q):
-        return p.exp()
+    return p.exp()
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_residual_that_forgets_the_draft_has_another_law(fused: bool) -> None:
+def test_a_residual_that_forgets_the_draft_is_found(fused: bool, monkeypatch: Any) -> None:
     tokens, setup, settings = CANVASES["long"], setup_of(), always(2, fused=fused)
-
-    def run(chooser: Chooser) -> tuple[int, ...]:
-        answers = Forgetful(REJECTING, setup.info.suppressed, {0: chooser})
-        engine = Engine(setup, algorithm_of(setup, settings), answers=answers)
-        return tuple(decoded(engine, [request(tokens)])[0].tokens.tolist())
-
-    assert total_variation(enumerate_law(run), block_size_one(tokens)) > 0.05
+    monkeypatch.setattr(sampler, "residual", forgetful)
+    with pytest.raises(AssertionError, match="gives another token"):
+        law_of(setup, settings, [request(tokens)], 0)
+    # If the enumeration makes the same mistake, the law shows it.
+    monkeypatch.setattr(enumeration, "left_over", forgetful)
+    assert total_variation(law_of(setup, settings, [request(tokens)], 0), block_size_one(tokens)) > 0.05
 
 
 @pytest.mark.parametrize("module", ["s2d2", "s2d2_fused"])
 def test_a_copy_that_sees_the_draft_at_its_place_is_found(module: str, monkeypatch: Any) -> None:
-    from draftmill.decoders.engine import asks
+    def near(count: int, column: int, position: int, below: int = 0, lag: int = 0, **more: int) -> Span:
+        return Span(count, column, position, below, lag - (more.get("own") == SELF), **more)
 
-    def near(*numbers: int, **more: int) -> asks.Spans:
-        closer = more.get("own") == asks.SELF
-        return asks.wide_span(*numbers[:4], *(lag - closer for lag in numbers[4:]), **more)
-
-    monkeypatch.setattr(f"draftmill.decoders.blocks.{module}.wide_span", near)
+    monkeypatch.setattr(f"draftmill.decoders.blocks.{module}.Span", near)
     with pytest.raises(AssertionError, match="two columns of one position"):
         law_of(setup_of(), always(2, fused=module != "s2d2"), [request(CANVASES["long"])], 0)
 
 
 def test_a_cached_count_that_is_too_large_is_found(monkeypatch: Any) -> None:
     """The last decided token is then missing in the cache, and something else stands there."""
-    from draftmill.decoders.blocks import s2d2_fused
+    plain = s2d2_fused.ask_of
 
-    plain = s2d2_fused.rows_of
-
-    def hasty(s: Any, rules: Any, now: Any) -> Any:
+    def hasty(s: Any, *more: Any) -> Any:
         s.cached += s.cached > 0
-        return plain(s, rules, now)
+        return plain(s, *more)
 
-    monkeypatch.setattr(s2d2_fused, "rows_of", hasty)
+    monkeypatch.setattr(s2d2_fused, "ask_of", hasty)
     torch.manual_seed(0)
     with pytest.raises(AssertionError, match="two columns of one position"):
         law_of(setup_of(), always(2, fused=True), [request(CANVASES["long"])], 0)

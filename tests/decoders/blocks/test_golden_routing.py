@@ -7,6 +7,7 @@ half-causal drafting mask for what it stores.
 """
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,18 @@ from safetensors.torch import load_file
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
 from draftmill.decoders.blocks.router_settings import Estimator, Router, ScoreRouter, VerificationCost
-from draftmill.decoders.blocks.routers import Route, Threshold, expected_accepted, measure_of, route_of, signals_of
-from draftmill.decoders.blocks.schedules import Drafted
+from draftmill.decoders.blocks.routers import (
+    Route,
+    Threshold,
+    acceptance,
+    expected_accepted,
+    measure_of,
+    route_of,
+    signals_of,
+)
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
-from draftmill.decoders.engine.notes import worth
+from draftmill.decoders.kernels.sampling_reference import measure
 
 ESTIMATORS, ROUTERS = TypeAdapter(Estimator), TypeAdapter(Router)
 SCORE = ScoreRouter(kind="score")
@@ -52,7 +60,7 @@ class Routing:
     """A router at work, and its settings."""
 
     router: Any
-    measure: tuple[str, float] | None
+    estimator: Any
     route: Route
 
 
@@ -72,7 +80,7 @@ def routing_of(options):
     kind = options.get("do_verify_score_type", "difference_static").removeprefix("difference_")
     cost = VerificationCost.model_validate({"kind": kind, "c": options.get("score_penalty_coef", 1.0)})
     settings = ROUTERS.validate_python(router)
-    return Routing(settings, measure_of(settings, estimator), route_of(settings, cost))
+    return Routing(settings, estimator, route_of(settings, cost))
 
 
 # ---- drafts ----------------------------------------------------------------------------------------------------------
@@ -166,6 +174,7 @@ def replay(case, routing, masks, logits, decoded, *, tau, top_p=1.0, progress_of
     """Route every step by our own draft; returns the largest difference of a score."""
     verdict = "do_verify" if "do_verify" in case["steps"][0] else "verified"
     worst, done, own = 0.0, 0, torch.log_softmax(logits, -1)
+    note = measure_of(routing.router, routing.estimator)
     cut = log_law(logits.flatten(0, 1), Sampling(temperature=1.0, top_p=top_p)).view_as(own)
     for number, step in enumerate(case["steps"][: len(masks)]):
         begins = step.get("block_start") != case["steps"][max(number - 1, 0)].get("block_start")
@@ -174,12 +183,20 @@ def replay(case, routing, masks, logits, decoded, *, tau, top_p=1.0, progress_of
         places = mask.nonzero().flatten().tolist()
         sure = int((own[number][mask].amax(1).exp() > tau).sum())
         share = int((~mask).sum()) if progress_of_prompt else done
-        worths = [0.0] * len(places)
-        if routing.measure is not None:
-            kind, number_of = routing.measure
-            worths = worth(kind, number_of, cut[number][mask], own[number][mask].argmax(1)).tolist()
-        drafts = {place: Drafted(0, 0.0, 0.0, 0.0, one) for place, one in zip(places, worths, strict=True)}
-        found = signals_of(routing.router, places, drafts, num_sure=sure, progress=share / len(mask), size=len(mask))
+        measured = {}
+        if note is not None:
+            notes = measure(note, cut[number][mask], own[number][mask].argmax(1))
+            measured = dict(zip(places, notes.tolist(), strict=True))
+        found = signals_of(
+            routing.router,
+            routing.estimator,
+            places,
+            measured,
+            num_sure=sure,
+            progress=share / len(mask),
+            size=len(mask),
+            most_entropy=math.log(logits.shape[-1]),
+        )
         verified = routing.route.decide(found)
         assert found.span == len(step["span"]) and verified == step[verdict], (case["name"], number)
         assert sure == step.get("num_high_confidence", sure)
@@ -221,12 +238,13 @@ def test_the_estimators_are_the_public_ones(golden):
         law = torch.log_softmax(logits.float(), -1)
         for row in case["rows"]:
             names.add(row["estimator"])
-            measure = measure_of(SCORE, estimator_of(row["estimator"], row["params"]))
-            assert measure is not None
-            alpha = worth(*measure, law, drafts)
-            assert alpha.tolist() == pytest.approx(row["alpha"], abs=1e-5)
-            expected = expected_accepted(alpha.tolist())
-            assert expected == pytest.approx(row["expected_accepted"], abs=1e-5)
+            estimator = estimator_of(row["estimator"], row["params"])
+            note = measure_of(SCORE, estimator)
+            assert note is not None
+            measured = measure(note, law, drafts).tolist()
+            alpha = [acceptance(estimator, one, math.log(law.shape[1])) for one in measured]
+            assert alpha == pytest.approx(row["alpha"], abs=1e-5)
+            assert expected_accepted(alpha) == pytest.approx(row["expected_accepted"], abs=1e-5)
     assert names == set(NAMES)
 
 

@@ -1,6 +1,7 @@
 """S2D2's routers against decisions worked out by hand, and each sample's memory against that of the sample alone."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,16 +14,16 @@ from draftmill.decoders.blocks.router_settings import Bandit, Estimator, MinSpan
 from draftmill.decoders.blocks.routers import (
     Signals,
     Threshold,
+    acceptance,
     expected_accepted,
     first_run,
     measure_of,
     route_of,
     signals_of,
 )
-from draftmill.decoders.blocks.schedules import Drafted
 from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine.notes import normalised_entropy, worth
+from draftmill.decoders.kernels.sampling_reference import measure
 from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)
@@ -30,6 +31,7 @@ STATIC = VerificationCost(kind="static", c=1.0)
 # Probabilities 1/2, 1/4, 1/8, 1/8: 1.75 of 2 bits.
 LAW = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
 ONE_HOT = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64).log()
+MOST = math.log(4)
 
 
 def router_of(settings, *, cost=STATIC):
@@ -72,16 +74,21 @@ def test_the_span_is_the_first_run_of_masks():
     ],
 )
 def test_estimators_give_what_their_formula_says(settings, alpha, alpha_when_sure):
-    measure = measure_of(ScoreRouter(kind="score"), ESTIMATORS.validate_python(settings))
-    assert measure is not None
-    found = worth(*measure, torch.cat([LAW, ONE_HOT]), torch.tensor([1, 1]))
-    assert found.tolist() == pytest.approx([alpha, alpha_when_sure], abs=1e-12)
+    estimator = ESTIMATORS.validate_python(settings)
+    note = measure_of(ScoreRouter(kind="score"), estimator)
+    assert note is not None
+    measured = measure(note, torch.cat([LAW, ONE_HOT]), torch.tensor([1, 1])).tolist()
+    found = [acceptance(estimator, one, MOST) for one in measured]
+    assert found == pytest.approx([alpha, alpha_when_sure], abs=1e-12)
 
 
 def test_entropy_is_a_share_of_the_vocabularys():
     flat = torch.full((1, 4), math.log(0.25), dtype=torch.float64)
-    found = normalised_entropy(torch.cat([LAW, ONE_HOT, flat]))
-    assert found.tolist() == pytest.approx([0.875, 0.0, 1.0], abs=1e-12)
+    estimator, bandit = ESTIMATORS.validate_python({"kind": "entropy"}), ROUTERS.validate_python({"kind": "bandit"})
+    measured = measure("entropy", torch.cat([LAW, ONE_HOT, flat]), torch.tensor([1, 1, 1])).tolist()
+    read = partial(signals_of, bandit, estimator, [0], num_sure=0, progress=0.0, size=4, most_entropy=MOST)
+    found = [read(measured={0: one}).entropy for one in measured]
+    assert found == pytest.approx([0.875, 0.0, 1.0], abs=1e-12)
 
 
 def test_expected_accepted_tokens_are_the_sum_of_products():
@@ -91,29 +98,27 @@ def test_expected_accepted_tokens_are_the_sum_of_products():
 def test_a_router_asks_for_what_it_reads():
     estimator = ESTIMATORS.validate_python({"kind": "margin", "tau": 0.25})
     assert measure_of(MinSpan(kind="min_span"), estimator) is None
-    assert measure_of(Bandit(kind="bandit"), estimator) == ("normalised_entropy", 0.0)
-    assert measure_of(ScoreRouter(kind="score"), estimator) == ("margin", 0.25)
+    assert measure_of(Bandit(kind="bandit"), estimator) == "entropy"
+    assert measure_of(ScoreRouter(kind="score"), estimator) == "margin"
 
 
 def test_a_draft_is_read_place_by_place():
-    masks, alpha = [[1, 3], [0, 1, 2], []], math.exp(-0.875)
-    worths = [{1: 1.0, 3: alpha}, {0: alpha, 1: 1.0, 2: alpha}, {}]
+    masks, alpha, some = [[1, 3], [0, 1, 2], []], math.exp(-0.875), 0.875 * MOST
+    entropies = [{1: 0.0, 3: some}, {0: some, 1: 0.0, 2: some}, {}]
+    estimator = ESTIMATORS.validate_python({"kind": "entropy"})
 
-    def read(settings, worths):
-        drafts = [{place: Drafted(0, 0.0, 0.0, 0.0, number) for place, number in one.items()} for one in worths]
+    def read(settings):
         router = ROUTERS.validate_python(settings)
         return [
-            signals_of(router, places, draft, num_sure=1, progress=0.5, size=4)
-            for places, draft in zip(masks, drafts, strict=True)
+            signals_of(router, estimator, places, one, num_sure=1, progress=0.5, size=4, most_entropy=MOST)
+            for places, one in zip(masks, entropies, strict=True)
         ]
 
-    found = read({"kind": "score"}, worths)
+    found = read({"kind": "score"})
     assert [one.span for one in found] == [1, 3, 0] and found[0].size == 4
     assert [one.expected for one in found] == pytest.approx([1.0, 2 * alpha + alpha**2, 0.0])
-    entropies = [{1: 0.0, 3: 0.875}, {0: 0.875, 1: 0.0, 2: 0.875}, {}]
     for over, means in (("span", [0.0, 2 * 0.875 / 3, 0.0]), ("masks", [0.875 / 2, 2 * 0.875 / 3, 0.0])):
-        said = read({"kind": "bandit", "entropy_of": over}, entropies)
-        assert [one.entropy for one in said] == pytest.approx(means)
+        assert [one.entropy for one in read({"kind": "bandit", "entropy_of": over})] == pytest.approx(means)
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The baseline of causal decoding: its law by enumeration, its batches, its ends."""
 
 import itertools
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_a_new_sample_joins_the_others_forward_and_costs_no_step_of_its_own():
         cast(Any, build_decoder(Setup(backbone=table, info=token_info(VOCAB), sampling=Sampling(), **size), AR))
         for _ in range(2)
     )
-    apart.joins_prompts = False
+    apart.scheduler.algorithm = replace(apart.algorithm, joins_prompts=False)
     few, outcomes = steps_until_done(joined, requests, rows=rows)
     many, others = steps_until_done(apart, requests, rows=rows)
     assert texts(outcomes) == texts(others)

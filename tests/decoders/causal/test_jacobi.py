@@ -172,7 +172,7 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
         found |= {outcome.index: outcome.tokens.tolist() for outcome in decoder.step()}
         # What a sample that has left leaves of its prompt may be taken over by another one.
         cached_S1 = torch.zeros(len(table.tokens_SW), 1, dtype=torch.int64)
-        cached_S1[:, 0] = torch.from_numpy(decoder.prefixes._held_S)[: len(cached_S1)]
+        cached_S1[:, 0] = torch.from_numpy(decoder.scheduler.prefixes._held_S)[: len(cached_S1)]
         for sample in decoder.samples:
             assert cached_S1[sample.slot] <= sample.cached
             cached_S1[sample.slot] = sample.cached

@@ -14,6 +14,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.model_runner import seconds_of
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.masked.diffusion_tables import (
@@ -301,13 +302,13 @@ def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
     decoder.admit(requests[:3])
     decoder.step()
     decoder.clear()
-    before_s, drafting_s, ask = decoder.stats.forward_s, list[float](), decoder.lanes[1].clock.cut
+    before_s, drafting_s, ask = decoder.stats.forward_s, list[float](), decoder.models[1].clock.cut
 
     def cut():
-        drafting_s.extend((told := ask()).seconds)
+        drafting_s.extend(seconds_of(told := ask()))
         return told
 
-    decoder.lanes[1].clock.cut = cut
+    decoder.models[1].clock.cut = cut
     again, fresh = run_all(decoder, requests), run(requests, specdiff(3))
     assert texts(again) == texts(fresh)
     assert [again[i].nfe_draft for i in range(12)] == [fresh[i].nfe_draft for i in range(12)]

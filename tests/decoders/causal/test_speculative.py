@@ -22,6 +22,7 @@ from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.model_runner import seconds_of
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.references import causal as causal_reference
@@ -379,14 +380,14 @@ def test_times_and_rows_add_up_with_the_drafter_in_the_time_alone():
         Setup(backbone=target, info=INFO, sampling=Sampling(), max_rows=4, max_tokens=99, drafter=blend()),
         spec(2, MODEL),
     )
-    seconds = {lane: list[float]() for lane in decoder.lanes}
-    for lane in decoder.lanes:
+    seconds = {model: list[float]() for model in decoder.models}
+    for model in decoder.models:
 
-        def cut(lane=lane, ask=lane.clock.cut):
-            seconds[lane] += (told := ask()).seconds
+        def cut(model=model, ask=model.clock.cut):
+            seconds[model] += seconds_of(told := ask())
             return told
 
-        lane.clock.cut = cut
+        model.clock.cut = cut
     outcomes, stats = run_all(decoder, requests), decoder.stats
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)
     own_s, drafter_s = (sum(found) for found in seconds.values())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,40 +15,53 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Outcome, Request, RowSettings
-from draftmill.decoders.engine import graphs
-from draftmill.decoders.engine.graphs import Graphs, Work
-from draftmill.decoders.engine.parcels import Parcel
+from draftmill.decoders.engine import cuda_graphs
+from draftmill.decoders.engine.batch import Batch
+from draftmill.decoders.engine.cuda_graphs import CudaRecorder, Graphs, Work, drop_all
 from tests.decoders.replaying import Replaying, use_graphs, use_references
+from tests.decoders.support import run_all
 from tests.device.steps import CASES, made, toy_canvases
 
-CAPTURED = [
-    "autoregressive",
-    "speculative",
-    "speculative, model",
-    "multiblock_jacobi",
-    "any_subset",
-    "assd",
-    "assd, fused",
-]
-"""Decoders whose target forwards are captured, and the windows that heads draft from these."""
 CPU = torch.device("cpu")
+CAPTURED = {
+    "autoregressive": 1,
+    "speculative": 1,
+    "speculative, model": 2,
+    "speculative, suffix": 1,
+    "jacobi": 1,
+    "multiblock_jacobi": 1,
+    "specdiff": 1,
+    "any_subset": 1,
+    "parallel": 1,
+    "assd": 1,
+    "assd, n-gram": 1,
+    "assd, fused": 1,
+    "stepwise, cached": 1,
+    "ssd, cached": 1,
+    "block_diffusion": 1,
+    "s2d2": 1,
+    "s2d2, fused": 1,
+}
+"""The decoders whose forwards are captured, and those of how many models."""
+# Of these each shape comes rarely.
+MANY = {"parallel": 24, "assd": 16, "assd, fused": 24}
 
 
-def decoded(name: str, requests: list[Request], **sampling: Any) -> tuple[dict[int, Outcome], Any]:
-    """Outcomes by index, and the engine."""
-    engine, waiting = made(name, sampling, "cpu", dtype="float64"), list(requests)
-    found: dict[int, Outcome] = {}
-    while waiting or engine.active:
-        while waiting and engine.room(len(waiting[0].canvas)):
-            engine.admit([waiting.pop(0)])
-        found |= {one.index: one for one in engine.step()}
-    return found, engine
+@pytest.fixture(autouse=True)
+def _no_graphs_of_others() -> Iterator[None]:
+    drop_all()
+    yield
+    drop_all()
+
+
+def engine_of(name: str, **sampling: Any) -> Any:
+    return made(name, sampling, "cpu", dtype="float64")
 
 
 def same(found: dict[int, Outcome], expected: dict[int, Outcome]) -> None:
     """Tokens and counters are equal, log-probabilities but for rounding; times and rows may differ."""
     others = {field.name for field in fields(Outcome) if field.name.endswith("_s")}
-    others |= {"pad_fraction", "tokens", "logprob", "logprob_stderr"}
+    others |= {"pad_fraction", "tokens", "logprob", "logprob_stderr", "batch_rows"}
     assert found.keys() == expected.keys()
     for index, one in found.items():
         other = expected[index]
@@ -65,25 +81,80 @@ def many(name: str, count: int = 9) -> list[Request]:
     ]
 
 
+def growing(name: str, times: int = 1) -> list[Request]:
+    """Two canvases more, which need a wider cache; they come while others run."""
+    some = many(name, times * MANY.get(name, 9))
+    longer = []
+    for request in some[:2]:
+        holes = request.canvas < 0
+        canvas = np.concatenate([np.resize(request.canvas[~holes], 110), request.canvas])
+        longer.append(Request(len(some) + request.index, request.key + 1, canvas.astype(np.int32)))
+    return [*some[:-3], *longer, *some[-3:]]
+
+
+@cache
+def eager(name: str, times: int = 1) -> dict[int, Outcome]:
+    """What is said without graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_references(patch)
+        engine = engine_of(name)
+        assert all(one.graphs is None for one in engine.models)
+        return run_all(engine, growing(name, times))
+
+
+def replayed(engine: Any) -> list[int]:
+    """How many forwards each model replayed that can be captured."""
+    return [one.graphs.num_replayed for one in engine.models if one.graphs is not None]
+
+
 @pytest.mark.parametrize("name", CAPTURED)
-def test_captured_forwards_give_what_others_give(name: str, monkeypatch: Any) -> None:
-    with monkeypatch.context() as plain:
-        use_references(plain)
-        expected, engine = decoded(name, many(name))
-        assert all(lane.graphs is None for lane in engine.lanes)
-    recorder = use_graphs(monkeypatch)
-    found, engine = decoded(name, many(name))
+def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where_it_is(
+    name: str, monkeypatch: Any
+) -> None:
+    """The cache grows while samples run, and slots are refilled."""
+    expected, recorder = eager(name), use_graphs(monkeypatch, watches=True)
+    engine = engine_of(name)
+    same(run_all(engine, growing(name)), expected)
+    assert engine.graphs == "on" or name == "specdiff"
+    assert len(replayed(engine)) == CAPTURED[name] and min(replayed(engine)) > 0, "shapes come again"
+    assert recorder.num_dropped and 0 < recorder.num_captured <= 60
+
+
+# What an index of suffixes proposes depends on the other samples of its engine.
+@pytest.mark.parametrize("name", [name for name in CAPTURED if name != "speculative, suffix"])
+def test_graphs_of_two_engines_that_make_room_for_each_other_give_what_others_give(name: str, monkeypatch: Any) -> None:
+    """All graphs of a process share their memory: what one engine drops or moves, the other one must not use."""
+    expected, recorder = eager(name, 2), use_graphs(monkeypatch, watches=True)
+    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "_LEAST_USES", 0)
+    engines, requests = [engine_of(name) for _ in range(2)], growing(name, 2)
+    waiting = [requests[0::2], requests[1::2]]
+    found = dict[int, Outcome]()
+    while any(waiting) or any(engine.active for engine in engines):
+        for engine, queue in zip(engines, waiting, strict=True):
+            while queue and engine.room(len(queue[0].canvas)):
+                engine.admit([queue.pop(0)])
+            found |= {one.index: one for one in engine.step()}
+            assert len(cuda_graphs._LIVING) <= 2
     same(found, expected)
-    replayed = [lane.graphs.num_replayed for lane in engine.lanes]
-    assert min(replayed) > 0, "shapes come again"
-    assert 0 < recorder.num_captured <= 40
+    assert all(engine.graphs == "on" or name == "specdiff" for engine in engines)
+    assert recorder.num_dropped > (name != "parallel")
+
+
+def test_all_other_decoders_run_as_they_did(monkeypatch: Any) -> None:
+    """Where nothing is kept forwards run whole canvases, which keep a device busy: they are not captured."""
+    name, others = "ancestral, analytic", CASES.keys() - CAPTURED.keys()
+    expected, recorder = eager(name), use_graphs(monkeypatch)
+    assert len(others) > 3 and all(one.graphs is None for name in others for one in engine_of(name).models)
+    same(run_all(engine_of(name), growing(name)), expected)
+    assert recorder.num_captured == 0
 
 
 RATIO = ["speculative", "speculative, model", "assd, n-gram", "assd", "assd, fused"]
 CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
 
 
-# Drafts that are in a ring, or made by a head from rows of the same graph, under every setting.
+# Drafts that wait in cells, or made by a head from rows of the same graph, under every setting.
 @pytest.mark.parametrize(
     ("name", "more"),
     [*((name, {}) for name in RATIO), *itertools.product(("speculative, model", "assd"), CUTS)],
@@ -93,22 +164,23 @@ def test_captured_forwards_judge_by_ratio_as_others_do(name: str, more: dict[str
     more, some = more | {"acceptance": "rejection"}, many(name, 24 if name.startswith("assd") else 9)
     with monkeypatch.context() as plain:
         use_references(plain)
-        expected, _ = decoded(name, some, **more)
-    use_graphs(monkeypatch)
-    found, engine = decoded(name, some, **more)
-    same(found, expected)
-    assert all(lane.graphs.num_replayed for lane in engine.lanes)
+        expected = run_all(engine_of(name, **more), some)
+    use_graphs(monkeypatch, watches=True)
+    engine = engine_of(name, **more)
+    same(run_all(engine, some), expected)
+    assert all(replayed(engine))
 
 
 @pytest.mark.parametrize("more", [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}])
 def test_captured_draws_follow_the_sampling_settings(more: dict[str, Any], monkeypatch: Any) -> None:
+    name = "autoregressive"
     with monkeypatch.context() as plain:
         use_references(plain)
-        expected, _ = decoded("autoregressive", many("autoregressive"), **more)
+        expected = run_all(engine_of(name, **more), many(name))
     use_graphs(monkeypatch)
-    found, engine = decoded("autoregressive", many("autoregressive"), **more)
-    same(found, expected)
-    assert engine.lanes[0].graphs.num_replayed
+    engine = engine_of(name, **more)
+    same(run_all(engine, many(name)), expected)
+    assert all(replayed(engine))
 
 
 def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch: Any) -> None:
@@ -118,78 +190,55 @@ def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch: 
     monkeypatch.setitem(CASES, name, (model, settings | {"block_length": 5}))
     with monkeypatch.context() as plain:
         use_references(plain)
-        expected, _ = decoded(name, many(name, 14))
+        expected = run_all(engine_of(name), many(name, 14))
     use_graphs(monkeypatch)
-    found, engine = decoded(name, many(name, 14))
-    same(found, expected)
-    assert engine.lanes[0].graphs.num_replayed
-
-
-@pytest.mark.parametrize("name", ["assd, n-gram", "specdiff", "stepwise"])
-def test_other_forwards_run_as_they_did(name: str, monkeypatch: Any) -> None:
-    with monkeypatch.context() as plain:
-        use_references(plain)
-        expected, _ = decoded(name, toy_canvases(3, name))
-    use_graphs(monkeypatch)
-    found, _ = decoded(name, toy_canvases(3, name))
-    same(found, expected)
+    engine = engine_of(name)
+    same(run_all(engine, many(name, 14)), expected)
+    assert all(replayed(engine))
 
 
 def test_forwards_that_are_too_large_run_as_they_did(monkeypatch: Any) -> None:
-    """Prompts are, and forwards with many drafts; their answered rows are few enough to be filled up all the same."""
+    """Prompts are, and forwards with many drafts; their sampled rows are few enough to be filled up all the same."""
     name = "speculative"
+    expected, recorder = eager(name), use_graphs(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "MOST_ROWS", 8)
+    engine = engine_of(name)
+    same(run_all(engine, growing(name)), expected)
+    assert recorder.num_captured <= 16 and 0 < engine.target.graphs.num_replayed < engine.stats.steps
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "any_subset", "block_diffusion"])
+def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name: str, monkeypatch: Any) -> None:
+    requests = toy_canvases(2, name)
     with monkeypatch.context() as plain:
         use_references(plain)
-        expected, _ = decoded(name, many(name))
-    recorder = use_graphs(monkeypatch)
-    monkeypatch.setattr(graphs, "MOST_ROWS", 8)
-    found, engine = decoded(name, many(name))
-    same(found, expected)
-    assert recorder.num_captured <= 16 and engine.lanes[0].graphs.num_replayed < engine.stats.steps
-
-
-def test_a_cache_that_grows_takes_its_graphs_along(monkeypatch: Any) -> None:
-    """Longer canvases arrive while others run: the cache is reallocated, and the captured graphs read the old memory."""
-    short = toy_canvases(3, "autoregressive")
-    rng = np.random.default_rng(1)
-    long = []
-    for index in range(3, 6):
-        canvas = rng.integers(10, 50, 90).astype(np.int32)
-        canvas[70:] = -1
-        long.append(Request(index, 7 * index, canvas))
-    with monkeypatch.context() as plain:
-        use_references(plain)
-        expected, _ = decoded("autoregressive", short + long)
+        expected = run_all(engine_of(name), requests)
     use_graphs(monkeypatch)
-    found, engine = decoded("autoregressive", short + long)
-    same(found, expected)
-    assert engine.lanes[0].graphs.num_replayed
-
-
-def test_a_sample_with_nan_is_found_in_a_captured_forward_too(monkeypatch: Any) -> None:
-    use_graphs(monkeypatch)
-    engine = made("autoregressive", {}, "cpu", dtype="float64")
-    engine.admit(toy_canvases(2, "autoregressive"))
-    for _ in range(4):
-        engine.step()
-    assert engine.lanes[0].graphs.num_replayed
-    engine.backbone.base.norm.weight.data[0] = torch.nan
-    engine.step()
-    assert set(engine.backbone.tainted) == {0, 1}
+    engine = engine_of(name)
+    for _ in range(3):
+        run_all(engine, requests)  # now every shape has come twice
+    engine.admit(requests)
+    assert not engine.step() and not engine.step()
+    before, bad = engine.target.graphs.num_replayed, engine.samples[1]
+    for layer in engine.backbone.cache.layers_2SKWd:
+        layer[:, bad.slot] = torch.nan
+    (found,) = engine.step()
+    assert engine.target.graphs.num_replayed == before + 1
+    assert (found.index, found.error_kind) == (bad.request.index, "nan_logits")
+    (other,) = [outcome for _ in range(20) for outcome in engine.step()]
+    same({0: other}, {0: expected[0]})
 
 
 # ---- the graphs themselves -----------------------------------------------------------------------------------------------------
 
 
-def doubled(sent: Any) -> Work:
-    numbers = sent["0"].to(torch.float64)
+def doubled(sent: Batch) -> Work:
+    numbers = sent.token_N.to(torch.float64)
     return Work(numbers.unsqueeze(1), numbers * 2, len(numbers))
 
 
 def run(made: Graphs, *numbers: int, work: Any = doubled, key: str = "key") -> list[float]:
-    parcel = Parcel()
-    parcel.enclose(np.array(numbers))
-    found: list[float] = made.run(key, parcel, work).record.tolist()
+    found: list[float] = made.run(key, Batch(token_N=np.array(numbers)), work).record.tolist()
     return found
 
 
@@ -205,9 +254,23 @@ def test_a_shape_is_captured_when_it_comes_again_and_replayed_from_then_on() -> 
     assert recorder.num_captured == 1, "another shape is another graph"
     run(made, 1, 2, key="other")
     assert recorder.num_captured == 1
-    made.forget()
+    drop_all()
     run(made, 4, 5)
     assert (recorder.num_captured, made.num_replayed) == (1, 3)
+
+
+def test_a_batch_with_another_fact_is_another_graph() -> None:
+    """What the work looks at besides arrays is part of what forwards have in common."""
+    recorder = Replaying()
+    made = Graphs(recorder, CPU)
+
+    def work(sent: Batch) -> Work:
+        return Work(sent.token_N, sent.token_N * (3.0 if sent.is_sure else 2.0), 1)
+
+    for is_sure in (False, True) * 3:
+        found = made.run("key", Batch(token_N=np.array([5]), is_sure=is_sure), work).record.tolist()
+        assert found == [15.0 if is_sure else 10.0]
+    assert recorder.num_captured == 2 and made.num_replayed == 2
 
 
 def test_a_graph_that_knows_a_number_of_its_first_forward_gives_another_result() -> None:
@@ -215,11 +278,27 @@ def test_a_graph_that_knows_a_number_of_its_first_forward_gives_another_result()
     made, bias = Graphs(Replaying(), CPU), []
 
     def work(value: int) -> Any:
-        return lambda sent: Work(sent["0"], sent["0"] * 1.0 + value, 1)
+        return lambda sent: Work(sent.token_N, sent.token_N * 1.0 + value, 1)
 
     for value in (5, 5, 6):
         bias.append(run(made, 1, work=work(value)))
     assert bias == [[6.0], [6.0], [6.0]], "the last one should have been 7"
+
+
+def test_a_graph_whose_memory_has_moved_is_found() -> None:
+    """This is what watching is for: the same numbers at another place are not seen by a graph."""
+    held = {"cache": torch.ones(1, dtype=torch.float64)}
+
+    def work(sent: Batch) -> Work:
+        return Work(sent.token_N, held["cache"] * sent.token_N, 1)
+
+    made = Graphs(Replaying(watches=True), CPU)
+    assert [run(made, 3, work=work) for _ in range(3)] == [[3.0]] * 3
+    held["cache"].fill_(2.0)
+    assert run(made, 3, work=work) == [6.0]
+    held["cache"] = held["cache"].clone()
+    with pytest.raises(AssertionError, match="memory that is no longer what it was"):
+        run(made, 3, work=work)
 
 
 def test_a_graph_that_differs_is_never_used(caplog: Any) -> None:
@@ -241,10 +320,10 @@ def test_records_with_nan_and_infinities_are_compared_too() -> None:
     recorder = Replaying()
     made = Graphs(recorder, CPU)
 
-    def work(sent: Any) -> Work:
+    def work(sent: Batch) -> Work:
         record = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0], dtype=torch.float64)
-        record[3] = sent["0"].sum()
-        return Work(sent["0"], record, 1)
+        record[3] = sent.token_N.sum()
+        return Work(sent.token_N, record, 1)
 
     assert [run(made, value, work=work)[3] for value in range(4)] == [0, 1, 2, 3]
     assert recorder.num_captured == 1 and made.num_replayed == 2
@@ -253,44 +332,132 @@ def test_records_with_nan_and_infinities_are_compared_too() -> None:
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 3.1])
 def test_a_record_with_another_number_differs(wrong: float) -> None:
     expected, found = torch.tensor([3.0, 3.0]), torch.tensor([3.01, wrong])
-    assert graphs._close(found, expected).tolist() == [True, False]
+    assert cuda_graphs._close(found, expected).tolist() == [True, False]
 
 
-def test_work_that_cannot_be_captured_runs_on(caplog: Any) -> None:
-    class Refusing:
-        def capture(self, work: Any) -> Any:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+class Failing(Replaying):
+    """Its first captures fail."""
 
-    made = Graphs(Refusing(), CPU)
+    def __init__(self, *errors: BaseException) -> None:
+        super().__init__()
+        self.errors = list(errors)
+
+    def capture(self, work: Any) -> Any:
+        if self.errors:
+            raise self.errors.pop(0)
+        return super().capture(work)
+
+
+def test_work_that_cannot_be_captured_runs_on_and_says_why(caplog: Any) -> None:
+    made = Graphs(Failing(RuntimeError("operation not permitted when stream is capturing\nmore")), CPU)
     with caplog.at_level(logging.WARNING):
         assert [run(made, value) for value in range(4)] == [[2.0 * value] for value in range(4)]
     assert len(caplog.records) == 1 and "not permitted when stream is capturing." in caplog.records[0].message
+    assert (made.stopped or "").startswith("a step could not be captured: RuntimeError: operation not permitted")
+    assert made.num_replayed == 0
+
+
+def test_memory_that_runs_out_in_a_capture_drops_what_lives_and_graphs_come_again() -> None:
+    recorder, other = Failing(torch.OutOfMemoryError("CUDA out of memory")), Graphs(Replaying(), CPU)
+    assert [run(other, value) for value in range(3)] == [[0.0], [2.0], [4.0]] and other.num_replayed == 1
+    made = Graphs(recorder, CPU)
+    seen = list[tuple[int, int]]()
+    for value in range(5):
+        assert run(made, value) == [2.0 * value]
+        seen.append((recorder.num_captured, made.num_replayed))
+    # The second forward fails to be captured, the third one is captured as if it were the second.
+    assert seen == [(0, 0), (0, 0), (1, 0), (1, 1), (1, 2)] and made.stopped is None
+    assert run(other, 7) == [14.0] and other.num_replayed == 1, "the others' graphs were dropped, too"
+
+
+def test_all_graphs_of_the_process_and_their_pools_are_dropped_together() -> None:
+    """Destroying one alone may take memory from those that live: cuBLAS has one workspace for all of them."""
+    recorders = [Replaying(), Replaying()]
+    graphs = [Graphs(recorder, CPU) for recorder in recorders]
+    for one in graphs:
+        assert [run(one, value) for value in range(3)] == [[0.0], [2.0], [4.0]]
+    assert len(cuda_graphs._LIVING) == 2
+    graphs[0]._stop("a captured step gave another result")
+    assert not cuda_graphs._LIVING and not cuda_graphs._SEEN
+    assert [recorder.num_dropped for recorder in recorders] == [1, 1]
+    assert [run(one, 5) for one in graphs for _ in range(3)] == [[10.0]] * 6
+    # The one that was stopped captures nothing any more, the other one has begun again.
+    assert [(recorder.num_captured, one.num_replayed) for recorder, one in zip(recorders, graphs, strict=True)] == [
+        (1, 1),
+        (2, 2),
+    ]
+    drop_all()
+    assert [recorder.num_dropped for recorder in recorders] == [1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails: bool, monkeypatch: Any) -> None:
+    """The device is a stand-in; torch.cuda.graph makes its own stream current, and leaves it so where a capture fails."""
+    current, pools, cleared = ["usual"], list[Any](), list[str]()
+
+    @contextlib.contextmanager
+    def graph(made: Any, *, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        pools.append(pool)
+        assert capture_error_mode == "thread_local", "other threads use the device meanwhile"
+        current[0] = "capturing"
+        yield
+        current[0] = "usual"
+
+    numbers = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {"replay": lambda self: None}))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: cleared.append("synchronized"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append("cleared"), raising=False)
+    recorder, calls = CudaRecorder(), itertools.count()
+    made = Graphs(recorder, CPU)
+
+    def work(sent: Batch) -> Work:
+        if fails and next(calls) == 2:
+            raise RuntimeError("capture failed")
+        return doubled(sent)
+
+    assert [run(made, 4, work=work) for _ in range(3)] == [[8.0]] * 3
+    assert current == ["usual"]
+    assert made.stopped == ("a step could not be captured: RuntimeError: capture failed" if fails else None)
+    assert made.num_replayed == (0 if fails else 1)
+    drop_all()
+    # A pool whose graphs are gone is not captured into again.
+    assert cleared == ["synchronized", "cleared"] and recorder._pool is None
+    recorder.capture(lambda: doubled(Batch(token_N=torch.ones(1))))
+    assert pools == [1, 2]
+    recorder.drop_pool()
 
 
 def test_shapes_that_rarely_come_again_are_not_captured_for_ever(monkeypatch: Any) -> None:
-    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
     recorder = Replaying()
     made = Graphs(recorder, CPU)
     for key in "abcdef" * 4:
         for _ in range(2):
             assert run(made, 3, key=key) == [6.0]
-    assert (recorder.num_captured, made.num_replayed) == (4, 0), "each one made room before it came again"
+    assert (recorder.num_captured, made.num_replayed) == (4, 12), "the first two made room, the next two stay"
     for _ in range(40):
         assert run(made, 3, key="f") == [6.0]
     assert recorder.num_captured == 4
-    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 8)
+    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 8)
     for _ in range(40):
         assert run(made, 3, key="g") == [6.0]
-    assert recorder.num_captured == 5 and made.num_replayed == 38
+    assert recorder.num_captured == 5 and made.num_replayed == 12 + 38
 
 
-def test_old_graphs_make_room_for_new_ones(monkeypatch: Any) -> None:
-    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+def test_where_there_are_too_many_all_make_room_for_new_ones(monkeypatch: Any) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
     recorder = Replaying()
     made = Graphs(recorder, CPU)
-    for key in ("a", "b", "a", "b", "a", "c", "a", "c", "b"):
+    seen = list[int]()
+    for key in ("a", "b", "a", "b", "a", "c", "c", "c", "b", "b", "b"):
         assert run(made, 3, key=key) == [6.0]
-    assert recorder.num_captured == 3 and made.num_replayed == 2
+        seen.append(len(cuda_graphs._LIVING))
+    assert seen == [0, 0, 1, 2, 2, 2, 1, 1, 1, 2, 2]
+    assert recorder.num_captured == 4 and recorder.num_dropped == 1
 
 
 @pytest.mark.parametrize(
@@ -309,15 +476,15 @@ def test_large_forwards_are_not_captured() -> None:
 
 @pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True), (None, True)])
 def test_a_switch_turns_graphs_off(value: str | None, is_on: bool, monkeypatch: Any) -> None:
-    monkeypatch.delenv(graphs.VARIABLE, raising=False)
+    monkeypatch.delenv(cuda_graphs.VARIABLE, raising=False)
     if value is not None:
-        monkeypatch.setenv(graphs.VARIABLE, value)
+        monkeypatch.setenv(cuda_graphs.VARIABLE, value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert (graphs.find_recorder(torch.device("cuda")) is not None) == is_on
-    assert graphs.find_recorder(CPU) is None
+    assert (cuda_graphs.find_recorder(torch.device("cuda")) is not None) == is_on
+    assert cuda_graphs.find_recorder(CPU) is None
 
 
 def test_a_switch_with_another_value_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setenv(graphs.VARIABLE, "yes")
+    monkeypatch.setenv(cuda_graphs.VARIABLE, "yes")
     with pytest.raises(ValueError, match="DRAFTMILL_GRAPHS: 'yes' is not allowed; allowed: 0, 1"):
-        graphs.find_recorder(CPU)
+        cuda_graphs.find_recorder(CPU)

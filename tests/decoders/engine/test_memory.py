@@ -13,14 +13,12 @@ from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import gumbel_rows, key_words
-from draftmill.decoders.engine import memory
+from draftmill.decoders.engine import memory, sampler
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.answers import NoiseAnswers
-from draftmill.decoders.engine.memory import Account
-from draftmill.decoders.engine.parcels import Parcel
-from draftmill.decoders.engine.rings import NoiseRing, Places
+from draftmill.decoders.engine.memory import MemoryPlan
+from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.slots import SlotTable
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
@@ -65,45 +63,54 @@ def prompt(index: int, length: int) -> Request:
     return Request(index, index, np.array([1] + [HOLE] * (length - 1), dtype=np.int32))
 
 
-# ---- the account -----------------------------------------------------------------------------------------------------
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gib", [1, 8, 80])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_all_purposes_together_take_no_more_than_is_free(device: str, gib: int):
     free = gib << 30
-    account = Account.of(torch.device(device), free, row_bytes=10**5)
-    assert account.slots is not None and account.prompt_rows is not None
-    assert account.slots > free // 2, "most of it is for slots"
-    assert account.slots + 8 * account.logits + account.noise + account.prompt_rows * 10**5 <= free * 9 // 10
+    plan = MemoryPlan.of(torch.device(device), free, row_bytes=10**5)
+    assert plan.slots is not None and plan.prompt_rows is not None
+    assert plan.slots > free // 2, "most of it is for slots"
+    assert plan.slots + 8 * plan.logits + plan.noise + plan.prompt_rows * 10**5 <= free * 9 // 10
 
 
-def test_graphs_take_memory_of_their_own_and_kernels_keep_no_noise():
+def test_graphs_take_memory_of_their_own_and_only_a_cpu_keeps_noise():
     device, free = torch.device("cuda"), 80 << 30
-    plain = Account.of(device, free, row_bytes=10**5)
-    captured = Account.of(device, free, row_bytes=10**5, keeps_noise=False, captures=True)
+    plain, captured = (MemoryPlan.of(device, free, row_bytes=10**5, captures=captures) for captures in (False, True))
     assert plain.slots is not None and captured.slots is not None
-    assert (plain.noise, captured.noise) == (1 << 30, 0)
-    assert plain.slots - captured.slots == 8 * plain.logits - plain.noise
+    assert plain.slots - captured.slots == 8 * plain.logits
+    assert (plain.noise, MemoryPlan.of(torch.device("cpu"), free, row_bytes=1).noise) == (0, 256 << 20)
 
 
 def test_an_8b_model_on_an_80_gib_card_gets_the_slots_that_fit_instead_of_69_gb():
     cache = SlotCache(32, 8, 128, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert cache.cell_bytes == 32 * 2 * 8 * 128 * 2 + 8
     free = (80 << 30) - 2 * 8_000_000_000
-    account = Account.of(torch.device("cuda"), free, row_bytes=(8 * 4096 + 3 * 14336) * 2)
-    assert account.slots is not None
-    assert 256 * 2048 * cache.cell_bytes > 68e9 > account.slots
-    assert 100 < account.slots // (2048 * cache.cell_bytes) < 256
+    plan = MemoryPlan.of(torch.device("cuda"), free, row_bytes=(8 * 4096 + 3 * 14336) * 2)
+    assert plan.slots is not None
+    assert 256 * 2048 * cache.cell_bytes > 68e9 > plan.slots
+    assert 100 < plan.slots // (2048 * cache.cell_bytes) < 256
+
+
+def sampler_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 << 20)) -> Any:  # noqa: B008
+    info, backbone = (
+        ModelInfo("table", vocab, None, None, "any_subset", 0),
+        TableBackbone(vocab_size=2, num_positions=2),
+    )
+    sampling = Sampling(acceptance="rejection")
+    setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=4, max_tokens=100)
+    return Sampler(setup, Algorithm(decode=iter, window=5, keeps_laws=True), SlotTable(sampling, 4), plan)
 
 
 def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
-    account = Account(logits=1000, noise=0)
+    wide, narrow = (sampler_of(vocab=vocab, plan=MemoryPlan(logits=2000, noise=0)) for vocab in (50, 2))
     for num_rows in (0, 1, 63, 64, 65, 1000):
-        parts = list(account.parts(num_rows, 400))
+        parts = list(wide.parts(num_rows))
         assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
         assert parts and all(part.stop - part.start == 64 for part in parts)
-    assert [part.stop for part in account.parts(250, 10)] == [100, 200, 300]
+    assert [part.stop for part in narrow.parts(300)] == [125, 250, 375], "of 16 bytes a row"
 
 
 # ---- admission and allocation ----------------------------------------------------------------------------------------
@@ -176,11 +183,11 @@ def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
             Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), settings
         )
         decoder.fit(num_bytes)
-        assert decoder.account.slots is not None
+        assert decoder.plan.slots is not None
         outcomes = run_all(decoder, requests)
         assert {i: one.tokens.tolist() for i, one in outcomes.items()} == expected
         largest = max(slots * columns for slots, columns in table.shapes)
-        assert largest * table.cell_bytes <= decoder.account.slots < num_bytes
+        assert largest * table.cell_bytes <= decoder.plan.slots < num_bytes
         assert decoder.room(LENGTH) == decoder.most_rows(LENGTH) <= 50
 
 
@@ -201,12 +208,12 @@ def test_a_sample_that_can_not_fit_fails_by_name_and_the_next_one_is_decoded():
 
 def test_what_is_kept_for_a_draft_counts():
     info = ModelInfo("table", 1000, None, None, "any_subset", 0)
-    one = {}
+    one, backbone = {}, TableBackbone(vocab_size=3, num_positions=3)
     acceptances: tuple[Any, ...] = ("coupled", "rejection")
     for acceptance in acceptances:
         decoder: Any = build_decoder(
             Setup(
-                backbone=TableBackbone(vocab_size=3, num_positions=3),
+                backbone=backbone,
                 info=info,
                 sampling=Sampling(acceptance=acceptance),
                 max_rows=4,
@@ -215,7 +222,7 @@ def test_what_is_kept_for_a_draft_counts():
             AssdSettings(kind="assd", k=5),
         )
         one[acceptance] = decoder.slot_bytes(10)
-    assert one["rejection"] - one["coupled"] == 2 * 5 * 1000 * 8
+    assert one["rejection"] - one["coupled"] == 2 * 5 * (backbone.width + 1) * 8
 
 
 def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
@@ -228,7 +235,7 @@ def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
     decoder.fit(100_000)
     decoder.admit([Request(0, 0, np.full(7, HOLE, dtype=np.int32))])
     cells = decoder.backbone.tokens_SW.numel()
-    assert decoder.account.slots is not None and cells * Cached.cell_bytes <= decoder.account.slots
+    assert decoder.plan.slots is not None and cells * Cached.cell_bytes <= decoder.plan.slots
 
 
 def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest.MonkeyPatch):
@@ -244,7 +251,7 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest
     decoder: Any = build_decoder(
         Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=9, max_tokens=1 << 20), AR
     )
-    decoder.account = Account(logits=1 << 20, noise=1 << 20, slots=1 << 20, prompt_rows=10)
+    decoder.plan = MemoryPlan(logits=1 << 20, noise=1 << 20, slots=1 << 20, prompt_rows=10)
     requests = [prompt(index, 5) for index in range(5)]
     decoder.admit(requests)
     done = [outcome for _ in range(12) for outcome in decoder.step()]
@@ -314,27 +321,24 @@ def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch: pytest
     assert sum(layer.numel() for layer in cache.layers_2SKWd) == cache.positions_SW.numel() == 0
 
 
-def test_rings_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch: pytest.MonkeyPatch):
-    info = ModelInfo("table", VOCAB, None, None, "any_subset", 0)
-    setup = Setup(
-        backbone=TableBackbone(vocab_size=VOCAB, num_positions=4),
-        info=info,
-        sampling=Sampling(acceptance="rejection"),
-        max_rows=4,
-        max_tokens=100,
-    )
-    answers: Any = NoiseAnswers(
-        setup, Algorithm(decode=iter, window=5, keeps_laws=True), account=lambda: Account(1 << 20, 1 << 20)
-    )
-    noise, laws = answers._noise_ring(), answers._laws
-    answers.use(1)
-    monkeypatch.setattr(laws, "resized", lambda num_slots: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch: pytest.MonkeyPatch):
+    held, zeros, made = sampler_of(), torch.Tensor.new_zeros, list[int]()
+    held.resize(1)
+    before = held._states_CD, held._log_q_C
+    assert [len(one) for one in before] == [6, 6]
+
+    def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
+        made.append(1)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("full")
+        return zeros(tensor, *shape, **more)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", refuse)
     with pytest.raises(torch.OutOfMemoryError):
-        answers.use(3)
-    assert (noise.ring.num_slots, laws.num_slots, noise.num_used) == (1, 1, 1)
-    monkeypatch.undo()
-    answers.use(3)
-    assert (noise.ring.num_slots, laws.num_slots, noise.num_used) == (3, 3, 3)
+        held.resize(3)
+    assert (held._states_CD, held._log_q_C) == before
+    held.resize(3)
+    assert [len(one) for one in (held._states_CD, held._log_q_C)] == [16, 16]
 
 
 def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypatch: pytest.MonkeyPatch):
@@ -344,7 +348,7 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
     )
     decoder.admit([prompt(index, 5) for index in range(10)])
     held = tuple(table.tokens_SW.shape)
-    monkeypatch.setattr(table, "allocate", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(table, "resize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
         decoder.admit([prompt(index, 5) for index in range(10, 40)])
     assert tuple(table.tokens_SW.shape) == held and held[0] >= 10
@@ -372,7 +376,7 @@ def test_a_window_that_is_judged_in_parts_is_judged_the_same(
         return {i: (o.tokens.tolist(), o.logprob, o.nfe, o.proposed, o.accepted) for i, o in outcomes.items()}
 
     whole = [found(setting) for setting in settings]
-    monkeypatch.setattr(memory, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(sampler, "_LEAST_ROWS", 1)
     monkeypatch.setattr(memory, "_CPU_LOGITS", 2 * VOCAB * 8)
     assert [found(setting) for setting in settings] == whole
 
@@ -386,7 +390,7 @@ def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch: pytest.MonkeyP
         return logits(hidden_RD)
 
     monkeypatch.setattr(table, "logits", counted)
-    monkeypatch.setattr(memory, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(sampler, "_LEAST_ROWS", 1)
     monkeypatch.setattr(memory, "_CPU_LOGITS", 4 * VOCAB * 8)
     run_all(
         build_decoder(
@@ -404,38 +408,6 @@ def toys() -> list[Request]:
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2, 9])
-def test_noise_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int):
-    places = Places(4)
-    places.key_S2[:], places.length_S[:] = key_words([5, 6, 7, 8]).numpy(), 20
-    noise = NoiseRing(places, window=3, vocab_size=10, device=torch.device("cpu"))
-    rng = np.random.default_rng(0)
-
-    def use(num_slots: int, num_kept: int) -> None:
-        noise.take(noise.use(num_slots, num_kept * noise.ring.slot_bytes))
-        assert noise.ring.num_slots == min(num_slots, num_kept)
-
-    def check(first: int) -> None:
-        slots, ranks = rng.integers(0, 4, 9), first + rng.integers(0, 3, 9)
-        keys = torch.from_numpy(places.key_S2[slots])
-        expected = gumbel_rows(keys, torch.from_numpy(ranks), 10)
-        parcel = Parcel()
-        found = noise.plan(slots, ranks, np.full(9, first), parcel)
-        assert torch.equal(found(parcel.send(torch.device("cpu"))), expected)
-
-    use(4, kept)
-    # Never worked off, since the forward that asked for it failed: there is no noise yet.
-    noise.plan(np.arange(4), np.full(4, 2), np.zeros(4, dtype=np.int64), Parcel())
-    for first in range(0, 8, 2):
-        check(first)
-    # Slots lose their cells and get others: what these held is forgotten.
-    use(4, 1)
-    check(8)
-    use(4, kept)
-    for first in range(9, 15):
-        check(first)
-
-
 def test_noise_never_takes_more_than_its_bytes():
     table = Cached()
     decoder: Any = build_decoder(
@@ -444,6 +416,6 @@ def test_noise_never_takes_more_than_its_bytes():
     decoder.fit(20_000)
     run_all(decoder, toys())
     decoder.admit([prompt(index, 3) for index in range(decoder.room(3))])
-    noise = decoder.answers._noise
-    assert noise.num_used > noise.ring.num_slots
-    assert noise.ring.data_CV.numel() * 4 <= decoder.account.noise == 20_000 // 16
+    noise = decoder.sampler._noise
+    assert len(noise._held_SC) < len(decoder.samples), "some slots keep none"
+    assert 0 < noise._noise_CV.numel() * 4 <= decoder.plan.noise == 20_000 // 16

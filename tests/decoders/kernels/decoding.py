@@ -45,7 +45,7 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "ancestral, analytic": ("sedd", {"kind": "ancestral", "steps": 4}),
     "ancestral, euler": ("sedd", {"kind": "ancestral", "steps": 4, "predictor": "euler"}),
 }
-"""Decoders of masked diffusion: their draws are those of notes.py."""
+"""Decoders of masked diffusion."""
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "block_diffusion": ("block-tiny", {"kind": "block_diffusion", "block_size": 4}),
     "block_diffusion, entropy": ("block-tiny", {"kind": "block_diffusion", "schedule": "entropy", "tau": 2.0}),
@@ -71,9 +71,8 @@ OWN = [RowSettings(), RowSettings(temperature=0.0), RowSettings(temperature=1.5,
 class Kernels:
     """What stands in for the kernels that a worker would find on its device; None for torch's operations."""
 
-    choice: Any = None
     attend: Any = None
-    note: Any = None
+    sample: Any = None
 
 
 TORCH = Kernels()
@@ -126,9 +125,7 @@ def decoded(name, kernels, *, warp, count=4, acceptance="coupled", own=False, le
     """The outcomes of some samples."""
     sampling = Sampling.model_validate({"acceptance": acceptance, **WARPS[warp]}, strict=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftmill.decoders.engine.answers.find_choice", lambda *_: kernels.choice)
-        for module in ("picks", "named_answers"):
-            patch.setattr(f"draftmill.decoders.engine.{module}.find_notes", lambda *_: kernels.note)
+        patch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: kernels.sample)
         setup, settings = setup_for(name, kernels, sampling)
         model, _ = (CASES | MASKED | BLOCKS)[name]
         return run_all(build_decoder(setup, settings), requests_for(model, count, own=own, length=length, new=new))
@@ -137,7 +134,7 @@ def decoded(name, kernels, *, warp, count=4, acceptance="coupled", own=False, le
 def scored(name, kernels):
     """The scores of whole texts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftmill.decoders.engine.answers.find_choice", lambda *_: kernels.choice)
+        patch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: kernels.sample)
         setup, settings = setup_for(name, kernels, Sampling())
         texts = [np.resize(np.arange(20, 30), length).astype(np.int32) for length in (18, 15, 9)]
         requests = [Request(index, 7, text, score_from=6) for index, text in enumerate(texts)]

@@ -6,8 +6,8 @@ import importlib.util
 import pytest
 import torch
 
-from draftmill.decoders.kernels.choice_reference import Warp
-from draftmill.decoders.kernels.notes_reference import WANTED
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
 from draftmill.decoders.kernels.seen import Seen, most_lines
 
 TYPES = {
@@ -62,10 +62,13 @@ def compiled(kernel, launch, capability):
     from triton.compiler import ASTSource
 
     _, args, kwargs = launch
+    given = dict(zip(kernel.arg_names, args, strict=False))
     constants = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
     options = {name: value for name, value in kwargs.items() if name not in constants}
+    constants |= {name: None for name, value in given.items() if value is None}
     signature = dict.fromkeys(constants, "constexpr")
-    for name, value in zip(kernel.arg_names, args, strict=False):
+    for name in given.keys() - constants.keys():
+        value = given[name]
         signature[name] = (
             TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]
         )
@@ -100,33 +103,22 @@ def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, windo
     return call
 
 
-def warp(rows, vocab_size, top_k):
-    half = torch.full((rows,), 0.5, dtype=torch.float64)
-    return Warp(half, half, top_k is not None, top_k, torch.zeros(vocab_size, dtype=torch.bool))
-
-
-def choose(top_k):
-    keys, positions = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    return lambda module: module.choose(torch.zeros(4, 50000), warp(4, 50000, top_k), keys, positions)
-
-
-def weigh(module):
-    zeros = torch.zeros(4, dtype=torch.int64)
-    module.weigh(torch.zeros(4, 50000), warp(4, 50000, 20), zeros, zeros.double())
-
-
-def note(top_k, wanted, *, warped=False):
-    keys, positions = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-
+def sample(*, top_k=None, wanted=(), warped=False, numbered=False, dtype=torch.float32):
     def call(module):
-        more = {
-            "wanted": wanted,
-            "warped": warped,
-            "step_R": positions if warped else None,
-            "draw_R": positions,
-            "mask_id": 7,
-        }
-        module.note(torch.zeros(4, 50000), warp(4, 50000, top_k), keys, positions, **more)
+        job, zeros, ids = Sampling(top_k=top_k), torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        own = torch.full((2, 4), 0.5, dtype=torch.float64)
+        module.sample(
+            torch.zeros(4, 50000, dtype=dtype),
+            Warp(job, job, own, top_k is not None, ids, torch.zeros(50000, dtype=torch.bool)),
+            torch.zeros(4, 2, dtype=torch.int64),
+            zeros,
+            wanted=wanted,
+            warped=warped,
+            draw_R=zeros if numbered else None,
+            scored_R=zeros if numbered else None,
+            mask_id=7,
+            ahead=1,
+        )
 
     return call
 
@@ -136,22 +128,23 @@ def multiply(dtype):
     return lambda module: module.triton_product(rows, weights, torch.zeros(64, dtype=torch.int32))
 
 
-ATTENTION, CHOICE, NOTES = ["attend_tiles", "add_shares"], ["choose_rows", "weigh_rows"], ["note_rows"]
+ATTENTION, SAMPLING = ["attend_tiles", "add_shares"], ["sample_rows"]
 HALF = torch.bfloat16
 CASES = {
     "attention, an 8B Llama": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=4)),
-    "tokens, all warps": ("choice", CHOICE, "choose_rows", choose(top_k=20)),
+    "tokens, all warps": ("sampling", SAMPLING, "sample_rows", sample(top_k=20, numbered=True)),
     "experts": ("experts", ["multiply_tiles"], "multiply_tiles", multiply(HALF)),
-    "notes, all warps": ("notes", NOTES, "note_rows", note(20, WANTED, warped=True)),
+    "notes, all warps": (
+        "sampling", SAMPLING, "sample_rows", sample(top_k=20, wanted=WANTED, warped=True, numbered=True)
+    ),
     "attention, two intervals and a window": (
         "attention", ATTENTION, "attend_tiles", attend(torch.float16, 32, 8, 96, intervals=2, window=100)
     ),
     "attention, XLNet": ("attention", ATTENTION, "attend_tiles", attend(HALF, 12, 12, 64, rows_at_once=16, relative=True)),
     "attention, float32 in shares": ("attention", ATTENTION, "attend_tiles", attend(torch.float32, 9, 3, 20, shares=4)),
     "attention, the sum of shares": ("attention", ATTENTION, "add_shares", attend(HALF, 32, 8, 128, shares=4)),
-    "tokens, no warp": ("choice", CHOICE, "choose_rows", choose(top_k=None)),
-    "notes, one": ("notes", NOTES, "note_rows", note(None, ("top1",))),
-    "ratios": ("choice", CHOICE, "weigh_rows", weigh),
+    "tokens, no warp": ("sampling", SAMPLING, "sample_rows", sample(dtype=HALF)),
+    "notes, one": ("sampling", SAMPLING, "sample_rows", sample(wanted=("top1",))),
 }  # fmt: skip
 TENSOR_CORES = [
     name for name in CASES if name == "experts" or (name.startswith("attention, ") and "float32" not in name)

@@ -122,9 +122,11 @@ def test_kernels_that_are_not_used_have_a_reason(monkeypatch, gpu):
 
 def test_what_was_found_of_each_kernel_can_be_asked(monkeypatch, gpu):
     monkeypatch.setenv(VARIABLE, "0")
-    assert find.find_choice(gpu, torch.float32) is None and find.find_notes(gpu, torch.float64) is None
+    assert find.find_product(gpu, torch.float32) is None and find.find_sampling(gpu, torch.float64) is None
     found = find.verdicts()
-    assert found["choice"] == "off: DRAFTMILL_KERNELS is 0" and found["notes"] == "off: float64 is computed by torch"
+    assert (
+        found["experts"] == "off: DRAFTMILL_KERNELS is 0" and found["sampling"] == "off: float64 is computed by torch"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -144,7 +146,7 @@ def test_a_kernel_is_tried_once_a_process(monkeypatch):
         tried.append((name, *arguments[1:], *heads.values()))
         return "is wrong here by up to 1"
 
-    names = ("attention", "experts", "choice", "notes")
+    names = ("attention", "experts", "sampling")
     trial = SimpleNamespace(**{f"{name}_problem": partial(problem, name) for name in names})
     monkeypatch.setattr("draftmill.decoders.kernels.trial", trial, raising=False)
     monkeypatch.setattr(find, "why_no_kernels", lambda device: None)
@@ -152,8 +154,8 @@ def test_a_kernel_is_tried_once_a_process(monkeypatch):
     device, half = torch.device("cpu"), torch.bfloat16
     for _ in range(3):
         for dtype in (torch.float32, half):
-            assert find.find_choice(device, dtype) is None and find.find_notes(device, dtype) is None
+            assert find.find_sampling(device, dtype) is None
         for heads in (2, 4):
             assert find.find_attention(device, half, num_heads=heads, key_heads=2, width=8) is None
-    assert tried == [("choice",), ("notes",), ("attention", half, 2, 2, 8, False), ("attention", half, 4, 2, 8, False)]
-    assert find.verdicts()["choice"] == "off: is wrong here by up to 1"
+    assert tried == [("sampling",), ("attention", half, 2, 2, 8, False), ("attention", half, 4, 2, 8, False)]
+    assert find.verdicts()["sampling"] == "off: is wrong here by up to 1"

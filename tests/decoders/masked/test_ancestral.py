@@ -18,10 +18,10 @@ from draftmill.decoders.draws.sampling import coupled_draw
 from draftmill.decoders.draws.schedule import LAST_TIME, NOISE_EPS
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked import ancestral as ancestral_module
 from draftmill.decoders.masked.settings import AncestralSettings
 from draftmill.decoders.registry import build_decoder
-from tests.decoders import look_enumeration
-from tests.decoders.enumeration import decoded
+from tests.decoders.enumeration import decoded, engine_of
 from tests.decoders.references.causal import PlainMasked
 from tests.decoders.references.choosers import enumerate_law
 from tests.decoders.references.masked import ancestral
@@ -157,6 +157,30 @@ def by_steps(monkeypatch, key, holes, length, steps):
     return use
 
 
+def by_chances(monkeypatch, key):
+    """Let a chooser decide which masks of the sample with this key are revealed in each step (predictors that read scores).
+
+    The uniform numbers are close to the chances, so that any other limit is found.
+    """
+    strikes = ancestral_module.strikes
+
+    def use(chooser):
+        def struck(s, masks, chance_R, step):
+            if s.key != key:
+                return strikes(s, masks, chance_R, step)
+            chosen = [chooser.accept(float(chance), at, step) for at, chance in zip(masks, chance_R, strict=True)]
+            uniform_R = np.where(chosen, chance_R * 0.999, chance_R + 0.001 * (1.0 - chance_R))
+            with monkeypatch.context() as during:
+                during.setattr(keys, "uniforms", lambda *_: uniform_R)
+                found = strikes(s, masks, chance_R, step)
+            assert found.tolist() == chosen
+            return found
+
+        monkeypatch.setattr(ancestral_module, "strikes", struck)
+
+    return use
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("predictor", PREDICTORS)
 @pytest.mark.parametrize(
@@ -170,12 +194,13 @@ def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
         Request(index, 900 + index, np.array(one, dtype=np.int32)) for index, one in enumerate([*others, canvas])
     ]
     number = len(others)
-    use = by_steps(monkeypatch, 900 + number, 2, 3, steps)
+    by_time = by_steps(monkeypatch, 900 + number, 2, 3, steps)
+    use = by_time if predictor == "ddpm" else by_chances(monkeypatch, 900 + number)
     setup = Setup(backbone=table(3), info=INFO, sampling=sampling, max_rows=rows, max_tokens=1 << 20)
 
     def run(chooser):
         use(chooser)
-        engine = look_enumeration.engine_of(setup, settings_of(steps, predictor), {number: chooser})
+        engine = engine_of(setup, settings_of(steps, predictor), {number: chooser})
         return tuple(decoded(engine, requests)[number].tokens.tolist())
 
     expected = by_hand(plain(3, sampling), canvas, steps, predictor)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftmill.decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
-from draftmill.decoders.draws.schedule import LAST_TIME
+from draftmill.decoders.draws.schedule import LAST_TIME, log_scale, total_noise
+from draftmill.decoders.masked.ancestral import chances
 from tests.decoders.backbones.masked_models import copy_changed, load, look_alone
 from tests.decoders.references.absorbing import masked_share
 
@@ -29,10 +29,6 @@ def cases_of(folder):
     return json.loads((folder / "cases.json").read_text()), arrays
 
 
-def times_of(time, later):
-    return torch.tensor([time], dtype=torch.float64), torch.tensor([later], dtype=torch.float64)
-
-
 def law_of(logits_RV):
     """Given that it is revealed: the softmax over all but the mask."""
     return logits_RV.index_fill(-1, torch.tensor([MASK]), -torch.inf).double().softmax(-1)
@@ -40,13 +36,11 @@ def law_of(logits_RV):
 
 def step_of(logits_RV, kind, time, later):
     """What each masked row becomes: its tokens' probabilities, and in the mask's place that of staying one."""
-    span = times_of(time, later)
+    chance_R = torch.full((len(logits_RV),), 1.0 - later / time, dtype=torch.float64)
     if kind in {"analytic", "euler"}:
-        tokens_R = torch.full((len(logits_RV),), MASK)
-        scores = log_scores(logits_RV.double(), tokens_R, total_noise(span[0]).expand(len(logits_RV)))
-        chance_R = chance_by_scores(scores, MASK, kind == "euler", *span)
-    else:
-        chance_R = chance_by_time(*span).expand(len(logits_RV))
+        scores_R = logits_RV.double().index_fill(-1, torch.tensor([MASK]), -torch.inf).logsumexp(-1)
+        total_R = (scores_R - log_scale(total_noise(time), logits_RV.shape[1])).exp()
+        chance_R = torch.from_numpy(chances(total_R.numpy(), time, later, euler=kind == "euler"))
     probabilities = chance_R.unsqueeze(1) * law_of(logits_RV)
     probabilities[:, MASK] = 1.0 - chance_R
     return probabilities
@@ -93,16 +87,14 @@ def test_public_runs_of_mdlm_are_those_of_our_steps_and_their_numbers(golden, tm
         for step in range(steps):
             time, later = (1 + (run["eps"] - 1) * at / steps for at in (step, step + 1))
             masked = canvas == MASK
-            sigma = float(total_noise(torch.tensor(time)))
+            sigma = total_noise(time)
             logits = backbone.logits(look_alone(backbone, canvas.tolist(), sigma=sigma))
             found = canvas.clone()
             found[masked] = race(step_of(logits[masked], run["kind"], time, later), uniforms[step, row][masked])
             assert torch.equal(found, states[step, row])
             changed += int((found != canvas).sum())
             canvas = states[step, row]
-        logits = backbone.logits(
-            look_alone(backbone, canvas.tolist(), sigma=float(total_noise(torch.tensor(LAST_TIME))))
-        )
+        logits = backbone.logits(look_alone(backbone, canvas.tolist(), sigma=total_noise(LAST_TIME)))
         last = torch.where(canvas == MASK, law_of(logits).argmax(-1), canvas)
         assert torch.equal(last, arrays[run["final_x"]["array"]][row])
     assert changed > 12 * run["batch"]
@@ -123,7 +115,7 @@ def test_reverse_steps_of_sedd_are_the_public_ones(golden, kind):
         )
         for row, (canvas, time) in enumerate(zip(tokens, update["t"], strict=True)):
             masked = canvas == MASK
-            sigma = float(total_noise(torch.tensor(time)))
+            sigma = total_noise(time)
             logits = backbone.logits(look_alone(backbone, canvas.tolist(), sigma=sigma))[masked]
             theirs = expected[row][masked].double()
             if kind == "denoiser":
@@ -150,7 +142,7 @@ def test_public_runs_of_sedd_are_those_of_our_steps_and_their_numbers(golden, na
             canvas[pinned["positions"]] = torch.tensor(pinned["tokens"], dtype=torch.int64)
             masked, found = canvas == MASK, canvas.clone()
             time, later = (1 + (run["eps"] - 1) * at / steps for at in (step, step + 1))
-            sigma = float(total_noise(torch.tensor(time)))
+            sigma = total_noise(time)
             logits = backbone.logits(look_alone(backbone, canvas.tolist(), sigma=sigma))[masked]
             if step == steps:
                 numbers = arrays[run["uniforms_denoiser"]["array"]][row][masked]

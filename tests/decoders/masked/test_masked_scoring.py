@@ -13,7 +13,6 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine.score_engine import ScoreLane
 from draftmill.decoders.masked.settings import AncestralSettings, StepwiseSettings
 from tests.decoders.masked.diffusion_tables import LENGTH, MASK, VOCAB, drafter, mask_info
 from tests.decoders.support import score, scorer_for
@@ -181,16 +180,17 @@ def test_two_models_see_the_same_masks(monkeypatch):
     assert torch.equal(seen[0], seen[1]) and bool((seen[0] == MASK).any())
 
 
-def test_a_model_is_told_the_share_of_the_whole_text_that_is_masked(monkeypatch):
-    shares, plan = [], ScoreLane.plan
+def test_a_model_is_told_the_noise_of_the_share_of_the_whole_text_that_is_masked(monkeypatch):
+    table, sigmas = drafter(), list[float]()
+    forward = table.forward
 
-    def told(lane, packed, *others):
-        shares.extend(packed.share_B)
-        return plan(lane, packed, *others)
+    def told(rows):
+        sigmas.extend(rows.sigma_B.tolist())
+        return forward(rows)
 
-    monkeypatch.setattr(ScoreLane, "plan", told)
-    score(drafter(), ANCESTRAL, MDLM, [text(LENGTH, [2, 5])], kind="llada")
-    assert shares == pytest.approx([1 / LENGTH, 1 / LENGTH, 2 / LENGTH])
+    monkeypatch.setattr(table, "forward", told)
+    score(table, ANCESTRAL, MDLM, [text(LENGTH, [2, 5])], kind="llada")
+    assert sigmas == pytest.approx([-math.log1p(-share) for share in (1 / LENGTH, 1 / LENGTH, 2 / LENGTH)])
 
 
 def test_what_was_inside_is_named_when_all_is_dropped():

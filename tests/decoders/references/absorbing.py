@@ -1,6 +1,6 @@
-"""The distributions of MDLM and SEDD as their papers state them, beside which decoders/draws/absorbing.py is tested.
+"""The distributions of MDLM and SEDD as their papers state them, beside which ours are tested.
 
-Sources as there. The shape letters are those of decoders/__init__.py.
+Sources: see absorbing_rows.py. The shape letters are those of decoders/__init__.py.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.sampling import coupled_draw, inverse_cdf_draw, residual
 
+_NOTHING = 1e-14
+"""A smaller probability than this is rounding, not a branch."""
+
 
 class Chooser(Protocol):
     """Makes every random choice of a reference decoder under the rejection rule."""
@@ -57,7 +60,7 @@ class EnumeratingChooser:
         self.untaken: list[list[int]] = []
 
     def _branch(self, probabilities: list[float]) -> int:
-        possible = [index for index, mass in enumerate(probabilities) if mass > 0]
+        possible = [index for index, mass in enumerate(probabilities) if mass > _NOTHING]
         depth = len(self._taken)
         if depth < len(self._path):
             index = self._path[depth]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.base import HOLE
-from draftmill.decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
 from draftmill.decoders.draws.schedule import LAST_TIME, time_at
+from tests.decoders.references.absorbing_rows import chance_by_scores, chance_by_time, log_scores, total_noise
 from tests.decoders.references.causal import PlainMasked
 
 Strike = Callable[[int, int, float], bool]

@@ -82,5 +82,5 @@ def decoded_apart(spec: JobSpec, plan: Plan) -> tuple[EngineStats, dict[str, flo
             for outcome in decoder.step():
                 scores[samples[outcome.index].note.planned.id] = outcome.logprob
         for slot in range(decoder.max_rows):
-            decoder.prefixes.forget(slot)
+            decoder.scheduler.prefixes.forget(slot)
     return decoder.stats, scores

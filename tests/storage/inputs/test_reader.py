@@ -250,7 +250,7 @@ def test_a_source_file_is_one_row_kept_to_the_byte(tmp_path: Path) -> None:
     assert kinds(rows_of(tmp_path / "a.py", b"caf\xe9")) == ["bad_encoding"]
 
 
-def test_pieces_end_at_lines_and_join_to_the_text(tmp_path: Path) -> None:
+def test_chunks_end_at_lines_and_join_to_the_text(tmp_path: Path) -> None:
     text = "one\ntwo\n" + "long " * 10 + "end\n\n\n\n      \n   é\u4e2d\U0001f600\nlast"
     rows = rows_of(tmp_path / "a.py", text.encode(), chunk_chars=12)
     pieces = [(row.values or {})["text"] for row in rows]
@@ -264,7 +264,7 @@ def test_pieces_end_at_lines_and_join_to_the_text(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.sampled_from("ab\n \u00e9\u4e2d\U0001f600"), max_size=200), chunk_chars=st.integers(1, 20))
-def test_pieces_of_any_text_are_whole(text: str, chunk_chars: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_chunks_of_any_text_are_whole(text: str, chunk_chars: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = one_file(tmp_path_factory.mktemp("p") / "a.txt", text.encode())
     pieces = [(row.values or {})["text"] for row in iterate(file, chunk_chars=chunk_chars)]
     assert all(0 < len(piece) <= chunk_chars and piece.strip() for piece in pieces)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from draftmill.decoders.kernels import attention, choice, notes
+from draftmill.decoders.kernels import attention, sampling
 from tests.decoders.backbones.causal_models import in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded
 
-ALL = Kernels(choice, attention.attend, notes.note)
+ALL = Kernels(attention.attend, sampling.sample)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from draftmill.decoders.kernels import attention, choice, experts, notes, trial
+from draftmill.decoders.kernels import attention, experts, sampling, trial
 from draftmill.decoders.kernels.seen import most_lines
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """The trials remember what they found."""
-    for tried in (trial.attention_problem, trial.experts_problem, trial.choice_problem, trial.notes_problem):
+    for tried in (trial.attention_problem, trial.experts_problem, trial.sampling_problem):
         tried.cache_clear()
 
 
@@ -26,8 +26,8 @@ def test_the_kernels_work_in_the_interpreter(dtype):
     assert trial.experts_problem(CPU, dtype) is None
 
 
-def test_the_choice_and_the_notes_work_in_the_interpreter():
-    assert trial.choice_problem(CPU) is None and trial.notes_problem(CPU) is None
+def test_sampling_works_in_the_interpreter():
+    assert trial.sampling_problem(CPU) is None
 
 
 def test_a_wrong_kernel_is_found(monkeypatch, caplog):
@@ -39,28 +39,29 @@ def test_a_wrong_kernel_is_found(monkeypatch, caplog):
 
 
 def test_wrong_tokens_are_found(monkeypatch):
-    plain = choice.choose
+    plain = sampling.sample
 
-    def wrong(logits, warp, keys, positions):
-        return plain(logits, warp, keys, positions + 1)
+    def wrong(logits, warp, keys, positions, **more):
+        return plain(logits, warp, keys, positions + 1, **more)
 
-    monkeypatch.setattr(choice, "choose", wrong)
-    assert trial.choice_problem(CPU) is not None
+    monkeypatch.setattr(sampling, "sample", wrong)
+    assert trial.sampling_problem(CPU) is not None
 
 
-@pytest.mark.parametrize("row", [0, 4])
-def test_a_wrong_note_is_found(monkeypatch, caplog, row):
-    plain = notes.note
+@pytest.mark.parametrize(("row", "asks"), [(0, set()), (1, set()), (1, {"scored_R"}), (0, {"wanted"}), (4, {"wanted"})])
+def test_a_wrong_number_is_found_whatever_is_asked(monkeypatch, caplog, row, asks):
+    plain = sampling.sample
 
     def wrong(*args, **more):
         found = plain(*args, **more)
-        found[row, 3] += 0.01 if row else 1
+        if asks <= more.keys() and row < found.shape[1]:
+            found[-1, row, 3] += 0.01 if row else 1
         return found
 
-    monkeypatch.setattr(notes, "note", wrong)
+    monkeypatch.setattr(sampling, "sample", wrong)
     with caplog.at_level(logging.WARNING):
-        assert trial.notes_problem(CPU) is not None
-    assert "the kernel for notes is wrong here by up to" in caplog.text
+        assert trial.sampling_problem(CPU) is not None
+    assert "the kernel for sampling is wrong here by up to" in caplog.text
 
 
 def test_numbers_that_are_not_finite_are_found(monkeypatch):

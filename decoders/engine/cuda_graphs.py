@@ -1,0 +1,245 @@
+"""CUDA graphs of a forward: network, output layer and draws start as one launch, whatever the model's depth.
+
+A graph repeats the kernels of one forward with the addresses that they had. So forwards are filled up to a few sizes (buckets),
+and all that changes between two of one size stands in one buffer that each copies anew. Rows that fill up are dead: they write a
+column that no row sees, and what is drawn from them is not read.
+
+    first time          operation by operation, as without graphs
+    second time         the same; then captured, replayed, and compared: a graph that gives another record is never used
+    from then on        one copy down, one launch, one record up
+
+All graphs of a process live and die together. They read the caches, the cells of drafts and each other's hidden states, and they
+share one memory pool and, through cuBLAS, one workspace. So whatever moves memory that a graph reads drops all of them
+(`drop_all`), and what is captured next has a new pool; nothing ever drops a single one.
+
+Chosen at the start: on a CUDA device, where the model's attention and draws are kernels (decoders/kernels), unless
+DRAFTMILL_GRAPHS is 0. Larger forwards run operation by operation: the device is then busy for longer than the host needs to start
+the next kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from draftmill.decoders.engine.batch import Batch
+from draftmill.decoders.kernels.switch import is_on
+
+_log = logging.getLogger(__name__)
+VARIABLE: Final = "DRAFTMILL_GRAPHS"
+"""The environment variable: 0 turns graphs off, 1 or nothing leaves them on."""
+MOST_ROWS: Final = 512
+"""A forward of more rows is not captured."""
+_MOST_GRAPHS: Final = 128
+# Capturing takes several times as long as a step: beyond twice the graphs that are kept, each must have been used so often.
+_LEAST_USES: Final = 4
+_FINE: Final = 16
+# A record has token ids, which must be equal, and log-probabilities, whose last bits may differ.
+_ROUNDING: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What a forward leaves: the hidden states of its rows, its record (float64, flat), and how many rows it computed.
+
+    `stays`: it is a graph's, which fills the same tensors each time; further work can be captured that reads them.
+    """
+
+    hidden_ND: Tensor
+    record: Tensor
+    num_computed: int
+    stays: bool = False
+
+
+class Recorder(Protocol):
+    """Captures work on a device; tests have one that works on a CPU."""
+
+    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+        """Returns what repeats the work, and the tensors that it then fills again."""
+        ...
+
+    def drop_pool(self) -> None:
+        """All graphs are gone: what is captured from now on shares no memory with them."""
+        ...
+
+
+class CudaRecorder:
+    """Captures CUDA graphs, which share their memory since only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with _same_stream(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            found = work()
+        return graph.replay, found
+
+    def drop_pool(self) -> None:
+        """See Recorder. A pool whose graphs are gone must not be captured into again, and cuBLAS' workspace may lie in it."""
+        if self._pool is not None:
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
+        self._pool = None
+
+
+@contextlib.contextmanager
+def _same_stream() -> Iterator[None]:
+    """torch.cuda.graph leaves its own stream current where a capture fails."""
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """`work` is kept because it holds tensors that the graph reads."""
+
+    inputs: Tensor
+    replay: Callable[[], None]
+    found: Work
+    work: Callable[[Batch], Work]
+
+
+# All graphs of this process that live now, by their owner and by what their forwards have in common; the works that were seen
+# once.
+_LIVING: Final[dict[Hashable, _Graph]] = {}
+_SEEN: Final[set[Hashable]] = set()
+_RECORDERS: Final[list[Recorder]] = []
+_NUMBERS: Final = itertools.count()
+
+
+def drop_all() -> None:
+    """Drop every graph of this process: memory that they read moves, or there are too many."""
+    _LIVING.clear()
+    _SEEN.clear()
+    for recorder in _RECORDERS:
+        recorder.drop_pool()
+    _RECORDERS.clear()
+
+
+class Graphs:
+    """The graphs of one model."""
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self._recorder, self._device, self._number = recorder, device, next(_NUMBERS)
+        self.stopped: str | None = None
+        """Why there are no graphs from now on; None while they are used."""
+        self.num_replayed = self.num_captured = 0
+        """Forwards that were replayed, and those that were captured."""
+
+    @staticmethod
+    def size(count: int) -> int | None:
+        """The size to which so many rows are filled up; None if they are too many."""
+        if count > MOST_ROWS:
+            return None
+        power = 1 << max(0, count - 1).bit_length()
+        return power // 4 * 3 if power >= _FINE and count <= power // 4 * 3 else power
+
+    def run(self, key: Hashable, batch: Batch, work: Callable[[Batch], Work]) -> Work:
+        """Do the work with what the batch brings. Works of one key differ in nothing but the batch's numbers."""
+        key = (self._number, key, batch.signature)
+        graph = _LIVING.get(key)
+        if graph is not None:
+            self._fill(graph.inputs, batch)
+            graph.replay()
+            self.num_replayed += 1
+            return graph.found
+        found = work(batch.to(self._device))
+        if self.stopped is None and key in _SEEN and self._pays:
+            if len(_LIVING) >= _MOST_GRAPHS:
+                drop_all()
+            self._capture(key, batch, work, found)
+        _SEEN.add(key)
+        return found
+
+    @property
+    def _pays(self) -> bool:
+        """Whether graphs are used often enough to capture more of them."""
+        return self.num_captured < 2 * _MOST_GRAPHS or self.num_replayed >= _LEAST_USES * self.num_captured
+
+    def _fill(self, inputs: Tensor, batch: Batch) -> None:
+        flat = torch.from_numpy(batch.flat())
+        inputs.copy_(flat if self._device.type == "cpu" else flat.pin_memory(), non_blocking=True)
+
+    def _capture(self, key: Hashable, batch: Batch, work: Callable[[Batch], Work], expected: Work) -> None:
+        """Keep the graph of this work, if it can be captured and gives what the work gave; else there are none from now on.
+
+        Where memory runs out, all graphs are dropped, and captured again as their forwards come again.
+        """
+        self.num_captured += 1
+        if self._recorder not in _RECORDERS:
+            _RECORDERS.append(self._recorder)
+        try:
+            inputs = torch.zeros(len(batch.flat()), dtype=torch.int64, device=self._device)
+            sent = batch.cut(inputs)
+            self._fill(inputs, batch)
+            replay, found = self._recorder.capture(lambda: work(sent))
+            replay()
+            is_close = bool(_close(found.record, expected.record).all().cpu())
+        except torch.OutOfMemoryError:
+            drop_all()
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, steps run without graphs; a lost device rejects the next one
+            self._stop(
+                f"a step could not be captured: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            )
+            return
+        if is_close:
+            _LIVING[key] = _Graph(inputs, replay, replace(found, stays=True), work)
+        else:
+            self._stop("a captured step gave another result")
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        drop_all()
+        _log.warning(
+            "CUDA graphs are not used from now on: %s. Steps run operation by operation, which is slower.", reason
+        )
+
+
+def _close(found: Tensor, expected: Tensor) -> Tensor:
+    """Which numbers of two records agree. A sample may have NaN or an infinity, which must then be in both."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return same | ((found - expected).abs() <= _ROUNDING)
+
+
+def find_graphs(backbone: Any) -> Graphs | None:
+    """The graphs of a model whose forwards can be captured."""
+    recorder = find_recorder(backbone.device) if getattr(backbone, "captures", False) else None
+    return None if recorder is None else Graphs(recorder, backbone.device)
+
+
+def find_recorder(device: torch.device) -> Recorder | None:
+    """What captures on this device; None if nothing does, or it is not wanted."""
+    return (
+        _recorder_of(device) if is_on(VARIABLE) and device.type == "cuda" and torch.version.cuda is not None else None
+    )
+
+
+@cache
+def _recorder_of(device: torch.device) -> Recorder:
+    """One for all graphs of a device, which share its pool."""
+    return CudaRecorder()
+
+
+def why_no_graphs(backbone: Any) -> str:
+    """Why `find_graphs` found none for this model, in a few words."""
+    if not is_on(VARIABLE):
+        return f"{VARIABLE} is 0"
+    if backbone.device.type != "cuda" or torch.version.cuda is None:
+        return "they are for NVIDIA GPUs"
+    if not getattr(backbone, "captures", False):
+        return "this model's forwards are not captured without the kernels"
+    return "this decoder's forwards are not captured"

@@ -1,0 +1,330 @@
+"""Runs one model of an engine: a batch down, network, output layer and draws, a record up. And times what it runs.
+
+    start     send the batch and run it, without waiting; where it can be captured, as one graph (cuda_graphs.py)
+    wait      the record of a forward, on the host; others may be started before
+
+A record is flat float64: what is told of the sampled rows (sampler.py), then for each group of rows the sum of their hidden
+states, which is NaN or infinite if any of these is.
+
+Legend: see batch.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from draftmill.decoders.backbones.rows import Rows, RowShape, StreamShape, TokenRows
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.engine.batch import Batch, Layout
+from draftmill.decoders.engine.cuda_graphs import Graphs, Work
+from draftmill.decoders.engine.sampler import Sampler
+
+_T = TypeVar("_T")
+Draws = Callable[[Batch, Tensor], Tensor]
+"""(batch on the device, hidden states of the last forward) -> a record."""
+
+
+class Clock:
+    """Times calls one by one: on a GPU by the device's own events, which are read when something else has waited for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._laps = list[Any]()
+        self._is_paused = False
+
+    def timed(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call and time a function; calls inside of it are timed with it."""
+        if self._is_paused:
+            return function(*arguments)
+        began, self._is_paused = self._now(), True
+        try:
+            return function(*arguments)
+        finally:
+            self._laps.append((began, self._now()))
+            self._is_paused = False
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def cut(self) -> list[Any]:
+        """The calls since this was last asked."""
+        laps, self._laps = self._laps, []
+        return laps
+
+
+def seconds_of(laps: Sequence[tuple[Any, Any]]) -> list[float]:
+    """The seconds of each call; an answer must have come since: then nothing waits."""
+    for _, ended in laps:
+        if not isinstance(ended, float):
+            ended.synchronize()
+    return [ended - began if isinstance(ended, float) else began.elapsed_time(ended) / 1000.0 for began, ended in laps]
+
+
+class HostCopy:
+    """Numbers on their way from the device to the host; other work may be started on the device before they are read."""
+
+    def __init__(self, found: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if found.device.type == "cpu":
+            # The memory may be a captured forward's, which the next one fills again.
+            self._host = found.clone()
+            return
+        self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        self._host.copy_(found, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def numbers(self) -> NDArray[np.float64]:
+        """What has come; waits for it, and for nothing that was started later."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: NDArray[np.float64] = self._host.numpy()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A forward whose record can be read, if it sampled anything. `computed` rows were run, with padding; `laps` are its
+    times."""
+
+    batch: Batch
+    copy: HostCopy | None
+    laps: list[Any]
+    computed: int
+
+    def wait(self) -> NDArray[np.float64] | None:
+        """The record; None if nothing was sampled."""
+        return None if self.copy is None else self.copy.numbers()
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of network, output layer and so on; the record must have been read."""
+        return seconds_of(self.laps)
+
+
+class ModelRunner:
+    """A backbone and the sampler of its rows. `vocab_size` is the target's: logits get that width.
+
+    `graphs` are None where no forward is captured. `num_slots`: so many slots of the cache for each sample. With `whole` a
+    forward runs whole canvases each time, whose rows are memory of their own. A drafting model of windows has its `drafts`: their
+    info, and whether windows are full.
+    """
+
+    def __init__(
+        self,
+        backbone: Any,
+        sampler: Sampler,
+        layout: Layout,
+        *,
+        vocab_size: int,
+        is_target: bool,
+        graphs: Graphs | None = None,
+        num_slots: int = 1,
+        whole: bool = False,
+        drafts: tuple[ModelInfo, bool] | None = None,
+    ) -> None:
+        self.backbone, self.device, self.is_target = backbone, backbone.device, is_target
+        self.layout, self.rule = layout, sampler.rule(is_target=is_target)
+        self.graphs, self.clock = graphs, Clock(backbone.device)
+        self.is_captured = graphs is not None and sampler.kernel is not None
+        """Whether forwards are captured, if they are small."""
+        self._sampler, self._vocab_size, self._num_slots, self._whole = sampler, vocab_size, num_slots, whole
+        self._columns = 0
+        self._info: ModelInfo | None = drafts[0] if drafts else None
+        self._is_full = drafts is not None and drafts[1]
+        self._never: Tensor | None = None
+        if self._info is not None:
+            never = {*self._info.suppressed, *([] if self._info.mask_id is None else [self._info.mask_id])}
+            inside = sorted(one for one in never if one < vocab_size)
+            self._never = torch.tensor(inside, dtype=torch.int64, device=self.device)
+        self.hidden_ND: Tensor | None = None
+        """Hidden states of all rows (query rows) of the last forward; a Roll reads them."""
+        self._source: Work | None = None  # the graph that ran the last forward; None if none did
+
+    # ---- the cache -----------------------------------------------------------------------------------------------
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of a column of a slot; where whole canvases run, with the activations of a row."""
+        row_bytes = int(getattr(self.backbone, "row_bytes", 0)) if self._whole else 0
+        return int(getattr(self.backbone, "cell_bytes", 0)) + row_bytes
+
+    def resize(self, num_slots: int, num_columns: int, multiple: int) -> None:
+        """Give the cache of so many samples this many columns each; all graphs must have been dropped."""
+        self._source = self.hidden_ND = None
+        if self._num_slots > 1:
+            num_slots, num_columns = num_slots * self._num_slots, num_columns // self._num_slots // multiple * multiple
+        if self._info is not None and self._info.max_length is not None:
+            longest = self._info.max_length
+            num_columns = longest if self._is_full and num_slots else min(num_columns, longest)
+        # Toy backbones, which only grow, have no resize.
+        getattr(self.backbone, "resize", self.backbone.allocate)(num_slots, num_columns)
+        self._columns = num_columns
+
+    def wipe(self, slots: Iterable[int]) -> None:
+        """Clear slots that hold NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN."""
+        for slot in slots if hasattr(self.backbone, "clear_slot") else ():
+            self.backbone.clear_slot(slot)
+
+    def seconds(self) -> list[float]:
+        """The seconds of the calls since the last forward; an answer must have come since."""
+        return seconds_of(self.clock.cut())
+
+    # ---- a forward -----------------------------------------------------------------------------------------------
+
+    def start(self, b: Batch) -> Started:
+        """Send the batch and run it, without waiting for its record."""
+        if self._padded(b):
+            assert self.graphs is not None, "a forward is filled up to be captured"
+            done = self.clock.timed(self.graphs.run, "forward", b, self._work)
+        else:
+            sent = b.to(self.device)
+            hidden_ND = self.clock.timed(self.backbone.forward, self.rows(sent))
+            record = self._record(sent, hidden_ND) if b.num_sampled else torch.zeros(0)
+            done = Work(hidden_ND, record, self.backbone.num_rows_computed)
+        self.hidden_ND, self._source = done.hidden_ND, done if done.stays else None
+        if not b.num_sampled and self.device.type == "cuda":
+            # Nobody waits for this forward: its seconds are read with the next one's.
+            return Started(b, None, [], done.num_computed)
+        copy = HostCopy(done.record) if b.num_sampled else None
+        return Started(b, copy, self.clock.cut(), done.num_computed)
+
+    def _work(self, sent: Batch) -> Work:
+        """A whole forward on the device, which a graph repeats."""
+        hidden_ND = self.backbone.forward(self.rows(sent))
+        return Work(hidden_ND, self._record(sent, hidden_ND), self.backbone.num_rows_computed)
+
+    def _record(self, sent: Batch, hidden_ND: Tensor) -> Tensor:
+        hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
+        told = self._sampler.record(self.logits, hidden_RD, sent, is_target=self.is_target)
+        if not self.layout.has_flags:
+            return told
+        owner_N = torch.cat([sent.owner_N, sent.owner_Q]) if self.layout.streams else sent.owner_N
+        if sent.is_padded:
+            # What fills up may be anything, another time something else: it counts for nobody.
+            line_N = torch.cat([sent.line_N, sent.line_Q]) if self.layout.streams else sent.line_N
+            owner_N = owner_N.where(line_N >= 0, sent.num_groups)
+        sum_G = torch.zeros(sent.num_groups + 1, dtype=torch.float64, device=self.device)
+        return torch.cat([told, sum_G.index_add_(0, owner_N, self.backbone.sums_N)[:-1]])
+
+    def size(self, count: int) -> int:
+        """To how many rows of a captured forward so many are filled up."""
+        return (self.graphs and self.graphs.size(count)) or count
+
+    def _padded(self, b: Batch) -> bool:
+        """Fill the batch up to the size of a captured forward; False where this one is not captured."""
+        graphs = self.graphs
+        if graphs is None or not self.is_captured or not b.num_sampled:
+            return False
+        sizes = dict[str, int]()
+        for axis, count in b.counts.items():
+            size = graphs.size(count) if count else 0
+            if size is None:
+                return False
+            sizes[axis] = size
+        if len(self._sampler.parts(sizes["R"])) > 1:
+            return False
+        b.padded(
+            sizes,
+            dead_column=self._columns - 1,
+            dead_note=len(self._sampler.noted_C) - 1,
+            dead_cell=self._sampler.dead_cell,
+        )
+        return True
+
+    def more(self, key: Hashable, b: Batch, work: Draws) -> NDArray[np.float64]:
+        """The record of more draws, on the hidden states of the last forward. With a `key` they may be captured."""
+        hidden_ND, source = self.hidden_ND, self._source
+        assert hidden_ND is not None, "a forward came before"
+        if key is None or self.graphs is None or source is None:
+            return HostCopy(self.clock.timed(work, b.to(self.device), hidden_ND)).numbers()
+        states_ND = source.hidden_ND
+        done = self.clock.timed(
+            self.graphs.run, (key, source), b, lambda sent: Work(states_ND, work(sent, states_ND), 0)
+        )
+        return HostCopy(done.record).numbers()
+
+    # ---- the model -----------------------------------------------------------------------------------------------
+
+    def rows(self, sent: Batch) -> Any:
+        """The rows of a batch as the model takes them."""
+        if self.layout.streams:
+            return self._stream_rows(sent)
+        shape = RowShape(
+            num_slots=sent.num_groups,
+            num_lines=sent.num_lines,
+            num_columns=sent.num_columns,
+            slots=sent.slots,
+            # Only nodes beside a canvas have positions in other columns than their own.
+            num_positions=sent.longest if self.layout.by_node and sent.num_groups > sent.num_samples else None,
+        )
+        token_N = sent.token_N
+        if sent.takes_drafts:
+            token_N = self._sampler.noted_C.index_select(0, token_N)
+        return TokenRows(
+            slots_B=sent.slots_G,
+            owner_N=sent.owner_N,
+            line_N=sent.line_N,
+            slot_N=sent.slot_N,
+            token_N=token_N,
+            position_N=sent.position_N,
+            column_N=sent.column_N,
+            low_IN=sent.low_IN,
+            high_IN=sent.high_IN,
+            shape=shape,
+            sigma_B=sent.sigma_G,
+        )
+
+    def _stream_rows(self, sent: Batch) -> Rows:
+        shape = StreamShape(
+            num_slots=sent.num_groups,
+            num_content=sent.num_lines,
+            num_queries=sent.num_query_lines,
+            num_columns=sent.num_columns,
+            num_positions=self._columns if sent.is_padded else sent.longest,
+            slots=sent.slots,
+            some_blind=sent.some_blind,
+        )
+        return Rows(
+            slots_B=sent.slots_G,
+            content_owner_C=sent.owner_N,
+            content_line_C=sent.line_N,
+            content_token_C=sent.token_N,
+            content_column_C=sent.column_N,
+            content_limit_C=sent.high_IN[0],
+            query_owner_Q=sent.owner_Q,
+            query_line_Q=sent.line_Q,
+            query_column_Q=sent.rank_Q,
+            query_limit_Q=sent.limit_Q,
+            shape=shape,
+        )
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""
+        logits_RV: Tensor = self.clock.timed(self.backbone.logits, hidden_RD)
+        missing = self._vocab_size - logits_RV.shape[1]
+        if missing > 0:
+            logits_RV = functional.pad(logits_RV, (0, missing), value=-torch.inf)
+        elif missing:
+            logits_RV = logits_RV[:, : self._vocab_size]
+        return logits_RV if self._never is None else logits_RV.index_fill(-1, self._never, -torch.inf)
+
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """The embeddings of tokens, [R, D]; in a drafting model of windows one that it does not know reads as a mask."""
+        if self._info is not None and self._info.mask_id is not None:
+            tokens_R = tokens_R.masked_fill(tokens_R >= self.backbone.vocab_size, self._info.mask_id)
+        embedded: Tensor = self.backbone.embed(tokens_R)
+        return embedded

@@ -1,0 +1,393 @@
+"""From hidden states of sampled rows to one record: tokens, log-probabilities, notes; and which drafts hold.
+
+Two acceptance rules, of which decoders know nothing. Coupled: drafts and target read the same noise, each token is the target's
+own, and a draft holds if it equals it, which the host sees. Rejection: a draft drawn from q holds with probability min(1, p/q).
+
+    rows of a sample     JUDGE a   JUDGE b   JUDGE c   JUDGE -           three drafts, and the row after them
+    coupled              x         y         z         w                 all are drawn; a = x and b = y hold: (2, [x, y, z, w])
+    rejection            holds     holds     residual                    (2, [a, b, r, ...])
+
+Under the rejection rule a draft leaves log q(draft) and its row's hidden state in a cell. q is needed only where a chain breaks:
+there it is computed again from that state, which gives the same bits. At temperature 0 both rules give the maxima; S2D2's public
+code judges by the untempered distributions there, which `Algorithm.by_ratio` asks for.
+
+Sources: Leviathan et al., 2023; Chen et al., 2023; ASSD, Algorithm 1; S2D2 (2026), Algorithm 3.
+
+Legend: R sampled rows, V vocabulary, B samples, D drafts, F what is told of a row, C cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftmill.decoders.draws import keys, noise
+from draftmill.decoders.draws.sampling import inverse_cdf_draw, log_law, residual
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import Answer, Ints, SampleFrom
+from draftmill.decoders.engine.batch import Batch, Rule
+from draftmill.decoders.engine.memory import MemoryPlan
+from draftmill.decoders.engine.noise_cache import NoiseCache
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.slots import SlotTable
+from draftmill.decoders.kernels.find import find_sampling
+from draftmill.decoders.kernels.sampling_reference import Warp, measure, sample
+
+_LEAST_ROWS: Final = 64
+
+Logits = Callable[[Tensor], Tensor]
+"""Hidden states [R, D] -> raw logits [R, V]."""
+
+
+class Sampler:
+    """Draws and judges by the samples' own numbers, for all rows of a forward at once; enumerations replace it."""
+
+    def __init__(self, setup: Setup, algorithm: Algorithm, slots: SlotTable, plan: MemoryPlan) -> None:
+        sampling, info, backbone = setup.sampling, setup.info, setup.backbone
+        device, dtype = backbone.device, backbone.dtype
+        self.algorithm, self.device, self._slots, self.plan = algorithm, device, slots, plan
+        self._vocab_size, self._mask_id = info.vocab_size, -1 if info.mask_id is None else info.mask_id
+        self._law_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._job, self._uncut = sampling, sampling.model_copy(update={"top_p": None})
+        # What S2D2's routers and public code read at temperature 0.
+        self._warm = sampling.model_copy(update={"temperature": 1.0})
+        self._greedy, self._cuts = sampling.temperature == 0.0, not (sampling.top_p is None and sampling.top_k is None)
+        self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=device)
+        self._never = frozenset(info.suppressed)
+        marked = torch.zeros(info.vocab_size, dtype=torch.bool)
+        marked[list(info.suppressed)] = True
+        self._suppressed_V = marked.to(device)
+        self.by_ratio = sampling.acceptance == "rejection" if algorithm.by_ratio is None else algorithm.by_ratio
+        # The distribution that S2D2's measure is of is then another one than that of the other notes.
+        self._of_two = self._greedy and self._cuts and algorithm.measured
+        self.kernel = None if self._of_two or (self.by_ratio and algorithm.notes) else find_sampling(device, dtype)
+        self.notes = algorithm.notes
+        self._wanted = tuple(dict.fromkeys(self.notes))
+        told = [0, 1, *(2 + self._wanted.index(name) for name in self.notes)]
+        self._told_F = None if self._wanted == self.notes else torch.tensor(told, device=device)
+        window = None if algorithm.kind == "masked" else algorithm.window
+        self._noise = NoiseCache(slots, info.vocab_size, window, fresh=algorithm.fresh)
+        # Of each cell the hidden state (where a decoder names distributions: these) of a draft, and log q(draft).
+        self._states_CD = torch.zeros(1, 0, device=device)
+        self._log_q_C = torch.zeros(1, dtype=torch.float64, device=device)
+        self._drafts_by: Logits | None = None
+        if self.by_ratio and algorithm.keeps_laws:
+            drafter = setup.drafter or backbone
+            width, kept = (info.vocab_size, self._law_dtype) if algorithm.names_laws else (drafter.width, drafter.dtype)
+            self._states_CD = torch.zeros(1, width, dtype=kept, device=device)
+        self.noted_C = torch.zeros(2 * setup.max_rows + 1, dtype=torch.int64, device=device)
+        """The tokens drafted at the last two ranks of each slot, and one for dead rows (batch.note_cells)."""
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    def rule(self, *, is_target: bool) -> Rule:
+        """How the rows of a model are drawn."""
+        return Rule(
+            by_ratio=self.by_ratio,
+            window=self.algorithm.window,
+            banks=self.algorithm.banks,
+            sends_settings=self.kernel is not None,
+            num_notes=len(self.notes) * is_target,
+            ahead=self.algorithm.ahead * is_target,
+            as_arrays=is_target and (self.algorithm.kind == "masked" or self.algorithm.estimates),
+        )
+
+    def start(self, sample: Sample) -> None:
+        """A new sample has its slot."""
+        self._noise.start(sample.slot)
+
+    def resize(self, num_slots: int) -> None:
+        """Make room for so many slots; if memory runs out, nothing changes."""
+        cells = num_slots * self._slot_cells + 1
+        if cells != len(self._states_CD) and self._states_CD.shape[1]:
+            states_CD, log_q_C = (
+                self._states_CD.new_zeros(cells, self._states_CD.shape[1]),
+                self._log_q_C.new_zeros(cells),
+            )
+            both = min(cells, len(self._states_CD)) - 1
+            states_CD[:both], log_q_C[:both] = self._states_CD[:both], self._log_q_C[:both]
+            self._states_CD, self._log_q_C = states_CD, log_q_C
+        self._noise.resize(num_slots, self.plan.noise)
+
+    @property
+    def _slot_cells(self) -> int:
+        return self.algorithm.window * self.algorithm.banks
+
+    @property
+    def dead_cell(self) -> int:
+        """The cell that nobody reads."""
+        return len(self._states_CD) - 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that are kept for a slot, apart from noise; twice, since both sizes exist while slots are added."""
+        width = self._states_CD.shape[1]
+        return 2 * self._slot_cells * (width * self._states_CD.element_size() + 8) if width else 0
+
+    def parts(self, num_rows: int) -> list[slice]:
+        """Cuts rows into parts whose logits are held at once; one part where there are no rows.
+
+        No part is made smaller than a product's least rows, which it would be padded to.
+        """
+        step = max(_LEAST_ROWS, self.plan.logits // (self._vocab_size * self._law_dtype.itemsize))
+        return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
+
+    def drafts_by(self, logits: Logits) -> None:
+        """The model whose drafts are judged: q is computed again by its output layer."""
+        self._drafts_by = logits
+
+    # ---- one record ----------------------------------------------------------------------------------------------
+
+    def record(self, logits: Logits, hidden_RD: Tensor, b: Batch, *, is_target: bool) -> Tensor:
+        """What is told of all sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
+        if b.by_ratio:
+            return self._by_ratio(logits, hidden_RD, b, is_target=is_target)
+        told = [self.told(logits(hidden_RD[part]), b, part, is_target=is_target) for part in self.parts(len(hidden_RD))]
+        told_AFR = told[0] if len(told) == 1 else torch.cat(told, 2)
+        self._note(b, told_AFR[0, 0].to(torch.int64), slice(None))
+        return told_AFR.flatten()
+
+    def told(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
+        """What is told of some rows by the coupled rule: the tokens of the draw and of those ahead, [A, F, R]."""
+        gumbel = None
+        if self.kernel is None and self.device.type == "cpu":
+            gumbel = partial(self._noise.rows, b, part, self.plan.noise)
+        told_AFR = (self.kernel or sample)(
+            logits_RV,
+            self._warp(b, part),
+            b.key_2R[:, part].T,
+            b.place_R[part],
+            wanted=self._wanted if is_target else (),
+            warped=self.algorithm.warped,
+            draw_R=b.draw_R[part] if self.algorithm.fresh else None,
+            scored_R=None if b.scored_R is None else b.scored_R[part],
+            mask_id=self._mask_id,
+            ahead=self.algorithm.ahead if is_target else 0,
+            gumbel=gumbel,
+        )
+        if not is_target:
+            return told_AFR
+        if self._told_F is not None:
+            told_AFR = told_AFR.index_select(1, self._told_F)
+        if self._of_two:
+            law_RV = log_law(logits_RV.to(torch.float64), self._warm)
+            told_AFR[0, -1] = measure(self.notes[-1], law_RV, told_AFR[0, 0].to(torch.int64))
+        return told_AFR
+
+    def _warp(self, b: Batch, part: slice | Tensor) -> Warp:
+        own_2R = None if b.own_2R is None else b.own_2R[:, part]
+        return Warp(self._job, self._uncut, own_2R, b.cuts, self._suppressed, self._suppressed_V)
+
+    def _note(self, b: Batch, token_R: Tensor, part: slice | Tensor) -> None:
+        """Keep tokens where the next rows of their slots take them from the device."""
+        if b.note_R is not None:
+            self.noted_C.index_copy_(0, b.note_R[part], token_R)
+
+    # ---- the rejection rule --------------------------------------------------------------------------------------
+
+    def _by_ratio(self, logits: Logits, hidden_RD: Tensor, b: Batch, *, is_target: bool) -> Tensor:
+        """Draw drafts and keep what they were drawn from; judge the chains."""
+        parts = self.parts(len(hidden_RD))
+        weighed = [
+            self._weighed(logits(hidden_RD[part]), b, part, alone=len(parts) == 1, is_target=is_target)
+            for part in parts
+        ]
+        told_FR = torch.cat([told for told, *_ in weighed], 1)
+        log_p_R = torch.cat([log_p for _, log_p, *_ in weighed])
+        held = weighed[0][2:] if len(weighed) == 1 else None
+        accepted_B = torch.zeros_like(b.size_B)
+        if b.any_chain:
+            told_FR, accepted_B = self._judged(logits, hidden_RD, b, told_FR, log_p_R, held)
+        if b.row_D.shape[0] and self._states_CD.shape[1]:
+            states_DD = hidden_RD[b.row_D]
+            if self.algorithm.names_laws:
+                states_DD = self._again(logits, hidden_RD, b, b.row_D, held)[1]
+            self._keep(b.cell_R[b.row_D], states_DD, self._q_of(told_FR, log_p_R, b.row_D))
+        self._note(b, told_FR[0].to(torch.int64), slice(None))
+        return torch.cat([told_FR.flatten(), accepted_B.to(torch.float64)])
+
+    def _weighed(self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool) -> tuple[Tensor, ...]:
+        """What is told of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
+        from.
+
+        Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows.
+        """
+        warp = self._warp(b, part)
+        logits_RV = warp.suppress(logits_RV)
+        law_RV = self.law(logits_RV, warp)
+        p_RV = self._judging(logits_RV, law_RV)
+        token_R, uniform_R = b.draft_R[part], b.uniform_R[part]
+        if not alone:
+            token_R = torch.where(b.judged_R[part] > 0, token_R, self._drawn(law_RV, uniform_R))
+        elif b.row_D.shape[0]:
+            token_R = token_R.index_copy(0, b.row_D, self._drawn(law_RV[b.row_D], uniform_R[b.row_D]))
+        told = [token_R, torch.zeros_like(uniform_R)]
+        if is_target:
+            told[1] = self._log_p(logits_RV, law_RV, warp, token_R)
+            laws = [law_RV] * len(self.notes)
+            if self.algorithm.measured:
+                laws[-1] = p_RV
+            told += [measure(name, law, token_R) for name, law in zip(self.notes, laws, strict=True)]
+        log_p_R = p_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
+        return torch.stack([one.to(torch.float64) for one in told]), log_p_R, logits_RV, law_RV
+
+    def _drawn(self, law_RV: Tensor, uniform_R: Tensor) -> Tensor:
+        return law_RV.argmax(-1) if self._greedy else inverse_cdf_draw(law_RV.exp(), uniform_R)
+
+    def law(self, logits_RV: Tensor, warp: Warp) -> Tensor:
+        """The distributions that tokens are drawn from; at temperature 0 the model's own in float64, if ratios mean something."""
+        if self._greedy and self.algorithm.by_ratio:
+            return torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
+        return warp.law(logits_RV, cut=True)
+
+    def _judging(self, logits_RV: Tensor, law_RV: Tensor) -> Tensor:
+        """The distributions that judge: at temperature 0 those of temperature 1 after top-k and top-p."""
+        if self._greedy and self.algorithm.by_ratio and self._cuts:
+            return log_law(logits_RV.to(torch.float64), self._warm)
+        return law_RV
+
+    def _log_p(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp, token_R: Tensor) -> Tensor:
+        """Log-probabilities under the model itself."""
+        plain = warp.is_plain and self._job.top_p is None and not self._greedy
+        plain_RV = law_RV if plain else torch.log_softmax(logits_RV, dim=-1)
+        return plain_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
+
+    def _q_of(self, told_FR: Tensor, log_p_R: Tensor, row_D: Tensor) -> Tensor:
+        """log q of the drafts in these rows. At temperature 0 S2D2's code takes the model's own probability, which is a note."""
+        if self._greedy and self.algorithm.by_ratio:
+            return told_FR[2, row_D].log()
+        return log_p_R[row_D]
+
+    def _keep(self, cell_D: Tensor, states_DD: Tensor, log_q_D: Tensor) -> None:
+        self._states_CD[cell_D] = states_DD.to(self._states_CD.dtype)
+        self._log_q_C[cell_D] = log_q_D
+
+    def _judged(
+        self,
+        logits: Logits,
+        hidden_RD: Tensor,
+        b: Batch,
+        told_FR: Tensor,
+        log_p_R: Tensor,
+        held: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What is told of rows, with the token after the drafts of each chain that hold; and how many these are, [B].
+
+        `held` are the logits and distributions of all rows, where they fit into memory at once.
+        """
+        owner_R, size_B, judged_R = b.owner_R, b.size_B, b.judged_R > 0
+        # Where no distribution is kept, rows follow drafts that nobody judges: their token is drawn here, and q is not read.
+        has_q = not b.is_sure and self._states_CD.shape[1] > 0
+        log_q_R = self._log_q_C[b.cell_R] if has_q else torch.zeros_like(log_p_R)
+        good_R = judged_R & (b.accept_R < (self.algorithm.temper * (log_p_R - log_q_R)).exp())
+        row_R, size_R = torch.arange(len(hidden_RD), device=good_R.device), size_B[owner_R]
+        step_R = row_R - b.first_B[owner_R]
+        stops_R = torch.where(good_R | (step_R >= size_R), size_R, step_R)
+        accepted_B = size_B.scatter_reduce(0, owner_R, stops_R, "amin")
+        # Where every draft holds and no row is left, or there is no chain, the token drawn here means nothing.
+        last_B = (b.first_B + torch.minimum(accepted_B, (size_B - 1).clamp(min=0))).clamp(max=len(hidden_RD) - 1)
+        refused_B = judged_R[last_B]
+        logits_BV, law_BV, warp = self._again(logits, hidden_RD, b, last_B, held)
+        p_BV = self._judging(logits_BV, law_BV)
+        if has_q:
+            q_BV = self._q_again(b, last_B, warp)
+        else:
+            q_BV = torch.full_like(p_BV, -torch.inf).scatter_(1, b.draft_R[last_B].unsqueeze(1), 0.0)
+        mass_BV = torch.where(refused_B.unsqueeze(1), residual(p_BV, q_BV), law_BV.exp())
+        token_B = inverse_cdf_draw(mass_BV, b.uniform_R[last_B])
+        if self._greedy:
+            token_B = torch.where(refused_B, token_B, law_BV.argmax(-1))
+        new_2B = torch.stack([token_B.to(torch.float64), self._log_p(logits_BV, law_BV, warp, token_B)])
+        is_next_R = (row_R == last_B[owner_R]) & (accepted_B < size_B)[owner_R]
+        told_2R = torch.where(is_next_R, new_2B.index_select(1, owner_R), told_FR[:2])
+        return torch.cat([told_2R, told_FR[2:]]), accepted_B
+
+    def _again(
+        self, logits: Logits, hidden_RD: Tensor, b: Batch, row_B: Tensor, held: Sequence[Tensor] | None
+    ) -> tuple[Tensor, Tensor, Warp]:
+        """Logits and distributions of some rows again: those held, else computed once more, which gives the same bits."""
+        warp = self._warp(b, row_B)
+        if held is not None:
+            return held[0][row_B], held[1][row_B], warp
+        logits_BV = warp.suppress(logits(hidden_RD[row_B]))
+        return logits_BV, self.law(logits_BV, warp), warp
+
+    def _q_again(self, b: Batch, row_B: Tensor, warp: Warp) -> Tensor:
+        """What the drafts of some rows were drawn from."""
+        states_BD = self._states_CD[b.cell_R[row_B]]
+        if self.algorithm.names_laws:
+            return states_BD
+        assert self._drafts_by is not None, "drafts come from a model"
+        return self.law(warp.suppress(self._drafts_by(states_BD)), warp)
+
+    # ---- drafts that need no forward of their own ----------------------------------------------------------------
+
+    def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, b: Batch, part: slice) -> Tensor:
+        """A draft from each row's logits, [R]; the rejection rule keeps what it was drawn from."""
+        if not b.by_ratio:
+            return self.told(logits_RV, b, part, is_target=False)[0, 0].to(torch.int64)
+        warp = self._warp(b, part)
+        law_RV = self.law(warp.suppress(logits_RV), warp)
+        token_R = inverse_cdf_draw(law_RV.exp(), b.uniform_R[part])
+        log_q_R = law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
+        self._keep(b.cell_R[part], hidden_RD, log_q_R)
+        return token_R
+
+    def named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
+        """Drafts from distributions that decoders name. These are few tokens: they are drawn on the host, no device is waited
+        for."""
+        token_BT, weight_BT = spread(asks, self._vocab_size, self._never)
+        slot_B, rank_B, when_B = (
+            np.array(one)
+            for one in zip(*((s.slot, ask.rank, s.decided) for s, ask in zip(samples, asks, strict=True)), strict=True)
+        )
+        key_B2, order_SW = self._slots.key_S2[slot_B], self._slots.order_SW
+        place_B = rank_B if order_SW is None else order_SW[slot_B, rank_B]
+        own_2B, cuts = None, (self._slots.top_p_S[slot_B] < 1.0).any()
+        if self._slots.own:
+            own_2B = torch.from_numpy(np.stack([self._slots.temperature_S[slot_B], self._slots.top_p_S[slot_B]]))
+        warp = Warp(self._job, self._uncut, own_2B, bool(cuts), self._suppressed, self._suppressed_V)
+        law_BT = warp.law(weight_BT.log().to(self._law_dtype), cut=self.by_ratio)
+        if self.by_ratio:
+            uniform_B = torch.from_numpy(keys.uniform_rows(key_B2, place_B, keys.DRAFT, when_B))
+            index_B = inverse_cdf_draw(law_BT.exp(), uniform_B)
+            self._keep_named(slot_B * self._slot_cells + rank_B % self.algorithm.window, token_BT, law_BT, index_B)
+        else:
+            index_B = warp.draw(law_BT, noise.gumbel_at(torch.from_numpy(key_B2), torch.from_numpy(place_B), token_BT))
+        tokens = token_BT.gather(1, index_B.unsqueeze(1)).squeeze(1).tolist()
+        return (Answer(0, [token], [0.0]) for token in tokens)
+
+    def _keep_named(self, cell_B: Ints, token_BT: Tensor, law_BT: Tensor, index_B: Tensor) -> None:
+        """Send distributions of few tokens to where drafts are judged."""
+        log_q_B = law_BT.gather(1, index_B.unsqueeze(1)).to(torch.float64)
+        sent = Batch(
+            row_R=cell_B, told_5R=token_BT.numpy().T, own_2R=torch.cat([law_BT.to(torch.float64), log_q_B], 1).numpy().T
+        ).to(self.device)
+        law_BV = self._states_CD.new_full((len(cell_B), self._vocab_size), -torch.inf)
+        # Places that fill a row up hold no mass: where two name one token, the greater counts.
+        law_BV.scatter_reduce_(1, sent.told_5R.T, sent.own_2R[:-1].T.to(law_BV.dtype), "amax")
+        self._keep(sent.row_R, law_BV, sent.own_2R[-1])
+
+
+def spread(asks: Sequence[SampleFrom], vocab_size: int, never: frozenset[int]) -> tuple[Tensor, Tensor]:
+    """Tokens in ascending order, int64 [B, T], and their weights, float64, 0 where a row has fewer; without those in `never`.
+
+    Where an ask names no others, all of them are alike.
+    """
+    rows = list[tuple[list[int], list[float]]]()
+    for ask in asks:
+        weight_of = {token: weight for token, weight in zip(ask.tokens, ask.weights, strict=True) if token not in never}
+        if not weight_of:
+            weight_of = dict.fromkeys((token for token in range(vocab_size) if token not in never), 1)
+        tokens = sorted(weight_of)
+        rows.append((tokens, [float(weight_of[token]) for token in tokens]))
+    most = max(len(tokens) for tokens, _ in rows)
+    token_BT = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens, _ in rows], dtype=torch.int64)
+    weight_BT = torch.tensor([weights + [0.0] * (most - len(weights)) for _, weights in rows], dtype=torch.float64)
+    return token_BT, weight_BT

@@ -1,0 +1,291 @@
+"""Whose turn it is: which samples run in the next step, and how much of the prompts of those that are new.
+
+A new sample waits in a line until its prompt has run. Prompts run whole and apart from the others (a few may run beside them), or
+with a budget of rows beside those that decode, in chunks:
+
+    budget 512          step 1             step 2            step 3
+    A  prompt of 300    300, its first ask decodes           decodes
+    B  prompt of 900    212 rows           512 rows          176 rows, its first ask
+
+A chunk is leading rows of a prompt of which none is sampled: it writes their columns and raises `cached`, as columns do that are
+taken over from another sample. So the decoder's generator starts when only the rest is left, and notices nothing. The same rules
+say where a prompt can be cut: anywhere in a causal model, between blocks in block diffusion, nowhere in an any-subset model,
+whose prompt sees all of itself. The chunks of a prompt and its first ask are one evaluation.
+
+A sample waits for another one's prompt if both have more in common than any slot holds yet: the samples of a row (`sampling.n`)
+have one prompt, those of a task the same examples before their questions.
+
+    A  shots | question A     runs, a chunk in each forward where the rows are many
+    B  shots | question B     waits until A's columns of the shots are in place; copies them, and runs the rest
+    C  other                  runs beside A, as far as the budget of rows allows
+
+Source of chunks: Agrawal et al., "Sarathi" (2023), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from draftmill.decoders.base import EngineStats
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.asks import FAR, Ask, Ints, Span
+from draftmill.decoders.engine.memory import MemoryPlan
+from draftmill.decoders.engine.prefix_cache import PrefixCache
+from draftmill.decoders.engine.samples import Sample
+
+LEAST_SHARED: Final = 16
+"""A sample waits for another one's prompt, and columns are copied, if that saves so many rows, or all that can be saved."""
+DEVICE_ROWS: Final = 2048
+"""Rows of prompts in a forward on a device, unless another number is given. They take several times as long to compute as the
+weights take to read (about 300 rows take as long on an H100 in bfloat16, by its data sheet): cutting costs little."""
+# At most one new sample in this many joins the others: more of them fill a forward of their own.
+_FEW_PROMPTS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The samples of one step. It is the first evaluation of those that are `new`; those in `chunks` run a part of their prompts.
+
+    `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples are left out until others' prompts have run.
+    """
+
+    samples: list[Sample]
+    prefill_only: bool = False
+    mixed: bool = False
+    new: Sequence[Sample] = ()
+    chunks: Sequence[Sample] = ()
+    num_waiting: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A sample whose prompt has not run, or not all of it. It waits until `source` has this many `columns` of its own prompt."""
+
+    sample: Sample
+    begun: bool = False
+    settled: bool = False
+    source: Prefill | None = field(default=None, repr=False)
+    columns: int = 0
+    done: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether what it waits for is not there yet."""
+        source = self.source
+        return source is not None and not source.done and source.sample.cached < self.columns
+
+
+class Scheduler:
+    """The `line` of new samples, in the order in which they came, and what their prompts have in common.
+
+    `copy_prefix` copies the first columns of a slot onto another. Without `prompt_rows` prompts run without a budget.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        copy_prefix: Callable[[int, int, int], None],
+        stats: EngineStats,
+        *,
+        vocab_size: int,
+        prompt_rows: int | None,
+        on_cpu: bool,
+    ) -> None:
+        self.algorithm, self._copy_prefix, self._stats = algorithm, copy_prefix, stats
+        self._vocab_size, self.prompt_rows, self._on_cpu = vocab_size, prompt_rows, on_cpu
+        self.prefixes = PrefixCache(algorithm.cut_multiple)
+        self.line = list[Prefill]()
+        self._was_mixed = False
+
+    def start(self, sample: Sample) -> None:
+        """A sample has its slot; what the last one left there of its prompt is taken over."""
+        if not self.algorithm.has_prompt(sample):
+            self.prefixes.forget(sample.slot)
+            return
+        self.line.append(Prefill(sample))
+        if most := self.algorithm.reusable(sample):
+            sample.cached = self.prefixes.insert(sample.slot, prompt_of(sample, self._vocab_size), most)
+        else:
+            self.prefixes.forget(sample.slot)
+
+    def drop(self, samples: Sequence[Sample]) -> None:
+        """These samples end before their prompts have run."""
+        slots = {sample.slot for sample in samples}
+        self.line = [one for one in self.line if one.sample.slot not in slots]
+        for one in self.line:
+            if one.source is not None and one.source.sample.slot in slots:
+                one.source, one.settled = None, False
+
+    # ---- before a step -------------------------------------------------------------------------------------------
+
+    def next(self, everyone: list[Sample], plan: MemoryPlan, *, alternates: bool) -> Turn:
+        """Who runs next. `alternates`: of the steps with and without prompts every other one has none (lengths `auto`)."""
+        if not self.line:
+            self._was_mixed = False
+            return Turn(everyone)
+        budget = self._budget(len(everyone), plan, alternates=alternates)
+        if budget == 0:
+            return self._turn(everyone, [])
+        ready = self._ready()
+        if budget is None:
+            new = sorted(ready, key=lambda sample: sample.slot)
+            line = sorted((one.sample for one in self.line), key=lambda sample: sample.slot)
+            return self._turn(line, new[: fitting(new, plan.prompt_rows)])
+        return self._turn(everyone, schedule_chunks(ready, self.algorithm, budget))
+
+    def _turn(self, everyone: list[Sample], running: list[Sample]) -> Turn:
+        """The step of those whose prompts have run, and of `running` ones among those in line."""
+        slots = {one.sample.slot for one in self.line} - {sample.slot for sample in running}
+        samples = [sample for sample in everyone if sample.slot not in slots]
+        prefill_only = len(samples) == len(running)
+        new, chunks = ([one for one in running if bool(one.chunk) is cut] for cut in (False, True))
+        self._begin(running)
+        return Turn(samples, prefill_only, bool(running) and not prefill_only, new, chunks, len(slots))
+
+    def _budget(self, num_samples: int, plan: MemoryPlan, *, alternates: bool) -> int | None:
+        """How many rows of prompts may run beside the others' rows now; None if prompts run without the others."""
+        num_new = len(self.line)
+        if self.prompt_rows is None:
+            joins = self.algorithm.joins_prompts and _FEW_PROMPTS * num_new <= num_samples and self._on_cpu
+            return FAR if joins else None
+        is_mixed = num_new < num_samples
+        if is_mixed and self._was_mixed and alternates:
+            # Lengths `auto` are chosen by the times of steps without prompts: every other one is such a step.
+            self._was_mixed = False
+            return 0
+        self._was_mixed = is_mixed
+        return min(self.prompt_rows, plan.prompt_rows or self.prompt_rows)
+
+    def _ready(self) -> list[Sample]:
+        """Those that wait for no other one's prompt; columns that others hold are copied into their slots."""
+        coming = list[Prefill]()
+        for one in self.line:
+            if not one.settled or (one.source is not None and not one.waits):
+                self._settle(one, coming)
+            if not one.waits:
+                coming.append(one)
+        return [one.sample for one in coming]
+
+    def _settle(self, one: Prefill, coming: list[Prefill]) -> None:
+        """Take over what is there, and find out whether it is worth waiting for one of those that run before."""
+        one.settled, one.source = True, None
+        sample, most = one.sample, self.algorithm.reusable(one.sample)
+        if not most:
+            return
+        self._take_over(sample, most)
+        columns, slot = self.prefixes.find_pending(sample.slot, most, [other.sample.slot for other in coming])
+        if is_worth(columns - sample.cached, columns == most):
+            one.source = next(other for other in coming if other.sample.slot == slot)
+            one.columns = columns
+
+    def _take_over(self, sample: Sample, most: int) -> None:
+        """Copy what another slot holds of a new sample's prompt."""
+        columns, slot = self.prefixes.find(sample.slot, most)
+        if is_worth(columns - sample.cached, columns == most):
+            self._copy_prefix(slot, sample.slot, columns)
+            sample.cached = columns
+            self.prefixes.holds(sample.slot, columns)
+
+    def _begin(self, running: Sequence[Sample]) -> None:
+        """These samples run rows of their prompts now; each prompt is counted when it begins."""
+        slots = {sample.slot for sample in running}
+        for one in self.line:
+            if one.sample.slot in slots and not one.begun:
+                one.begun = True
+                if most := self.algorithm.reusable(one.sample):
+                    self._stats.prompt_rows += columns_left(one.sample, most)
+                    self._stats.prompt_rows_shared += one.sample.cached
+
+    # ---- after it ------------------------------------------------------------------------------------------------
+
+    def ran(self, turn: Turn) -> None:
+        """The prompts of new samples are in place; those who wait take them over before a slot has its next sample."""
+        for sample in turn.chunks:
+            if not sample.is_bad:
+                self.prefixes.holds(sample.slot, sample.cached)
+        slots = {sample.slot for sample in turn.new}
+        for one in self.line:
+            if one.sample.slot in slots:
+                one.done = True
+                if most := self.algorithm.reusable(one.sample):
+                    self.prefixes.holds(one.sample.slot, columns_left(one.sample, most))
+        if turn.new:
+            self.line = [one for one in self.line if not one.done]
+            for one in self.line:
+                if one.source is not None and one.source.done:
+                    self._take_over(one.sample, self.algorithm.reusable(one.sample))
+
+
+def is_worth(saved: int, is_all: bool) -> bool:
+    """Whether so many rows are worth a copy of columns, or a step of waiting."""
+    return saved >= LEAST_SHARED or (saved > 0 and is_all)
+
+
+def prompt_of(sample: Sample, vocab_size: int) -> Ints:
+    """What the columns of a prompt depend on: its tokens, and their positions where columns are not positions."""
+    tokens = np.array(sample.tokens[: sample.prompt], dtype=np.int64)
+    return tokens if sample.order is None else tokens + vocab_size * np.array(sample.order[: sample.prompt])
+
+
+def columns_left(sample: Sample, most: int) -> int:
+    """How many columns of a prompt its sample's first ask leaves in the cache."""
+    return min(most + 1, sample.prompt)
+
+
+def fitting(new: list[Sample], most: int | None) -> int:
+    """How many whole prompts fit into the memory of one forward, `most` rows; at least one."""
+    num_rows = 0
+    for count, sample in enumerate(new):
+        num_rows += len(sample.request.canvas) - sample.cached
+        if most is not None and count and num_rows > most:
+            return count
+    return len(new)
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def rows_left(sample: Sample, algorithm: Algorithm) -> int:
+    """How many rows of its prompt the sample has still to run, with those that are scored; at least one."""
+    return max((sample.length if algorithm.scores else sample.prompt) - sample.cached, 1)
+
+
+def chunk_within(sample: Sample, algorithm: Algorithm, budget: int) -> int:
+    """How many leading rows of the rest of its prompt, at most `budget`, may run without its end."""
+    most, multiple = algorithm.reusable(sample), algorithm.cut_multiple
+    if multiple == WHOLE:
+        return 0
+    end = min(sample.cached + budget, most)
+    return max(end - end % multiple - sample.cached, 0)
+
+
+def schedule_chunks(waiting: Iterable[Sample], algorithm: Algorithm, budget: int) -> list[Sample]:
+    """Divide the budget among samples in their order: which of them run rows in the next forward.
+
+    Those with a `chunk` run that many rows of their prompts, the others all that is left. What can't be cut waits until it fits,
+    or runs as the only one: something runs in any case.
+    """
+    running, left = list[Sample](), budget
+    for sample in waiting:
+        rows, is_first = rows_left(sample, algorithm), not running
+        if rows > left:
+            most = max(left, algorithm.cut_multiple) if is_first else left
+            sample.chunk = chunk_within(sample, algorithm, most)
+            if not (sample.chunk or is_first):
+                break
+        running.append(sample)
+        left -= sample.chunk or rows
+        if left <= 0:
+            break
+    return running
+
+
+def ask_of_chunk(sample: Sample, algorithm: Algorithm) -> Ask:
+    """The rows of the chunk that the sample runs now, as its prompt has them."""
+    start, count = sample.cached, sample.chunk
+    block = algorithm.cut_multiple if algorithm.kind == "blocks" else 1
+    return Ask(sample.tokens[start : start + count], Span(count, start, start, block=block), (), ())

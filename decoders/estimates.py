@@ -1,0 +1,242 @@
+"""Texts that are scored under masked diffusion by a mean over random masks (draws/score_masks.py); each mask is a canvas.
+
+A text is a sample whose canvases each need one forward and keep nothing. So a text offers as many as it has left, and runs those
+that fit; the engine (engine/score_engine.py) puts the canvases of several texts into one forward.
+
+    text          tokens that are scored       canvases                     a forward
+    A             * * * *                      A0 A1 A2 .. A127             A126 A127 B0 B1
+    B             * *                          B0 B1 B2
+
+A canvas's result is the same in any forward, and a text's sums are exact (fsum), so its score does not depend on the batch.
+
+The distribution is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
+Plain numbers, no torch. Legend: L tokens of a text, R tokens that are read, M draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import fsum, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.common_settings import DecoderChoice, Estimate
+from draftmill.decoders.draws.score_masks import MaskedGroup
+from draftmill.decoders.engine.asks import SCORE, Ask, Decoding, Ints, Offer, Span, runs_of
+from draftmill.decoders.engine.samples import Sample
+
+
+class ScoredRows(NamedTuple):
+    """A canvas whose tokens are all known, as the rows of a forward that keeps nothing.
+
+    `tokens` are those of the rows in `spans`. `rows` are numbers among them (a row may be read twice), each of which is asked for
+    the log-probability of its one of `wanted`. `sigmas` holds the total noise of the canvas, for a model that diffuses.
+    """
+
+    tokens: Ints
+    spans: Sequence[int]
+    rows: Ints
+    wanted: Ints
+    sigmas: Sequence[float] = ()
+
+
+class Grouping(NamedTuple):
+    """The scored positions that are masked together, group by group, and those that are read `alone`, without a mask.
+
+    `per_canvas` draws share a canvas; a function of the text alone.
+    """
+
+    groups: list[Ints]
+    alone: Ints
+    per_canvas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One draw of masks: the masked positions, those that are read (the masked ones, and those alone), and their weights.
+
+    `share` is the share of its text's tokens that it stands for.
+    """
+
+    number: int
+    masked: Ints
+    asked_R: Ints
+    weights_R: NDArray[np.float64]
+    sampled_R: NDArray[np.bool_]
+    share: float
+
+
+class Text(Sample):
+    """A text that is being scored: its masks, and what its canvases have said so far.
+
+    `sampled_M` are each draw's sums over groups with random masks, `exact_M` over all other tokens.
+    """
+
+    __slots__ = (
+        "alone",
+        "by_position",
+        "exact_M",
+        "groups",
+        "num_run",
+        "per_canvas",
+        "positions",
+        "sampled_M",
+        "scored",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        order: list[int] | None,
+        prompt: int,
+        *,
+        grouped: Callable[[Request], Grouping],
+        kind: str,
+        samples: int,
+        **more: Any,
+    ) -> None:
+        super().__init__(request, order, prompt, **more)
+        self.scored = request.to_score()
+        self.positions, self.alone, self.per_canvas = grouped(request)
+        places = [np.searchsorted(self.scored, each).astype(np.int64) for each in self.positions]
+        self.groups = [MaskedGroup(request.key, number, each, kind, samples) for number, each in enumerate(places)]
+        self.num_run = 0
+        self.sampled_M, self.exact_M = np.zeros(self.num_draws), np.zeros(self.num_draws)
+        self.by_position: dict[int, float] = {}
+        self.is_greedy = True if self.is_exact else None
+
+    @property
+    def num_draws(self) -> int:
+        """How many masks the group with the most masks has."""
+        return max((group.num_masks for group in self.groups), default=1)
+
+    @property
+    def num_canvases(self) -> int:
+        """How many canvases are run."""
+        return -(-self.num_draws // self.per_canvas)
+
+    @property
+    def left(self) -> int:
+        """How many of them have not run."""
+        return self.num_canvases - self.num_run
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each token's own probability is known: none is masked together with another."""
+        return all(group.enumerated and len(group.places_L) == 1 for group in self.groups)
+
+    # ---- masks ---------------------------------------------------------------------------------------------------
+
+    def next_canvases(self, count: int) -> list[list[Draw]]:
+        """The draws of the next canvases."""
+        numbers = range(self.num_run * self.per_canvas, min((self.num_run + count) * self.per_canvas, self.num_draws))
+        draws = [self._draw(number) for number in numbers]
+        return [draws[first : first + self.per_canvas] for first in range(0, len(draws), self.per_canvas)]
+
+    def _draw(self, number: int) -> Draw:
+        masked, weights, sampled, share = [], [], [], 0.0
+        for group, positions in zip(self.groups, self.positions, strict=True):
+            if number < group.num_masks:
+                mask = group.mask(number)
+                share = mask.share
+                masked.append(positions[mask.hidden_L])
+                weights.append(np.full(len(masked[-1]), mask.weight))
+                sampled.append(np.full(len(masked[-1]), not group.enumerated))
+        empty = np.zeros(0, dtype=np.int64)
+        hidden = np.concatenate([empty, *masked])
+        alone = self.alone if number == 0 else empty
+        return Draw(
+            number,
+            hidden,
+            np.concatenate([hidden, alone]),
+            np.concatenate([*weights, np.ones(len(alone))]),
+            np.concatenate([*sampled, np.zeros(len(alone), dtype=np.bool_)]).astype(np.bool_),
+            share,
+        )
+
+    # ---- what the canvases say -----------------------------------------------------------------------------------
+
+    def take(self, canvas: list[Draw], log_p_R: NDArray[np.float64], is_first_R: NDArray[np.bool_]) -> None:
+        """Add what a canvas said of the tokens of its draws; after the last one the text has its score."""
+        first = 0
+        for draw in canvas:
+            end = first + len(draw.asked_R)
+            self._add(draw, log_p_R[first:end], is_first_R[first:end])
+            first = end
+        committed = len(self.scored) * self.num_run // self.num_canvases
+        self.num_run += 1
+        self.stats.committed += len(self.scored) * self.num_run // self.num_canvases - committed
+        if not self.left:
+            self.decided = self.length
+            self.logprob = fsum([*self.sampled_M.tolist(), *self.exact_M.tolist()])
+            if self.is_exact:
+                self.log_ps = [self.by_position[position] for position in self.scored.tolist()]
+
+    def _add(self, draw: Draw, log_p_R: NDArray[np.float64], is_first_R: NDArray[np.bool_]) -> None:
+        each_R = draw.weights_R * log_p_R
+        self.sampled_M[draw.number] = fsum(each_R[draw.sampled_R].tolist())
+        self.exact_M[draw.number] = fsum(each_R[~draw.sampled_R].tolist())
+        if self.is_exact:
+            self.by_position |= dict(zip(draw.asked_R.tolist(), log_p_R.tolist(), strict=True))
+            self.is_greedy = bool(self.is_greedy and is_first_R.all())
+
+    def stderr(self) -> float:
+        """The estimate's standard error: from the difference of each pair of masks, which are alike but for chance."""
+        sampled_M = self.sampled_M[: len(self.sampled_M) // 2 * 2]
+        return sqrt(fsum(((sampled_M[0::2] - sampled_M[1::2]) ** 2).tolist()))
+
+    # ---- the result ----------------------------------------------------------------------------------------------
+
+    def _generated(self) -> tuple[list[int], list[float]]:
+        return [self.tokens[position] for position in self.scored.tolist()], self.log_ps or []
+
+    def outcome(self) -> Outcome:
+        """See Sample; an estimate has an error."""
+        outcome = super().outcome()
+        if outcome.error_kind is None and not self.is_exact:
+            outcome.logprob_stderr = self.stderr()
+        return outcome
+
+
+def estimate_score(s: Text, rows_of: Callable[[Text, list[Draw]], ScoredRows]) -> Decoding:
+    """Run all canvases of a text, in each forward as many as fit; `rows_of` lays out the rows of one."""
+    while s.left:
+        count = yield Offer(s.left)
+        canvases = s.next_canvases(count)
+        rows = [rows_of(s, canvas) for canvas in canvases]
+        answer = yield ask_about(rows)
+        if answer is None:
+            continue  # too many for the memory: they are offered again
+        ends = np.cumsum([len(one.wanted) for one in rows])[:-1]
+        is_first_R = answer.tokens[0] == np.concatenate([one.wanted for one in rows])
+        told = zip(np.split(answer.log_ps[0], ends), np.split(is_first_R, ends), strict=True)
+        for canvas, (log_p_R, first_R) in zip(canvases, told, strict=True):
+            s.take(canvas, log_p_R, first_R)
+
+
+def ask_about(canvases: Sequence[ScoredRows]) -> Ask:
+    """Canvases of a text as one ask: each has its own slot for the time of a forward."""
+    spans, first, row_R = list[int](), 0, list[Ints]()
+    for node, canvas in enumerate(canvases):
+        numbers = np.array(canvas.spans, dtype=np.int64).reshape(-1, len(Span._fields))
+        numbers[:, Span._fields.index("node")] = node
+        spans += numbers.reshape(-1).tolist()
+        row_R.append(first + canvas.rows)
+        first += len(canvas.tokens)
+    rows = np.concatenate(row_R)
+    return Ask(
+        np.concatenate([canvas.tokens for canvas in canvases]),
+        spans,
+        runs_of(rows, rows, SCORE),
+        np.concatenate([canvas.wanted for canvas in canvases]),
+        sigmas=[sigma for canvas in canvases for sigma in canvas.sigmas],
+    )
+
+
+def kind_of(settings: DecoderChoice, estimate: Estimate) -> str:
+    """The estimator: the family's own for `auto`."""
+    return settings.estimates[0] if estimate.kind == "auto" else estimate.kind

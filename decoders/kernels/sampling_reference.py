@@ -1,0 +1,156 @@
+"""From logits to tokens and what decoders want to know of each row, in torch: what sampling.py must give, and what runs on CPUs.
+
+    top1      the token's probability
+    margin    the largest probability less the second largest
+    entropy   in nats
+    squares   the sum of squared probabilities
+    scores    the logarithm of the summed exponentials of the raw logits of all ids but `mask_id`, suppressed ones too
+
+The first four are of the model's own distribution, or, if `warped`, of the one that the token was drawn from; in rows of
+temperature 0 this is the model's own. The draws and warps are those of decoders/draws.
+
+Legend: R rows, V vocabulary, F wanted notes, A draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.sampling import log_law, log_laws, nucleus_draw
+
+Wanted = Literal["top1", "margin", "entropy", "squares", "scores"]
+WANTED: Final[tuple[Wanted, ...]] = ("top1", "margin", "entropy", "squares", "scores")
+
+
+@dataclass(frozen=True, slots=True)
+class Warp:
+    """How each row's distribution is changed: by the job's settings, or by temperature and top-p of its own.
+
+    `job` are the job's settings, `uncut` the same without top-p. `own_2R` are temperature (0 takes the maximum) and top-p (1 or
+    more cuts nothing) of each row, float64; None where all rows have the job's. Kernels need them. A row has the same bits either
+    way. `cuts` says whether any row has a top-p below 1. `suppressed` are ids that are never generated, which `suppressed_V`
+    marks.
+    """
+
+    job: Sampling
+    uncut: Sampling
+    own_2R: Tensor | None
+    cuts: bool
+    suppressed: Tensor
+    suppressed_V: Tensor
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every row takes the maximum."""
+        return self.own_2R is None and self.job.temperature == 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every distribution is the model's own, but for top-p."""
+        return self.own_2R is None and self.job.temperature == 1.0 and self.job.top_k is None
+
+    def suppress(self, logits_RV: Tensor) -> Tensor:
+        """Make ids that are never generated impossible, in place."""
+        return logits_RV.index_fill_(-1, self.suppressed, -torch.inf) if len(self.suppressed) else logits_RV
+
+    def law(self, logits_RV: Tensor, *, cut: bool) -> Tensor:
+        """The log-probabilities of suppressed logits, [R, V]; `cut` to their nuclei or not."""
+        if self.own_2R is None:
+            return log_law(logits_RV, self.job if cut else self.uncut)
+        top_p_R1 = self.own_2R[1].unsqueeze(1) if cut and self.cuts else None
+        return log_laws(logits_RV, self.own_2R[0].unsqueeze(1), top_k=self.job.top_k, top_p_R1=top_p_R1)
+
+    def draw(self, uncut_RV: Tensor, gumbel_RV: Tensor) -> Tensor:
+        """The token of each row by its noise, [R], from a distribution that is not cut to its nucleus yet."""
+        if self.own_2R is None:
+            return nucleus_draw(uncut_RV, gumbel_RV, self.job.top_p if self.cuts else None)
+        return nucleus_draw(uncut_RV, gumbel_RV, self.own_2R[1].unsqueeze(1) if self.cuts else None)
+
+
+def sample(
+    logits_RV: Tensor,
+    warp: Warp,
+    key_R2: Tensor,
+    position_R: Tensor,
+    *,
+    wanted: Sequence[Wanted] = (),
+    warped: bool = False,
+    draw_R: Tensor | None = None,
+    scored_R: Tensor | None = None,
+    mask_id: int = -1,
+    ahead: int = 0,
+    gumbel: Callable[[int], Tensor] | None = None,
+) -> Tensor:
+    """Each row's token by the noise of its key and position, its log-probability under the model itself, and the wanted notes.
+
+    float64 [1 + ahead, 2 + F, R]: of the draw `draw_R` (int64, by default 0), and of so many after it. `key_R2` are the words of
+    noise.key_words. Where `scored_R` names a token (0 or more), the log-probability is that one's. `gumbel` gives the noise of
+    the draw so many ahead, [R, V], where a caller keeps it; kernels compute their own.
+
+    Where notes are wanted, the model's own distribution is computed in float64, but for the log-probabilities of warped rows. A
+    row has the same bits whatever its neighbours' settings are. Suppressed ids are made impossible in `logits_RV` itself.
+    """
+    scores_R = _log_scores(logits_RV, mask_id) if "scores" in wanted else None
+    logits_RV = warp.suppress(logits_RV)
+    uncut_RV = None if warp.greedy else warp.law(logits_RV, cut=False)
+    of_warped = warped and uncut_RV is not None
+    if wanted and not of_warped:
+        plain_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
+    elif uncut_RV is not None and warp.is_plain:
+        plain_RV = uncut_RV
+    else:
+        plain_RV = torch.log_softmax(logits_RV, dim=-1)
+    law_RV = plain_RV
+    if wanted and of_warped:
+        law_RV = warp.law(logits_RV, cut=True)
+        if warp.own_2R is not None:
+            exact_RV, greedy_R1 = torch.log_softmax(logits_RV.to(torch.float64), -1), warp.own_2R[0].unsqueeze(1) == 0.0
+            law_RV, plain_RV = (torch.where(greedy_R1, exact_RV, each) for each in (law_RV, plain_RV))
+    draw_R = torch.zeros_like(position_R) if draw_R is None else draw_R
+    told = []
+    for step in range(1 + ahead):
+        if uncut_RV is None:
+            token_R = logits_RV.argmax(-1)
+        elif gumbel is not None:
+            token_R = warp.draw(uncut_RV, gumbel(step))
+        else:
+            noise_RV = noise.gumbel_rows(key_R2, position_R, logits_RV.shape[1], draws_R=draw_R + step)
+            token_R = warp.draw(uncut_RV, noise_RV)
+        named_R = token_R if scored_R is None else torch.where(scored_R < 0, token_R, scored_R)
+        notes = [scores_R if name == "scores" else measure(name, law_RV, token_R) for name in wanted]
+        log_p_R = plain_RV.gather(-1, named_R.unsqueeze(-1)).squeeze(-1)
+        told.append(torch.stack([one.to(torch.float64) for one in (token_R, log_p_R, *notes)]))  # type: ignore[union-attr]
+    return torch.stack(told)
+
+
+def measure(name: str, law_RV: Tensor, token_R: Tensor) -> Tensor:
+    """One note of each row, float64 [R], from log-probabilities and the token drawn.
+
+    Sources: Nie et al., "Large language diffusion models" (LLaDA, 2025); Ye et al., "Dream 7B" (2025).
+    """
+    match name:
+        case "top1":
+            return law_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1).to(torch.float64).exp()
+        case "margin":
+            best_R2 = law_RV.topk(2, dim=-1).values.to(torch.float64).exp()
+            return best_R2[:, 0] - best_R2[:, 1]
+        case "squares":
+            return law_RV.to(torch.float64).exp().square().sum(-1)
+        case "entropy":
+            law_RV = law_RV.to(torch.float64)
+            mass_RV = law_RV.exp()
+            return -torch.where(mass_RV > 0, mass_RV * law_RV, mass_RV).sum(-1)
+    raise AssertionError(f"no note is named {name!r}")
+
+
+def _log_scores(logits_RV: Tensor, mask_id: int) -> Tensor:
+    assert mask_id >= 0, "scores leave out the mask"
+    mask = torch.full((1,), mask_id, dtype=torch.int64, device=logits_RV.device)
+    return logits_RV.to(torch.float64).index_fill(1, mask, -torch.inf).logsumexp(1)

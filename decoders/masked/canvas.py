@@ -1,0 +1,476 @@
+"""A sample of masked diffusion: its canvas, whose masks are revealed in any order; what is asked about it. Imports no torch.
+
+    position    0 1 2 | 3 4 5 6 | 7 8 9 10 | 11        block_length 4, the first mask at 3
+    block       0 0 0   0 0 0 0   1 1 1 1    2
+
+Blocks begin at the first mask, so that those of a completion are those of the public code. Masks may be anywhere; positions
+without one are never changed. A completion ends as soon as all tokens before an end token, or up to a stop string, are revealed;
+tokens after it are dropped.
+
+What a decoder asks about (`CanvasAsk`): rows of canvases with drafts in them, and the surest tokens for some of their masks.
+
+    canvas       the  _  sat  _  _  .            a mask at 1, 3 and 4
+    node 0       the  _  sat  _  _  .            the canvas as it is
+    node 1       the cat sat  _ mat .            with two drafts, which are not revealed: for this forward only
+    asked        of node 1, the mask at 3        ->  (how sure, position, token, ..)
+
+Which positions a forward with a cache runs (`Windows`): the whole canvas when the cache is rebuilt, else a window around its
+masks.
+
+    block_length 4           position    0 1 2 | 3 4 5 6 | 7 8 9 10 | 11
+    the cache is made                    x x x   x x x x   x x x x    x
+    then, in the first block             . . .   x x x x   . . . .    .      `prefix` runs all after it too
+    the first in the second block,
+    where the cache is not rebuilt     . . .   x x x x   x x x x    .
+
+Other positions are read from the cache. It is rebuilt at the start of each block; or, with `refresh`, after that many tokens,
+wherever blocks begin. In the latter case a block that ended since the last forward runs once more, so that its last token is not
+read as the mask that it was. A model with a shift reads a position from the row before it, so that row runs with the window.
+
+Nodes are canvases with some drafts in them (`Node`), all of which run in one forward, each in a slot of its own, or around a
+cache. A chain of nodes stands for forwards of `stepwise` that would follow each other. So with a cache each node runs the window
+that its forward would run, and reads every other position from the last node before it that ran it, in the same layer of the same
+forward:
+
+    block_length 3, refresh 9    the canvas     block 0   block 1         runs                reads
+    node 0 (the root)            the big _      _ _ _     . . .           block 0             the cache
+    node 1                       the big cat    _ _ _     . . .           blocks 0 and 1      the cache
+    node 2                       the big cat    _ on _    . . .           block 1             block 0 as node 1 ran it, the cache
+
+    columns                      0 .. canvas .. | node 1 | node 2 | ..
+
+The root runs the whole canvas if its forward rebuilds the cache (a *refresh*); drafts end before the next one. Keys and values
+that the last right node reads, and that the next forward won't compute again, are copied into the cache.
+
+Source of windows: Wu et al., "Fast-dLLM" (2025), section 3.2, whose caches live as long as a block; the interval in tokens is
+that of the SSD paper, section 4.1, which does not specify how to treat a finished block.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, TraceStep
+from draftmill.decoders.draws import keys
+from draftmill.decoders.engine.asks import FAR, MOST_STRETCHES, NO_DRAFT, TARGET, Answer, Ask, Ints, Span, runs_of
+from draftmill.decoders.engine.ends import EOS, STOP, Stops, ending
+from draftmill.decoders.engine.samples import Sample, Times
+
+Pick = tuple[float, int, int, float]
+"""(-how sure, position, token, log-probability under the model itself): so pairs of tuples compare as the surest first."""
+
+
+class Canvas(Sample):
+    """One request at work. `tokens` are those of the positions, HOLE at masks; `holes` are the positions of the masks, ascending.
+
+    `canvas` are the tokens as an array; `size` is the length of a block, by default of the whole canvas.
+    """
+
+    __slots__ = ("canvas", "holes", "keep", "log_p_at", "origin", "size", "uniform")
+
+    def __init__(
+        self,
+        request: Request,
+        order: list[int] | None,
+        prompt: int,
+        *,
+        block_length: int | None,
+        stops: Stops | None,
+        times: Times,
+        stats: EngineStats,
+        traced: bool,
+    ) -> None:
+        super().__init__(request, order, prompt, stops=stops, times=times, stats=stats, traced=traced)
+        self.holes = [position for position, token in enumerate(self.tokens) if token == HOLE]
+        self.origin = self.holes[0] if self.holes else 0
+        self.size = block_length or max(self.length, 1)
+        self.canvas: NDArray[np.int64] = np.array(self.tokens, dtype=np.int64)
+        self.uniform: NDArray[np.float64] | None = None
+        self.log_p_at: dict[int, float] = {}
+        # How many tokens are kept of a completion that has ended.
+        self.keep: int | None = None
+
+    @property
+    def revealed(self) -> int:
+        """How many tokens were revealed: the number of the next step's draws."""
+        return self.decided - self.prompt
+
+    @property
+    def order_uniforms(self) -> NDArray[np.float64]:
+        """A uniform number of each position: an order that does not depend on the text."""
+        if self.uniform is None:
+            self.uniform = keys.uniforms(self.key, np.arange(self.length), keys.ORDER)
+        return self.uniform
+
+    # ---- what decoders ask about ---------------------------------------------------------------------------------
+
+    def block(self, position: int) -> int:
+        """The block of a position."""
+        return max(position - self.origin, 0) // self.size
+
+    def end_of(self, block: int) -> int:
+        """The position after the last one of a block."""
+        return min(self.origin + (block + 1) * self.size, self.length)
+
+    def next_masks(self) -> tuple[int, int, int]:
+        """The masks that may come next, those of the first block that has any: from position, to position, how many."""
+        end = self.end_of(self.block(self.holes[0]))
+        return self.holes[0], end, bisect_left(self.holes, end)
+
+    # ---- what decoders reveal ------------------------------------------------------------------------------------
+
+    def reveal(self, picks: Sequence[Pick], proposed: int = 0, drafts: Sequence[int] = ()) -> None:
+        """End an iteration: reveal these tokens in their order, fewer where the completion ends.
+
+        All but the first of them count as accepted if any were `proposed`. `drafts` are shown in the trace.
+        """
+        count = self._until_end(picks)
+        for _, position, token, log_p in picks[:count]:
+            self.tokens[position] = self.canvas[position] = token
+            self.log_p_at[position] = log_p
+            self.logprob += log_p
+        if count == 1:
+            del self.holes[bisect_left(self.holes, picks[0][1])]
+        else:
+            self.holes = list(compress(self.holes, [self.tokens[position] == HOLE for position in self.holes]))
+        if self.keep is not None:
+            self.holes = []
+        self.decided += count
+        self._close_iteration(count, proposed, max(count - 1, 0) if proposed else 0)
+        if self.trace is not None:
+            tokens, positions = [pick[2] for pick in picks[:count]], [pick[1] for pick in picks[:count]]
+            self.trace.append(TraceStep(len(self.trace), self.nfe, list(drafts), tokens, positions))
+
+    def _until_end(self, picks: Sequence[Pick]) -> int:
+        if self.end is None or not (self.stop_ids or self.stop_text):
+            return len(picks)
+        news = [(position - self.origin, token) for _, position, token, _ in picks]
+        end = ending(self.tokens[self.origin :], news, Stops(tuple(self.stop_ids), self.stop_text))
+        if end is None:
+            return len(picks)
+        count, self.keep, self.end = end
+        assert self.end in (EOS, STOP), "a completion that ends early has a reason"
+        return count
+
+    # ---- the result ----------------------------------------------------------------------------------------------
+
+    def _generated(self) -> tuple[list[int], list[float]]:
+        positions = sorted(self.log_p_at)[: self.keep]
+        return [self.tokens[at] for at in positions], [self.log_p_at[at] for at in positions]
+
+    def outcome(self) -> Outcome:
+        """See Sample; of a completion that ended early only what is kept counts."""
+        outcome = super().outcome()
+        if self.keep is not None and outcome.logprob is not None:
+            outcome.logprob = sum(self._generated()[1])
+        return outcome
+
+
+# ---- asks ------------------------------------------------------------------------------------------------------------
+
+
+class CanvasAsk:
+    """Collects rows of canvases, and stretches of masks of which the surest are wanted. A row speaks of the position `shift`
+    after its own."""
+
+    def __init__(self, shift: int) -> None:
+        self._shift, self._spans, self._num_rows = shift, list[int](), 0
+        self._tokens, self._stretches = list[Ints](), list[int]()
+        # Of each stretch of masks: what their rows were run as, their positions, the number of their draws, how many are wanted.
+        self._firsts, self._positions, self._draws, self._bests = list[int](), list[Ints](), list[int](), list[int]()
+
+    def run(
+        self, canvas: Ints, low: int, high: int, *, column: int, below: int = 0, node: int = 0, sees: Sequence[int] = ()
+    ) -> int:
+        """Run the positions [low, high) of a canvas, which see the columns `below`, or these stretches; returns what to `read` of
+        them with."""
+        self._spans += Span(high - low, column, low, below, FAR, node=node)
+        self._stretches += sees
+        self._tokens.append(canvas[low:high])
+        first, self._num_rows = self._num_rows - low, self._num_rows + high - low
+        return first
+
+    def read(self, first: int, positions: Sequence[int], *, best: int, draw: int) -> None:
+        """Ask about some masks, in ascending order, whose rows were run as `first`: for so many of the surest."""
+        assert best <= len(positions), "more picks than masks"
+        self._firsts.append(first)
+        self._positions.append(np.array(positions, dtype=np.int64))
+        self._draws.append(draw)
+        self._bests.append(best)
+
+    def ask(self, sigmas: Sequence[float] = ()) -> Ask:
+        """The ask."""
+        position_R, sizes = np.concatenate(self._positions), [len(each) for each in self._positions]
+        row_R = np.repeat(self._firsts, sizes) + np.maximum(position_R - self._shift, 0)
+        runs = runs_of(row_R, position_R, TARGET, np.repeat(self._draws, sizes))
+        drafts = np.full(len(row_R), NO_DRAFT)
+        return Ask(np.concatenate(self._tokens), self._spans, runs, drafts, stretches=self._stretches, sigmas=sigmas)
+
+    def picks(self, answer: Answer, sure_AR: NDArray[np.float64]) -> list[list[list[Pick]]]:
+        """The picks of each draw, stretch by stretch: the surest first, among equals the one asked about first.
+
+        masks         a    b    c  |  d    e          two stretches, three masks and two
+        sure          .2   .9   .9 |  .4   .7
+        picks         b    c       |  e               the best two, equals by position; the best one
+        """
+        position_R = np.concatenate(self._positions)
+        size_A, best_A = np.array([len(each) for each in self._positions]), np.array(self._bests)
+        stretch_R, first_A = np.repeat(np.arange(len(size_A)), size_A), size_A.cumsum() - size_A
+        end_A = best_A.cumsum()
+        place_P = np.repeat(first_A - end_A + best_A, best_A) + np.arange(int(end_A[-1]))
+        found, ends = list[list[list[Pick]]](), [0, *end_A.tolist()]
+        for sure_R, token_R, log_p_R in zip(sure_AR, answer.tokens, answer.log_ps, strict=True):
+            best_P = np.lexsort((-sure_R, stretch_R))[place_P]
+            parts = (-sure_R[best_P], position_R[best_P], token_R[best_P], log_p_R[best_P])
+            picks = list(zip(*(part.tolist() for part in parts), strict=True))
+            found.append([picks[first:end] for first, end in pairwise(ends)])
+        return found
+
+    def sure(self, s: Canvas, kind: str, answer: Answer) -> NDArray[np.float64]:
+        """How sure each token is, for each draw; `random`: a uniform number of the position."""
+        if kind == "random":
+            uniform_R: NDArray[np.float64] = s.order_uniforms[np.concatenate(self._positions)]
+            return np.broadcast_to(uniform_R, np.shape(answer.tokens))
+        found: NDArray[np.float64] = -answer.notes[0] if kind == "entropy" else answer.notes[0]
+        return found
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+Positions = tuple[int, int]
+"""The positions from the first number up to the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caching:
+    """The cache's kind, after how many tokens it is rebuilt (None: at each block), and the model's shift."""
+
+    kind: str = "none"
+    refresh: int | None = None
+    shift: int = 0
+
+
+class Windows:
+    """When the cache of a sample was made, and the windows that follow from it."""
+
+    def __init__(self, s: Canvas, caching: Caching) -> None:
+        self._s, self._caching = s, caching
+        # The block of the last forward, -1 before the first; how many tokens were decided when the cache was made.
+        self.last, self.made_at = -1, s.decided
+
+    @property
+    def shift(self) -> int:
+        """A row speaks of the position that many after its own."""
+        return self._caching.shift
+
+    def window(self, block: int) -> Positions:
+        """What a forward in a block runs without rebuilding the cache."""
+        start = self._s.origin + block * self._s.size
+        return max(start - self._caching.shift, 0), (
+            self._s.length if self._caching.kind == "prefix" else self._s.end_of(block)
+        )
+
+    def next_runs(self, block: int) -> list[Positions]:
+        """What the next forward runs, whose next masks are in `block`; from then on it counts as the last one."""
+        last, self.last = self.last, block
+        if self._caching.kind == "none":
+            return [(0, self._s.length)]
+        refresh = self._caching.refresh
+        if last < 0 or (last != block if refresh is None else self.since() >= refresh):
+            self.made_at = self._s.decided
+            return [(0, self._s.length)]
+        return self.between(last, block)
+
+    def between(self, last: int, block: int) -> list[Positions]:
+        """What a forward in `block` runs after one in `last` where the cache is not rebuilt."""
+        (first, middle), (start, end) = sorted((self.window(last), self.window(block)))
+        return [(first, max(middle, end))] if start <= middle else [(first, middle), (start, end)]
+
+    def since(self) -> int:
+        """How many tokens were revealed since the cache was made."""
+        return self._s.decided - self.made_at
+
+
+# ---- nodes -------------------------------------------------------------------------------------------------------------
+
+Visible = list[tuple[int, int, int]]
+"""What a node sees: positions [low, high) stand in the columns from the third number on."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A canvas with some drafts; it continues the node `before`.
+
+    `drafts` are the numbers of its drafts, `gone` those that they have among the masks of the canvas. `block` is that of its
+    first mask, `visible` what it sees. `asked` are the stretches that it answers: (block, from position, to position, how many
+    picks, whether these are all of the block's masks).
+    """
+
+    drafts: list[int]
+    before: int
+    gone: list[int]
+    block: int = 0
+    visible: Visible = field(default_factory=list)
+    asked: list[tuple[int, int, int, int, bool]] = field(default_factory=list)
+
+    def nth_mask(self, holes: Sequence[int], number: int) -> int:
+        """The position of its mask with this number, or of its last one."""
+        at = min(number, len(holes) - len(self.gone) - 1)
+        for index in self.gone:
+            at += index <= at
+        return holes[at]
+
+    def masks(self, holes: Sequence[int], low: int, high: int) -> list[int]:
+        """Its masks at positions [low, high)."""
+        first, end = bisect_left(holes, low), bisect_left(holes, high)
+        gone = self.gone[bisect_left(self.gone, first) : bisect_left(self.gone, end)]
+        found = list(holes[first:end])
+        for index in reversed(gone):
+            del found[index - first]
+        return found
+
+
+def build_tree(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed: bool) -> list[Node]:
+    """The chain of canvases with 0, 1, .. drafts (position, token); if `mixed`, also those without the last but one."""
+    where, num = [bisect_left(holes, position) for position, _ in drafts], len(drafts)
+    chain = [Node(list(range(count)), max(count - 1, 0), sorted(where[:count])) for count in range(num + 1)]
+    if not mixed:
+        return chain
+    others = [Node([*range(i), i + 1], i, sorted([*where[:i], where[i + 1]])) for i in range(num - 1)]
+    return chain + others
+
+
+class NodeLayout:
+    """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node.
+
+    Each node answers its `best` surest masks in each of the first blocks that hold `count` of its masks.
+    """
+
+    def __init__(
+        self, s: Canvas, drafts: Sequence[tuple[int, int]], shift: int, *, count: int, best: int, fresh: bool
+    ) -> None:
+        self._s, self._drafts, self._count, self._best, self._fresh = s, drafts, count, best, fresh
+        self._shift, self.asked = shift, CanvasAsk(shift)
+        self._column = s.length  # nodes stand beside the canvas
+
+    def place(self, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, cached: bool) -> None:
+        """Place all nodes of a round; the root runs `runs`."""
+        s = self._s
+        for number, node in enumerate(nodes):
+            node.block = s.block(node.nth_mask(s.holes, 0))
+            if not cached:
+                self._add_alone(number, node)
+            elif not number:
+                self._add_root(node, runs)
+            else:
+                before = nodes[node.before]
+                self._add_node(number, node, before, windows.between(before.block, node.block))
+
+    def _add_alone(self, number: int, node: Node) -> None:
+        """A node without a cache: a whole canvas of its own."""
+        length = self._s.length
+        first = self.asked.run(self._canvas(node), 0, length, column=0, below=length, node=number)
+        self._ask(node, [(first, 0, length)])
+
+    def _add_root(self, node: Node, runs: Sequence[Positions]) -> None:
+        """The canvas itself, in its own columns."""
+        node.visible = [(0, self._s.length, 0)]
+        self._run(0, node, runs, beside=False)
+
+    def _add_node(self, number: int, node: Node, before: Node, runs: Sequence[Positions]) -> None:
+        """A node beside the canvas, which sees what the node before it sees, except what it runs itself."""
+        node.visible, column = before.visible, self._column
+        for low, high in runs:
+            node.visible = overlaid(node.visible, low, high, column)
+            column += high - low
+        self._run(number, node, runs, beside=True)
+
+    def _run(self, number: int, node: Node, runs: Sequence[Positions], *, beside: bool) -> None:
+        sees, parts, canvas = columns_of(node.visible), [], self._canvas(node)
+        for low, high in runs:
+            column = self._column if beside else low
+            first = self.asked.run(canvas, low, high, column=column, node=number, sees=sees)
+            if beside:
+                self._column += high - low
+            # The positions that these rows predict.
+            parts.append((first, low + self._shift if low else 0, high + self._shift))
+        self._ask(node, parts)
+
+    def _canvas(self, node: Node) -> Ints:
+        """The tokens of a node, HOLE at masks."""
+        if not node.drafts:
+            return self._s.canvas
+        canvas = self._s.canvas.copy()
+        for index in node.drafts:
+            position, token = self._drafts[index]
+            canvas[position] = token
+        return canvas
+
+    def _ask(self, node: Node, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Ask about a node's masks: `parts` are spans, and the positions [low, high) that each can tell."""
+        s, block = self._s, node.block
+        end = s.end_of(s.block(node.nth_mask(s.holes, self._count - 1)))
+        while (start := s.origin + block * s.size if block else 0) < end:
+            stop = s.end_of(block)
+            total = len(node.masks(s.holes, start, stop))
+            for first, can_low, can_high in parts if total else ():
+                low, high = max(start, can_low), min(stop, can_high)
+                if low < high and (masks := node.masks(s.holes, low, high)):
+                    best = min(self._best, len(masks))
+                    draw = s.revealed + len(node.gone) if self._fresh else 0
+                    self.asked.read(first, masks, best=best, draw=draw)
+                    node.asked.append((block, low, high, best, len(masks) == total))
+            block += 1
+
+
+def overlaid(visible: Visible, low: int, high: int, column: int) -> Visible:
+    """A visible in which the positions [low, high) stand in the columns from `column` on."""
+    found: Visible = []
+    for first, end, at in visible:
+        if first < low:
+            found.append((first, min(end, low), at))
+        if end > high:
+            start = max(first, high)
+            found.append((start, end, at + start - first))
+    return sorted([*found, (low, high, column)])
+
+
+def columns_of(visible: Visible) -> list[int]:
+    """The columns of a visible as stretches [low, high), the empty ones last.
+
+    Drafts reach two blocks. So five stretches are the most: what is before the first block, between the two and behind the
+    second, and each block where it was last run.
+    """
+    found: list[list[int]] = []
+    for low, high in sorted((at, at + end - first) for first, end, at in visible if first < end):
+        if found and found[-1][1] == low:
+            found[-1][1] = high
+        else:
+            found.append([low, high])
+    assert len(found) <= MOST_STRETCHES, f"a node sees {len(found)} stretches of columns"
+    return [number for stretch in found for number in stretch] + [0] * 2 * (MOST_STRETCHES - len(found))
+
+
+def evicted(visible: Visible, window: Positions) -> list[int]:
+    """What stands beside the canvas and is not run by the next forward's window: (from column, to column, count) each."""
+    copies: list[int] = []
+    for first, end, at in visible:
+        for low, high in ((first, min(end, window[0])), (max(first, window[1]), end)):
+            if low < high and at != first:
+                copies += (at + low - first, low, high - low)
+    return copies
+
+
+def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[list[Pick]]]:
+    """The picks of each stretch of each node."""
+    ends, found = 0, list[list[list[Pick]]]()
+    for node in nodes:
+        first, ends = ends, ends + len(node.asked)
+        found.append(list(picks[first:ends]))
+    return found

@@ -1,0 +1,98 @@
+"""What a worker says of its device, and how it is told; the GPU is only pretended."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draftmill.actors import device_facts as facts
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.cuda_graphs import Graphs
+from draftmill.decoders.engine.engine import Engine
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.kernels import find
+from draftmill.decoders.registry import build_decoder
+from draftmill.jobs.driving.attempts import read_sessions, session_record
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.notes import device_text
+from draftmill.storage.stores.memory import MemoryStore
+from tests.decoders.references.token_table import TokenTable
+from tests.decoders.support import token_info
+
+
+@pytest.fixture
+def decoder() -> Engine:
+    setup = Setup(backbone=TokenTable(vocab_size=4), info=token_info(4), sampling=Sampling(), max_rows=2, max_tokens=64)
+    made = build_decoder(setup, AutoregressiveSettings(kind="autoregressive"))
+    assert isinstance(made, Engine)
+    return made
+
+
+@pytest.fixture
+def on_gpu(decoder: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The decoder as if it were on an H100 with driver 580.65.06."""
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0)
+    monkeypatch.setattr(decoder.backbone, "device", torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(facts, "driver_version", lambda: "580.65.06")
+    monkeypatch.setattr(
+        find, "_VERDICTS", {"attention": "on", "sampling": "off: fails here: AssertionError: libcuda.so"}
+    )
+    return decoder
+
+
+def test_the_facts_of_a_cpu(decoder: Engine) -> None:
+    found = facts.device_facts(decoder)
+    assert found["name"] == "CPU" and found["torch"] == torch.__version__ and "kernels" not in found
+    assert device_text(found) == f"CPU, {found['dtype']}, torch {torch.__version__}"
+
+
+def test_the_facts_of_a_gpu_say_why_kernels_and_graphs_are_off(on_gpu: Engine) -> None:
+    found = facts.device_facts(on_gpu)
+    assert json.loads(json.dumps(found)) == found
+    assert (found["name"], found["capability"], found["driver"]) == ("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")
+    told = device_text(found)
+    assert "kernels sampling off: fails here: AssertionError: libcuda.so" in told and "capability 9.0" in told
+    assert told.endswith("graphs off: this model's forwards are not captured without the kernels")
+
+
+def test_graphs_are_off_with_their_reason_once_they_were_stopped(on_gpu: Engine) -> None:
+    runner: Any = on_gpu.target
+    graphs = runner.graphs = Graphs(None, torch.device("cpu"))  # type: ignore[arg-type]
+    assert on_gpu.graphs == "on"
+    graphs._stop("a captured step gave another result")
+    assert on_gpu.graphs == "off: a captured step gave another result"
+
+
+def test_what_workers_started_on_is_in_the_sessions_of_a_run() -> None:
+    totals = Totals(units=1, rows=1)
+    for device in ({"name": "CPU", "dtype": "float32", "torch": "2.13.0"}, {"name": "H100", "dtype": "bfloat16"}, None):
+        totals.worker_up(device)
+    store = MemoryStore(secrets.token_hex(8))
+    for epoch in (1, 2):
+        store.put(f"attempts/epoch-{epoch:04d}-session.jsonl", json.dumps(session_record(totals)).encode())
+    assert read_sessions(store).started_on == {"CPU, float32, torch 2.13.0": 2, "H100, bfloat16": 2}
+
+
+HALF, SHORT = torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "half_s", "times"), [(HALF, 5.2, 5.2), (SHORT, 0.5, None), (torch.float32, 9.0, None)]
+)
+def test_half_precision_is_priced_by_measurement_where_it_is_slower(
+    decoder: Engine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, half_s: float, times: float | None
+) -> None:
+    """The clock is a stand-in: a product of the other dtype takes a second."""
+    monkeypatch.setattr(decoder.backbone, "dtype", dtype)
+    monkeypatch.setattr(facts, "_seconds", lambda product, rows: half_s if rows.dtype == dtype else 1.0)
+    assert facts.device_facts(decoder).get("times_float32") == times
+    monkeypatch.undo()
+    assert facts._seconds(torch.nn.Linear(4, 16), torch.ones(2, 4)) > 0
