@@ -10,7 +10,7 @@ import torch
 import draftmill.decoders.builtin
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
-from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.base import ModelInfo, Outcome, Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.causal.settings import AutoregressiveSettings, ModelDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
@@ -94,7 +94,7 @@ def test_one_sample_with_nan_fails_in_its_first_step_and_the_others_are_as_witho
     assert (failed.index, failed.error_kind, failed.nfe, failed.tokens.tolist()) == (0, "nan_logits", steps, [])
     # A neighbour goes on, another sample comes into the slot.
     engine.admit(others[2:3])
-    found = {}
+    found = dict[int, Outcome]()
     while engine.active:
         found |= {one.index: one for one in engine.step()}
     found |= run_all(engine, others[3:])
@@ -135,7 +135,7 @@ def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monke
     (failed,) = engine.step()
     assert (failed.index, failed.error_kind) == (1, "nan_logits") and failed.nfe == 3
     monkeypatch.setattr(engine.target, "start", start)
-    found = {}
+    found = dict[int, Outcome]()
     while engine.active:
         found |= {one.index: one for one in engine.step()}
     assert texts(found) == {0: expected[0]}
