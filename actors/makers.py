@@ -63,7 +63,7 @@ def maker_for(
 def shares_beginnings(task: Task, info: ModelInfo) -> bool:
     """Whether rows that begin alike belong into one unit, since a worker then computes what they have in common once.
 
-    Causal models and block diffusion take over beginnings of prompts (Algorithm.shared). Block diffusion's scores and masked
+    Causal models and block diffusion take over beginnings of prompts (Algorithm.reusable). Block diffusion's scores and masked
     diffusion take over nothing, any-subset models equal prompts only. Texts with holes don't begin with a prompt.
     """
     if isinstance(task, Complete):

@@ -39,9 +39,9 @@ SELF: Final = -1
 
 TARGET, DRAFT, JUDGE, SURE, TARGET_ONCE, SCORE = range(6)
 """Kinds of sampled rows. TARGET: the model's own token. DRAFT: a token that will be judged; under the rejection rule its
-distribution q is kept. JUDGE: judges a draft by the kept q, or follows those that do. SURE: the same for a draft that had no
-alternative (q is a point mass). TARGET_ONCE: as TARGET, of a rank that is asked about once. SCORE: as TARGET, but the
-log-probability is that of the row's draft, a token of a text that is scored."""
+distribution q is kept. JUDGE: judges a draft by the kept q, follows those that do, or stands alone. SURE: the same for a draft
+that had no alternative (q is a point mass). TARGET_ONCE: as TARGET, of a rank that is asked about once. SCORE: as TARGET, but
+the log-probability is that of the row's draft, a token of a text that is scored."""
 
 NO_DRAFT: Final = -1
 """In `Ask.drafts`: the row judges no draft."""
