@@ -19,6 +19,13 @@ def test_every_test_that_a_document_names_exists(document, least):
     assert not missing
 
 
+def test_every_file_of_tests_that_a_document_names_exists():
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "add-a-decoder.md"]
+    named = {(page.name, path) for page in pages for path in re.findall(r"[\w/]+/test_\w+\.py", page.read_text())}
+    assert len({page for page, _ in named}) > 3
+    assert not [(page, path) for page, path in named if not (ROOT / "tests" / path.removeprefix("tests/")).is_file()]
+
+
 def test_every_row_of_the_table_of_faults_names_a_test():
     faults, _, _ = (ROOT / "docs" / "reliability.md").read_text().partition("## How much is tried")
     lines = faults.splitlines()
