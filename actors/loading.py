@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
-from draftmill.actors.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.shelf import Shelf
 from draftmill.actors.task import Score, Task
 from draftmill.actors.text import Tokenizer, has_tokenizer, load_tokenizer

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from draftmill.actors.checkpoints.models import FIELD, user_error
 from draftmill.actors.faults import DeviceLostError
 from draftmill.actors.job import Crew, Job, Seat
 from draftmill.actors.messages import Died, PoolNews, Reported, Up, WorkUnit
-from draftmill.actors.models import FIELD, user_error
 from draftmill.actors.runner import UnitRunner
 from draftmill.actors.shelf import Shelf
 from draftmill.actors.worker import Turns, build_runner

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftmill.actors.made_folders import read_source
+from draftmill.actors.checkpoints.made_folders import read_source
 from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:

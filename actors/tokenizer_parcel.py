@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftmill.actors.models import TOKENIZER_FILES
+from draftmill.actors.checkpoints.models import TOKENIZER_FILES
 from draftmill.actors.text import Tokenizer, load_tokenizer
 
 _MODEL_FILES = ("config.json", "generation_config.json")

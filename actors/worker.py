@@ -14,12 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.clerk import RowClerk
 from draftmill.actors.job import Job
 from draftmill.actors.loading import build, load_networks, most_canvases
 from draftmill.actors.memory import fit, limit_gpu
 from draftmill.actors.messages import Failure, Receipt, TurnReport, WorkUnit
-from draftmill.actors.models import fetch_model
 from draftmill.actors.runner import UnitRunner
 from draftmill.actors.shelf import Shelf
 from draftmill.actors.stop_text import stops_of

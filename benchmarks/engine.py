@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.job import Job
 from draftmill.actors.messages import WorkUnit
-from draftmill.actors.models import BUILTIN
 from draftmill.actors.samples import Sample
 from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import Request

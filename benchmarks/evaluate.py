@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.public_masked import PublicMasked
 from benchmarks.real import chat_prompts, row, shown
-from draftmill.actors.models import fetch_model
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import HOLE, Request
 from draftmill.jobs.commands.evaluate import evaluate

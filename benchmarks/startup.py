@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from draftmill.actors.models import BUILTIN
+from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.storage.runs.commit import read_manifest
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store

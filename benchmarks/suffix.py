@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 import draftmill.decoders.builtin
 from benchmarks.any_subset import drain
 from benchmarks.real import chat_prompts
-from draftmill.actors.models import fetch_model
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Outcome, Request

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from draftmill.actors.canvas import Canvas
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.faults import lost_device
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loading import build, load_networks
 from draftmill.actors.makers import Maker, maker_for
 from draftmill.actors.memory import fit
 from draftmill.actors.metrics.base import MeasuredRow, Stopping, Values
-from draftmill.actors.models import fetch_model
 from draftmill.actors.task import Columns, Score
 from draftmill.actors.text import load_tokenizer
 from draftmill.decoders.base import Decoder, Outcome, Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftmill.actors.models import builtin_models
+from draftmill.actors.checkpoints.models import builtin_models
 from draftmill.decoders.backbones.families.table import FAMILIES
 from draftmill.decoders.settings import DECODERS, decoders_of
 from draftmill.jobs.codes import OK

@@ -15,7 +15,7 @@ from contextlib import ExitStack, redirect_stdout
 from importlib.util import find_spec
 from typing import Any, Final
 
-from draftmill.actors.models import fetch_model
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.text import load_tokenizer
 from draftmill.jobs.codes import OK
 from draftmill.jobs.commands.run import RunOptions, run_job

@@ -20,12 +20,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftmill.actors.canvas import Canvas, runs
+from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.clerk import guarded
 from draftmill.actors.job import Seat
 from draftmill.actors.loading import build, load_networks, most_canvases
 from draftmill.actors.makers import Maker
 from draftmill.actors.memory import fit
-from draftmill.actors.models import user_error
 from draftmill.actors.rows import row_id, row_key
 from draftmill.actors.shelf import Shelf
 from draftmill.actors.stop_text import stops_of

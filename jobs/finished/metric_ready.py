@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.metrics.overlaps import PACKAGES
 from draftmill.actors.metrics.own import load_function
 from draftmill.actors.metrics.registry import ReadyMetric
 from draftmill.actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expanded, needs_reference
-from draftmill.actors.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.text import has_tokenizer
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import where

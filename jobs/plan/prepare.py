@@ -13,9 +13,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from draftmill.actors.checkpoints.models import (
+    adapter_hash,
+    fetch_model,
+    hash_files,
+    model_hash,
+    tokenizer_hash,
+    user_error,
+)
 from draftmill.actors.fim import fills_in_middle, template_of
 from draftmill.actors.loading import check_drafter, fetch_drafter
-from draftmill.actors.models import adapter_hash, fetch_model, hash_files, model_hash, tokenizer_hash, user_error
 from draftmill.actors.plan_table import PLAN
 from draftmill.actors.requests import body_of
 from draftmill.actors.row_settings import RowRules

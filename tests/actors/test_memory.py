@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from draftmill.actors import memory
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.job import Seat
 from draftmill.actors.memory import fit, free_bytes, limit_gpu
 from draftmill.actors.messages import Failure, Receipt
-from draftmill.actors.models import fetch_model
 from draftmill.actors.runner import UnitRunner
 from draftmill.actors.worker import build_runner
 from draftmill.decoders.backbones import gpus
@@ -172,7 +172,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
 
 @pytest.mark.parametrize("name", ["ar-tiny", "xlnet-tiny"])
 def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name: str):
-    from draftmill.actors.models import builtin_models, fetch_model
+    from draftmill.actors.checkpoints.models import builtin_models, fetch_model
 
     if name not in builtin_models():
         name = next(one for one in builtin_models() if one.startswith(name.split("-", maxsplit=1)[0]) or "asarm" in one)

@@ -293,7 +293,7 @@ FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shel
 # Starts this project's own modules, by their names and never through a shell, to convert checkpoints.
 # The sandbox starts the programs of pass@k, also without a shell.
 ALLOWED = {
-    "actors/made_folders.py": "subprocess",
+    "actors/checkpoints/made_folders.py": "subprocess",
     "actors/sandbox/sandbox.py": "subprocess",
     "jobs/watching/notify.py": "subprocess",  # starts the commands of `notify`, as the spec has them, without a shell
     "jobs/submitting/package.py": "zipfile",  # writes an archive; the test below holds that it opens none

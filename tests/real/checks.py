@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftmill.actors.models import fetch_model
+from draftmill.actors.checkpoints.models import fetch_model
 from tests.real import lm_eval_on_it as harness
 from tests.real.jobs_on_it import Place, Row, call, finish, kill_after, rows_of, same
 from tests.real.prompts import prompts

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
+from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.fim import Template, template_of
-from draftmill.actors.models import BUILTIN
 from draftmill.actors.text import Tokenizer, load_tokenizer
 from draftmill.decoders.backbones.load import inspect_model
 from draftmill.jobs.spec.job_spec import load_spec

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.models import builtin_models, fetch_model
+from draftmill.actors.checkpoints.models import builtin_models, fetch_model
 from draftmill.decoders.backbones.load import inspect_model
 from tests.runs.causal_jobs import job_spec, run_here
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.messages import WorkUnit
-from draftmill.actors.models import BUILTIN
 from draftmill.actors.text import Tokenizer, load_tokenizer
 from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import HOLE, Request

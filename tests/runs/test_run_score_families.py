@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from draftmill.actors.models import fetch_model
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.text import load_tokenizer
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.load import inspect_model, load_backbone

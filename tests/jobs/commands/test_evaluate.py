@@ -287,7 +287,7 @@ def test_a_chat_has_the_examples_as_turns_and_may_begin_the_answer(world: World,
 
     from transformers import PreTrainedTokenizerFast
 
-    from draftmill.actors.models import fetch_model
+    from draftmill.actors.checkpoints.models import fetch_model
 
     model = tmp_path / "model"
     shutil.copytree(fetch_model("builtin:ar-tiny"), model)
@@ -423,7 +423,7 @@ def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prompt with the mask itself: masked models can't take it."""
-    from draftmill.actors.models import fetch_model
+    from draftmill.actors.checkpoints.models import fetch_model
     from draftmill.actors.text import load_tokenizer
     from draftmill.decoders.backbones.checkpoint import inspect_model
 

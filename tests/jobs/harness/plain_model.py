@@ -10,7 +10,7 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from draftmill.actors.models import fetch_model
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.references.choosers import CoupledRule

@@ -13,10 +13,10 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from draftmill.actors import made_folders
-from draftmill.actors.adapters import check_files
-from draftmill.actors.merge_adapter import MergeRefused, merge
-from draftmill.actors.models import BUILTIN, adapter_hash, fetch_model, model_hash
+from draftmill.actors.checkpoints import made_folders
+from draftmill.actors.checkpoints.adapters import check_files
+from draftmill.actors.checkpoints.merge_adapter import MergeRefused, merge
+from draftmill.actors.checkpoints.models import BUILTIN, adapter_hash, fetch_model, model_hash
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
 from draftmill.jobs.spec.job_spec import check_spec

@@ -1,4 +1,4 @@
-"""`python -m draftmill.actors.gguf_convert FILE FOLDER SHA256`: converts a GGUF file to a folder of safetensors and JSON.
+"""`python -m draftmill.actors.checkpoints.gguf_convert FILE FOLDER SHA256`: converts a GGUF file to a folder of safetensors and JSON.
 
 transformers reads the file (`load_gguf_checkpoint`). That reader ignores some keys on which results depend. This module reads
 them, or rejects the file by name: position scaling, the pre-tokenizer's rule, and end tokens other than the first.
@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from draftmill.actors.gguf_files import by_hand, weights_hash
-from draftmill.actors.made_folders import refuse, write_source
+from draftmill.actors.checkpoints.gguf_files import by_hand, weights_hash
+from draftmill.actors.checkpoints.made_folders import refuse, write_source
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily, empty_model, parse_config
 
 # Keys that change what a model computes and that no family here supports, with their neutral values.
@@ -273,7 +273,7 @@ def _write(path: Path, held: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Convert a file; prints a refusal on standard output, for `draftmill.actors.made_folders.run_maker`."""
+    """Convert a file; prints a refusal on standard output, for `draftmill.actors.checkpoints.made_folders.run_maker`."""
     file, folder, content = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
         convert(file, folder, content)

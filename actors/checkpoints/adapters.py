@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter of PEFT into its checkpoint, once, into a cached folder (by draftmill.actors.merge_adapter).
+"""Merges a LoRA adapter of PEFT into its checkpoint, once, into a cached folder (by draftmill.actors.checkpoints.merge_adapter).
 
 Does not import torch.
 """
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftmill.actors.made_folders import cache_folder, made_once, run_maker
+from draftmill.actors.checkpoints.made_folders import cache_folder, made_once, run_maker
 from draftmill.storage.errors import UserError
 
 FIELD = "model.adapter"
@@ -77,7 +77,7 @@ def _is_hub_id(name: str) -> bool:
 
 def _merge(arguments: list[str], folder: Path) -> None:
     run_maker(
-        "draftmill.actors.merge_adapter",
+        "draftmill.actors.checkpoints.merge_adapter",
         [*arguments, str(folder)],
         field=FIELD,
         what="merging the adapter into the model",

@@ -13,15 +13,15 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from draftmill.actors import adapters
-from draftmill.actors.gguf_files import gguf_folder, is_gguf
-from draftmill.actors.made_folders import cache_folder, made_whole, read_source, remembered
+from draftmill.actors.checkpoints import adapters
+from draftmill.actors.checkpoints.gguf_files import gguf_folder, is_gguf
+from draftmill.actors.checkpoints.made_folders import cache_folder, made_whole, read_source, remembered
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options, Stat, Store, about
 
 FIELD = "model.path"
-BUILTIN = Path(__file__).resolve().parents[1] / "decoders" / "builtin"
+BUILTIN = Path(__file__).resolve().parents[2] / "decoders" / "builtin"
 PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "vocab.txt", "merges.txt", "*.jinja")
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -1,4 +1,4 @@
-"""Converts a GGUF file (llama.cpp's format) to a cached checkpoint folder, once, with draftmill.actors.gguf_convert.
+"""Converts a GGUF file (llama.cpp's format) to a cached checkpoint folder, once, with draftmill.actors.checkpoints.gguf_convert.
 
 Weights are dequantised to exactly the numbers that the file encodes. Config, tokenizer and chat template come from the file.
 Does not import torch.
@@ -13,8 +13,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-from draftmill.actors.gguf_header import DamagedGGUF, check_gguf
-from draftmill.actors.made_folders import cache_folder, content_hash, made_once, run_maker
+from draftmill.actors.checkpoints.gguf_header import DamagedGGUF, check_gguf
+from draftmill.actors.checkpoints.made_folders import cache_folder, content_hash, made_once, run_maker
 from draftmill.storage.errors import UserError
 
 READER = 1
@@ -82,4 +82,4 @@ def weights_hash(content: str) -> str:
 
 def _convert(file: Path, content: str, field: str, folder: Path) -> None:
     what = f"converting {file.name} ({file.stat().st_size / 1e6:,.0f} MB) to safetensors"
-    run_maker("draftmill.actors.gguf_convert", [str(file), str(folder), content], field=field, what=what)
+    run_maker("draftmill.actors.checkpoints.gguf_convert", [str(file), str(folder), content], field=field, what=what)

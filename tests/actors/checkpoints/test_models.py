@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.actors import models
-from draftmill.actors.models import BUILTIN, builtin_models, fetch_model, model_hash, tokenizer_hash, user_error
+from draftmill.actors.checkpoints import models
+from draftmill.actors.checkpoints.models import (
+    BUILTIN,
+    builtin_models,
+    fetch_model,
+    model_hash,
+    tokenizer_hash,
+    user_error,
+)
 from draftmill.actors.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
 from draftmill.decoders.backbones.load import load_backbone

@@ -1,4 +1,4 @@
-"""`python -m draftmill.actors.merge_adapter BASE HASH ADAPTER HASH FOLDER`: merges a LoRA adapter into a checkpoint's weights.
+"""`python -m draftmill.actors.checkpoints.merge_adapter BASE HASH ADAPTER HASH FOLDER`: merges a LoRA adapter into a checkpoint's weights.
 
 PEFT merges in float32, whatever the checkpoint's dtype, so that `model.dtype` rounds only once. Every weight of the adapter
 must match a weight of the model: PEFT itself only warns about others.
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from draftmill.actors.adapters import CONFIG, WEIGHTS
-from draftmill.actors.made_folders import SOURCE, read_source, refuse, write_source
+from draftmill.actors.checkpoints.adapters import CONFIG, WEIGHTS
+from draftmill.actors.checkpoints.made_folders import SOURCE, read_source, refuse, write_source
 from draftmill.decoders.backbones.checkpoint import inspect_model, read_config
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
 from draftmill.decoders.backbones.families.table import find_family
@@ -99,7 +99,7 @@ def _save(merged: Any, family: CausalFamily, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Merge the adapter; prints a refusal on standard output, for `draftmill.actors.made_folders.run_maker`."""
+    """Merge the adapter; prints a refusal on standard output, for `draftmill.actors.checkpoints.made_folders.run_maker`."""
     base, base_hash, adapter, digest, folder = arguments
     try:
         merge(Path(base), base_hash, Path(adapter), digest, Path(folder))

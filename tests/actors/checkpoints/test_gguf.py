@@ -18,11 +18,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from draftmill.actors.gguf_convert import ConversionRefused, convert, narrowed
-from draftmill.actors.gguf_files import by_hand, gguf_folder, weights_hash
-from draftmill.actors.gguf_header import check_gguf
-from draftmill.actors.made_folders import content_hash, made_once, read_source
-from draftmill.actors.models import fetch_model, model_hash, tokenizer_hash
+from draftmill.actors.checkpoints.gguf_convert import ConversionRefused, convert, narrowed
+from draftmill.actors.checkpoints.gguf_files import by_hand, gguf_folder, weights_hash
+from draftmill.actors.checkpoints.gguf_header import check_gguf
+from draftmill.actors.checkpoints.made_folders import content_hash, made_once, read_source
+from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash
 from draftmill.actors.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import read_config, stop_ids
 from draftmill.decoders.backbones.load import load_weights
@@ -310,7 +310,7 @@ def test_a_folder_that_could_not_be_finished_is_made_again(tmp_path: Path) -> No
 
 
 def test_the_caller_of_a_conversion_needs_no_torch() -> None:
-    code = "import sys, draftmill.actors.models; sys.exit(int('torch' in sys.modules or 'gguf' in sys.modules))"
+    code = "import sys, draftmill.actors.checkpoints.models; sys.exit(int('torch' in sys.modules or 'gguf' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
