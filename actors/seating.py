@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.beginnings import grouped
-from draftmill.actors.samples import Sample, length_of
+from draftmill.actors.rows.samples import Sample, length_of
 from draftmill.decoders.base import HOLE
 
 

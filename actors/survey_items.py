@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from draftmill.actors.id_hashes import id_hashes
-from draftmill.actors.makers import Maker, maker_for
+from draftmill.actors.rows.id_hashes import id_hashes
+from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.surveying import SURVEYED, Piece, Reading, surveyed
 from draftmill.actors.task import Side
 from draftmill.actors.tokenizer_parcel import TokenizerParcel, unpacked

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from draftmill.actors.cutting_inputs import Answer, Chunk, Question, answer, chunks
-from draftmill.actors.makers import Maker
+from draftmill.actors.rows.makers import Maker
 from draftmill.actors.survey_items import Broken, Item, SurveyJob, items, maker_of
 from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.reader import InputFile

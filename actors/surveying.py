@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from draftmill.actors.beginnings import BEGINNING, beginnings
-from draftmill.actors.canvas import Size
-from draftmill.actors.clerk import guarded
-from draftmill.actors.makers import Maker
 from draftmill.actors.plan_table import ROW_SCHEMA
-from draftmill.actors.rows import Values, row_id, row_key
+from draftmill.actors.rows.canvas import Size
+from draftmill.actors.rows.makers import Maker
+from draftmill.actors.rows.row import Values, row_id, row_key
+from draftmill.actors.rows.unit_io import guarded
 from draftmill.actors.task import Columns, Task
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftmill.actors.checkpoints.models import TOKENIZER_FILES
-from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 
 _MODEL_FILES = ("config.json", "generation_config.json")
 

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.clerk import RowClerk
 from draftmill.actors.job import Job
 from draftmill.actors.loading import build, load_networks, most_canvases
 from draftmill.actors.memory import fit, limit_gpu
 from draftmill.actors.messages import Failure, Receipt, TurnReport, WorkUnit
+from draftmill.actors.rows.stop_text import stops_of
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.unit_io import RowClerk
 from draftmill.actors.runner import UnitRunner
 from draftmill.actors.shelf import Shelf
-from draftmill.actors.stop_text import stops_of
-from draftmill.actors.text import Tokenizer, load_tokenizer
 from draftmill.actors.turns import LEAST_S
 from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Request
 from draftmill.storage.failpoints import failpoint

@@ -22,7 +22,7 @@ import torch
 from benchmarks.real_engines import Engine, Engines, Measured, best_rows, measure
 from draftmill.actors.checkpoints.made_folders import cache_folder
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.rows.text import load_tokenizer
 from tests.real.model import find_model
 from tests.real.prompts import QUESTIONS, prompts
 

@@ -17,7 +17,7 @@ HOLE = -1
 
 
 class StopText(Protocol):
-    """Looks for stop strings in generated tokens (actors/stop_text.py, which knows the vocabulary)."""
+    """Looks for stop strings in generated tokens (actors/rows/stop_text.py, which knows the vocabulary)."""
 
     def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
         """How many of the generated `tokens` to keep so that their text ends with a stop string; None if there is no stop string.
@@ -54,7 +54,7 @@ class Request:
     `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
     scored has no holes: its tokens at the positions `scored` (int64, ascending) are scored, by default all from `score_from` on.
 
-    `settings` are the request's own; only some decoders use them (draftmill.actors.row_settings names these).
+    `settings` are the request's own; only some decoders use them (draftmill.actors.rows.row_settings names these).
     """
 
     index: int

@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draftmill.actors.canvas import Canvas
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.faults import lost_device
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loading import build, load_networks
-from draftmill.actors.makers import Maker, maker_for
 from draftmill.actors.memory import fit
 from draftmill.actors.metrics.base import MeasuredRow, Stopping, Values
+from draftmill.actors.rows.canvas import Canvas
+from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.task import Columns, Score
-from draftmill.actors.text import load_tokenizer
 from draftmill.decoders.base import Decoder, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling

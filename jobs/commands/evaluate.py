@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.jobs.codes import OK
 from draftmill.jobs.commands.run import RunOptions, run_job
 from draftmill.jobs.driving.session import ray_session

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from draftmill.actors.requests import CHAT
+from draftmill.actors.rows.requests import CHAT
 from draftmill.jobs.commands.export_rows import Target, json_line, plain_rows
 from draftmill.storage.inputs.kept import KEEP
 

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from draftmill.actors.canvas import Canvas
 from draftmill.actors.memory import Room
+from draftmill.actors.rows.canvas import Canvas
+from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Task
-from draftmill.actors.text import Tokenizer
 from draftmill.decoders.base import HOLE, Request
 from draftmill.jobs.driving.totals import exactness
 from draftmill.jobs.notes import counted, device_text, duration

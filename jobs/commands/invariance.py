@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from draftmill.actors.messages import WorkUnit
-from draftmill.actors.samples import Sample
+from draftmill.actors.rows.samples import Sample
 from draftmill.actors.task import Score
 from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import Decoder, Outcome, Request

@@ -19,16 +19,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from draftmill.actors.canvas import Canvas, runs
 from draftmill.actors.checkpoints.models import user_error
-from draftmill.actors.clerk import guarded
 from draftmill.actors.job import Seat
 from draftmill.actors.loading import build, load_networks, most_canvases
-from draftmill.actors.makers import Maker
 from draftmill.actors.memory import fit
-from draftmill.actors.rows import row_id, row_key
+from draftmill.actors.rows.canvas import Canvas, runs
+from draftmill.actors.rows.makers import Maker
+from draftmill.actors.rows.row import row_id, row_key
+from draftmill.actors.rows.stop_text import stops_of
+from draftmill.actors.rows.unit_io import guarded
 from draftmill.actors.shelf import Shelf
-from draftmill.actors.stop_text import stops_of
 from draftmill.decoders.base import HOLE, Decoder, Request
 from draftmill.jobs.codes import OK
 from draftmill.jobs.commands.cost_forecast import forecast_lines

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
-from draftmill.actors.makers import Maker
+from draftmill.actors.rows.makers import Maker
 from draftmill.actors.tokenizer_parcel import packed
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.plan.survey import Survey, reading_of

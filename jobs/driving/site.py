@@ -35,8 +35,8 @@ from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
     from draftmill.actors.pool import Spare
+    from draftmill.actors.rows.text import Tokenizer
     from draftmill.actors.shelf import Shelf
-    from draftmill.actors.text import Tokenizer
     from draftmill.decoders.base import ModelInfo
 
 BYTES_PER_EARLY_WORKER = 2**20

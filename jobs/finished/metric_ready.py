@@ -15,7 +15,7 @@ from draftmill.actors.metrics.overlaps import PACKAGES
 from draftmill.actors.metrics.own import load_function
 from draftmill.actors.metrics.registry import ReadyMetric
 from draftmill.actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expanded, needs_reference
-from draftmill.actors.text import has_tokenizer
+from draftmill.actors.rows.text import has_tokenizer
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import where
 from draftmill.jobs.spec.job_spec import JobSpec

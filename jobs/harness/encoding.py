@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from draftmill.actors.text import Tokenizer
+from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
 
 Ids = tuple[int, ...]
@@ -44,7 +44,9 @@ class Encoder:
         self._tokenizer = tokenizer
         self._most = info.max_length
         begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-        prefix = None if info.kind == "any_subset" else begin  # these models see no begin token, see actors/prompts.py
+        prefix = (
+            None if info.kind == "any_subset" else begin
+        )  # these models see no begin token, see actors/rows/prompts.py
         self._prefix: Ids = () if prefix is None else (prefix,)
         self._spelled = "" if begin is None else tokenizer.decode([begin])
         self.context = lru_cache(KEPT_CONTEXTS)(self._context)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lm_eval.api.model import LM
 
-from draftmill.actors.text import Tokenizer
+from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.harness.conversations import rendered
 from draftmill.jobs.harness.encoding import Encoder, Scored

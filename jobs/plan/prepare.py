@@ -21,14 +21,14 @@ from draftmill.actors.checkpoints.models import (
     tokenizer_hash,
     user_error,
 )
-from draftmill.actors.fim import fills_in_middle, template_of
 from draftmill.actors.loading import check_drafter, fetch_drafter
 from draftmill.actors.plan_table import PLAN
-from draftmill.actors.requests import body_of
-from draftmill.actors.row_settings import RowRules
-from draftmill.actors.stop_text import end_ids
+from draftmill.actors.rows.fim import fills_in_middle, template_of
+from draftmill.actors.rows.requests import body_of
+from draftmill.actors.rows.row_settings import RowRules
+from draftmill.actors.rows.stop_text import end_ids
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Complete, Infill, Task, today
-from draftmill.actors.text import Tokenizer, load_tokenizer
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.notes import Notes, Unnoted, counted, size_text

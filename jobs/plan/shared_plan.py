@@ -11,9 +11,9 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
-from draftmill.actors.fim import fills_in_middle
-from draftmill.actors.makers import shares_beginnings
 from draftmill.actors.plan_table import part_name
+from draftmill.actors.rows.fim import fills_in_middle
+from draftmill.actors.rows.makers import shares_beginnings
 from draftmill.actors.task import Score
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.plan.fingerprint import digest, results_key

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from draftmill.actors.makers import Maker
 from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.actors.rows.makers import Maker
 from draftmill.actors.surveying import BATCH_ROWS, Piece, Reading, surveyed
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.kept import KeptTypes

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from draftmill.actors.messages import Receipt, Verdict, WorkUnit
+from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.actors.runner import UnitRunner
-from draftmill.actors.samples import Sample, tally_of
 from draftmill.actors.worker import Turns
 from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request
 from draftmill.storage.errors import RowError

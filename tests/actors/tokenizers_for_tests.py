@@ -7,7 +7,7 @@ from functools import cache
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
-from draftmill.actors.text import Tokenizer
+from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
 
 CORPUS = ["def f(x):\n    return x\n", "for value in values:\n        total += value\n", "The cat sat. A dog ran! Why?"]

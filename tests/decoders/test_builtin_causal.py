@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import draftmill.decoders.builtin
-from draftmill.actors.stop_text import StopStrings
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.rows.stop_text import StopStrings
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.load import inspect_model, load_backbone, stop_ids
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import (

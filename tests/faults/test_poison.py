@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftmill.actors.clerk import RowClerk
 from draftmill.actors.job import Job
 from draftmill.actors.pool import RayPool
+from draftmill.actors.rows.unit_io import RowClerk
 from draftmill.actors.runner import UnitRunner
 from draftmill.actors.worker import Turns, build_runner
 from draftmill.decoders.base import Request

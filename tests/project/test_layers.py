@@ -46,7 +46,7 @@ BREACHES = [
     ),
     ("decoders/causal/jacobi.py", "import torch", "decoders are plain Python"),
     ("jobs/plan/plan.py", "import torch", "the driver imports no torch and no transformers"),
-    ("actors/rows.py", "import draftmill.decoders.draws.noise", "the driver imports no torch and no transformers"),
+    ("actors/rows/row.py", "import draftmill.decoders.draws.noise", "the driver imports no torch and no transformers"),
     ("decoders/causal/jacobi.py", "import draftmill.decoders.masked.stepwise", ROOMS),
     ("decoders/blocks/settings.py", "import draftmill.decoders.settings", ROOMS),
     ("decoders/engine/lengths.py", "import draftmill.decoders.causal.speculative", ROOMS),

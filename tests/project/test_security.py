@@ -15,10 +15,10 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from draftmill.actors.clerk import RowClerk
-from draftmill.actors.prompts import PromptMaker
+from draftmill.actors.rows.prompts import PromptMaker
+from draftmill.actors.rows.text import load_tokenizer
+from draftmill.actors.rows.unit_io import RowClerk
 from draftmill.actors.task import Columns, Complete
-from draftmill.actors.text import load_tokenizer
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.progress import LineDisplay
 from draftmill.jobs.spec.job_spec import check_spec

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.actors.fim import template_of
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.rows.fim import template_of
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.load import inspect_model
 from recipes import absorbing, causal, corpus, fim, fim_folder, fim_quality, fim_windows, loop
 from recipes.fim_windows import text_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftmill.actors.messages import Failure, WorkUnit
-from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.worker import build_runner
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare

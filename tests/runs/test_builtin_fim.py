@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from draftmill.actors.checkpoints.models import BUILTIN
-from draftmill.actors.fim import Template, template_of
-from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.fim import Template, template_of
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.decoders.backbones.load import inspect_model
 from draftmill.jobs.spec.job_spec import load_spec
 from tests.runs.causal_jobs import run_here

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.clerk import RowClerk
+from draftmill.actors.rows.unit_io import RowClerk
 from draftmill.jobs.cli import main
 from draftmill.jobs.finished.passes import Pass, PassRows, latest_rows, passes_of
 from draftmill.storage.errors import RowError, StoreError

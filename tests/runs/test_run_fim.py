@@ -16,7 +16,7 @@ import pytest
 
 from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.messages import WorkUnit
-from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.keys import hole_key

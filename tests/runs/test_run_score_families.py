@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.backbones.rows import token_rows

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import yaml
 
-from draftmill.actors.clerk import RowClerk
 from draftmill.actors.messages import WorkUnit
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.rows.text import load_tokenizer
+from draftmill.actors.rows.unit_io import RowClerk
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.worker_job import make_job

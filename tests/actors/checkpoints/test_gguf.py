@@ -23,7 +23,7 @@ from draftmill.actors.checkpoints.gguf_files import by_hand, gguf_folder, weight
 from draftmill.actors.checkpoints.gguf_header import check_gguf
 from draftmill.actors.checkpoints.made_folders import content_hash, made_once, read_source
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import read_config, stop_ids
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.storage.errors import UserError

@@ -17,7 +17,7 @@ from draftmill.actors.checkpoints.models import (
     tokenizer_hash,
     user_error,
 )
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.storage.errors import UserError

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.actors.canvas import Canvas
 from draftmill.actors.metrics.base import MeasuredRow, Stopping
 from draftmill.actors.metrics.judge import JudgeMeter
+from draftmill.actors.rows.canvas import Canvas
 from draftmill.decoders.base import Request
 
 

@@ -424,7 +424,7 @@ def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(
 ) -> None:
     """A prompt with the mask itself: masked models can't take it."""
     from draftmill.actors.checkpoints.models import fetch_model
-    from draftmill.actors.text import load_tokenizer
+    from draftmill.actors.rows.text import load_tokenizer
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     folder = fetch_model("builtin:mdm-tiny")

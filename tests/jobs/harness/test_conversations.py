@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.actors.text import Tokenizer
+from draftmill.actors.rows.text import Tokenizer
 from draftmill.jobs.harness.conversations import rendered
 from draftmill.storage.errors import UserError
-from tests.actors.test_prompts import chat_folder, chatting
+from tests.actors.rows.test_prompts import chat_folder, chatting
 
 __all__ = ["chat_folder", "chatting"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from draftmill.actors import makers
 from draftmill.actors.messages import WorkUnit
+from draftmill.actors.rows import makers
 from draftmill.actors.seating import in_order
 from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import EngineStats

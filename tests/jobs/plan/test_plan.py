@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
-from draftmill.actors.text import Tokenizer
+from draftmill.actors.rows.text import Tokenizer
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan import packing, plan_writer
 from draftmill.jobs.plan.fingerprint import Hashes, changed_files, results_key

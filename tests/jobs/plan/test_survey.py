@@ -10,8 +10,8 @@ from threading import Barrier, Lock
 import pytest
 
 from draftmill.actors import surveying
-from draftmill.actors.canvas import Canvas, Size
-from draftmill.actors.rows import Values
+from draftmill.actors.rows.canvas import Canvas, Size
+from draftmill.actors.rows.row import Values
 from draftmill.jobs.plan.survey import survey
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import RowError, UserError

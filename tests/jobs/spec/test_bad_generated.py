@@ -19,11 +19,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from draftmill.actors.chat import ChatTemplate
-from draftmill.actors.clerk import guarded
-from draftmill.actors.makers import Maker, maker_for
-from draftmill.actors.rows import row_key
-from draftmill.actors.text import Tokenizer
+from draftmill.actors.rows.chat import ChatTemplate
+from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.rows.row import row_key
+from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.rows.unit_io import guarded
 from draftmill.jobs import cli
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.jobs.plan.plan import checked

@@ -1,0 +1,378 @@
+"""Turns an input row into a canvas with holes, and a decoded canvas into text. Pure: no files, no model.
+
+Masks that hide tokens (random, spans, span_fraction, given) work on the row's tokens. Masks that hide text (marker, lines,
+sentences, and spans by characters) encode the visible and the hidden pieces separately, so that every visible character is
+preserved:
+
+    text     "def f(x):\n    return x\n"      hidden: "    return x"
+    pieces   "def f(x):\n" | "    return x" | "\n"
+    canvas   [ 41  7  .. ] | [-1 -1 -1 ] | [ 9 ]          holes ((4, 7),)
+
+If a vocabulary can't encode pieces separately (Tokenizer.joins is false), the tokens that overlap a hidden range are the hole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftmill.actors.rows.ids import STAGE, check_ids, check_length, given_ids, is_id
+from draftmill.actors.rows.infilling import Infilling
+from draftmill.actors.rows.masking import (
+    Range,
+    bad_mask,
+    hole_length,
+    line_ranges,
+    marker_pattern,
+    masked_count,
+    masked_positions,
+    merged,
+    sentence_ranges,
+    split_sentences,
+)
+from draftmill.actors.rows.row import checked_text, missing, string_of, text_of
+from draftmill.actors.rows.row_settings import Asked, RowRules
+from draftmill.actors.rows.stop_text import StopStrings
+from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.task import (
+    Columns,
+    Given,
+    Infill,
+    Lines,
+    Marker,
+    Mask,
+    Random,
+    Score,
+    Sentences,
+    SpanFraction,
+    Spans,
+)
+from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
+from draftmill.storage.errors import RowError
+
+Values = Mapping[str, Any]
+Piece = str | int | NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """A decoder's input: int32 [L] with HOLE at each token to generate, and its holes as maximal [start, end) ranges.
+
+    `hidden` are the ids that the mask hid in the holes, in canvas order, None if unknown.
+
+    A canvas to score has all its tokens: those from `score_from` on are scored, and `text` is their text, if known. With a mask
+    only the positions `scored` (int64) are scored, which are in its `holes`.
+    `truncated` is the number of prompt tokens that were cut because they did not fit.
+    If a causal model fills the holes one after another, this is the first hole's canvas, and `infilling` has the whole row.
+
+    `settings` and `stops` are the row's own settings and stop strings; `endpoint` is the endpoint of an OpenAI request.
+    """
+
+    tokens: NDArray[np.int32]
+    holes: tuple[Range, ...]
+    score_from: int | None = None
+    text: str | None = None
+    infilling: Infilling | None = None
+    truncated: int = 0
+    settings: RowSettings = JOB_SETTINGS
+    stops: StopStrings | None = None
+    endpoint: str | None = None
+    hidden: NDArray[np.int32] | None = None
+    scored: NDArray[np.int64] | None = None
+
+    @property
+    def num_masked(self) -> int:
+        """The maximum number of tokens to generate."""
+        return sum(end - start for start, end in self.holes) if self.infilling is None else sum(self.infilling.limits)
+
+    @property
+    def size(self) -> Size:
+        """The canvas's size, for the planner."""
+        length = len(self.tokens) if self.infilling is None else self.infilling.longest
+        if self.scored is not None:
+            return Size(length, len(self.scored))
+        return Size(length, self.num_masked if self.score_from is None else length - self.score_from)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A canvas's length in tokens, and the number of tokens to generate (or score).
+
+    `beginning` are the tokens before the first one to generate, all tokens of a text to score; None where nothing is won by
+    knowing them (makers.shares_beginnings).
+    """
+
+    length: int
+    masked: int
+    beginning: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A decoded row as text; `text` and the fills' texts are None without a tokenizer."""
+
+    text: str | None
+    fills: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasMaker:
+    """Everything that a row's canvas with holes depends on, except the row and its key.
+
+    In the task `score`, holes without a text of their own (marker, given) hide the row's `reference`.
+    """
+
+    task: Infill | Score
+    columns: Columns
+    tokenizer: Tokenizer | None
+    info: ModelInfo
+    rules: RowRules | None = field(default=None, kw_only=True)
+
+    def make(self, values: Values, key: int) -> Canvas:
+        """Return the row's canvas; RowError if the row does not fit the mask, the decoder or the model."""
+        if self.rules is None:
+            return self._made(values, key, Asked())
+        asked = self.rules.asked(values)
+        settings, stops = self.rules.settings(asked)
+        return replace(self._made(values, key, asked), settings=settings, stops=stops, endpoint=asked.endpoint)
+
+    def _made(self, values: Values, key: int, asked: Asked) -> Canvas:
+        """The canvas without the row's settings; `asked` is unused here, since the holes' lengths are known."""
+        mask = self._mask
+        if self.columns.tokens is not None:
+            tokens = given_ids(values, self.columns.tokens, self.info, nulls=mask.kind == "given")
+            if isinstance(mask, Random | Spans | SpanFraction):
+                return self._punched(tokens, key)
+            return self._checked(tokens, self._missing_ids(values, tokens) if self._hides_reference else None)
+        if isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
+            return self._punched(self._encode(text_of(values, self.columns)), key)
+        if isinstance(mask, Marker):
+            return self._joined(self._marked_pieces(mask, values))
+        text, ranges = self._hidden_text(values, key)
+        return self._without_ranges(text, ranges)
+
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+        """Return the size of each row's canvas, or its error; rows are (values, key)."""
+        mask = self._mask
+        if (
+            self.columns.tokens is None
+            and isinstance(mask, Random | Spans | SpanFraction)
+            and self.columns.spans is None
+        ):
+            return self._sizes_of_texts(mask, [values for values, _ in rows])
+        return [self._size(values, key) for values, key in rows]
+
+    # ---- sizes
+
+    def _size(self, values: Values, key: int) -> Size | RowError:
+        try:
+            canvas = self.make(values, key)
+        except RowError as error:
+            return error
+        return canvas.size
+
+    def _sizes_of_texts(self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]) -> list[Size | RowError]:
+        """Sizes without drawing noise: the mask hides a known number of tokens. Encodes all texts at once."""
+        found: list[str | RowError] = [_attempt(values, self.columns, self.rules) for values in rows]
+        encoded = iter(self._tokenizer().encode_batch([text for text in found if isinstance(text, str)]))
+        return [self._size_of_ids(mask, next(encoded)) if isinstance(text, str) else text for text in found]
+
+    def _size_of_ids(self, mask: Random | Spans | SpanFraction, ids: list[int]) -> Size | RowError:
+        try:
+            check_ids(np.asarray(ids, dtype=np.int64), self.info)
+            check_length(len(ids), self.info)
+            return Size(len(ids), masked_count(mask, len(ids)))
+        except RowError as error:
+            return error
+
+    # ---- tokens
+
+    @property
+    def _mask(self) -> Mask:
+        assert self.task.mask is not None, "a task without a mask has no holes"
+        return self.task.mask
+
+    def _tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None, "the spec needs a tokenizer"
+        return self.tokenizer
+
+    def _encode(self, text: str) -> NDArray[np.int32]:
+        return self._checked_ids(self._tokenizer().encode(text))
+
+    def _checked_ids(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        return check_ids(np.asarray(ids, dtype=np.int64), self.info)
+
+    def _checked(self, tokens: NDArray[np.int32], hidden: NDArray[np.int32] | None) -> Canvas:
+        check_length(len(tokens), self.info)
+        return Canvas(tokens, tuple(runs(tokens == HOLE)), hidden=hidden)
+
+    def _punched(self, tokens: NDArray[np.int32], key: int) -> Canvas:
+        mask = self._mask
+        assert isinstance(mask, Random | Spans | SpanFraction)
+        check_length(len(tokens), self.info)
+        punched, where = tokens.copy(), masked_positions(mask, key, len(tokens))
+        punched[where] = HOLE
+        return self._checked(punched, tokens[where])
+
+    def _joined(self, pieces: Sequence[Piece]) -> Canvas:
+        """The canvas of pieces: each is a text, a number of HOLEs, or the ids that HOLEs hide."""
+        check_length(sum(piece for piece in pieces if isinstance(piece, int)), self.info)
+        parts = [np.zeros(0, dtype=np.int32), *map(self._shown, pieces)]
+        known = [piece for piece in pieces if isinstance(piece, np.ndarray)]
+        hidden = None if any(isinstance(piece, int) for piece in pieces) else np.concatenate([parts[0], *known])
+        return self._checked(np.concatenate(parts), hidden)
+
+    def _shown(self, piece: Piece) -> NDArray[np.int32]:
+        """A piece's tokens on the canvas."""
+        if isinstance(piece, str):
+            return self._encode(piece)
+        return np.full(piece if isinstance(piece, int) else len(piece), HOLE, dtype=np.int32)
+
+    # ---- text
+
+    def _marked_pieces(self, mask: Marker, values: Values) -> list[Piece]:
+        pieces = self._between(mask, values)
+        if not self._hides_reference:
+            return pieces
+        told = iter(self._references(values, len(pieces) // 2))
+        return [self._encode(next(told)) if index % 2 else piece for index, piece in enumerate(pieces)]
+
+    def _between(self, mask: Marker, values: Values) -> list[Piece]:
+        """Texts, and between them the lengths of holes."""
+        names = (self.columns.prefix, self.columns.suffix)
+        if names != (None, None):
+            prefix, suffix = ("" if name is None else text_of(values, Columns(text=name)) for name in names)
+            return [prefix, mask.length, suffix]
+        text = text_of(values, self.columns)
+        parts = marker_pattern(mask.marker).split(text)
+        if len(parts) == 1:
+            raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
+        return [hole_length(part, mask) if index % 2 else part or "" for index, part in enumerate(parts)]
+
+    @property
+    def _hides_reference(self) -> bool:
+        return isinstance(self.task, Score) and isinstance(self.task.mask, Marker | Given)
+
+    def _references(self, values: Values, count: int) -> list[str]:
+        """The text of each of `count` holes: a text for a single hole, else a list of texts."""
+        column = self.columns.reference or "reference"
+        found = values.get(column)
+        if found is not None and not isinstance(found, list | tuple):
+            found = [string_of(values, column)]
+        if found is None:
+            raise missing(values, column)
+        if len(found) != count or not all(isinstance(item, str) for item in found):
+            raise RowError("bad_mask", STAGE, f"{column!r} must give a text for each of the row's {count} holes")
+        return [checked_text(item, column) for item in found]
+
+    def _missing_ids(self, values: Values, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The ids of the nulls in the row's tokens."""
+        column, count = self.columns.reference or "reference", int((tokens == HOLE).sum())
+        ids = given_ids(values, column, self.info, nulls=False)
+        if len(ids) != count:
+            raise RowError("bad_mask", STAGE, f"{column!r} has {len(ids)} ids, but the row's tokens have {count} nulls")
+        return ids
+
+    def _hidden_text(self, values: Values, key: int) -> tuple[str, list[Range]]:
+        mask = self._mask
+        if isinstance(mask, Sentences) and self.columns.sentences is not None:
+            text, sentences = _own_sentences(values, self.columns.sentences, mask.separator)
+            return text, sentence_ranges(mask, key, sentences)
+        text = text_of(values, self.columns)
+        if isinstance(mask, Sentences):
+            return text, sentence_ranges(mask, key, split_sentences(text)) if text else []
+        if isinstance(mask, Lines):
+            return text, line_ranges(mask, key, text)
+        assert isinstance(mask, Spans) and self.columns.spans is not None
+        return text, merged(_own_spans(values, self.columns.spans), len(text))
+
+    def _without_ranges(self, text: str, ranges: Sequence[Range]) -> Canvas:
+        if not self._tokenizer().joins:
+            return self._without_overlapping(text, ranges)
+        pieces: list[Piece] = []
+        shown = 0
+        for start, end in ranges:
+            pieces += [text[shown:start], self._encode(text[start:end])]
+            shown = end
+        return self._joined([*pieces, text[shown:]])
+
+    def _without_overlapping(self, text: str, ranges: Sequence[Range]) -> Canvas:
+        ids, offsets = self._tokenizer().offsets(text)
+        tokens = self._checked_ids(ids)
+        where = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        covered = np.zeros(len(tokens), dtype=np.bool_)
+        for start, end in ranges:
+            covered |= (where[:, 0] < end) & (where[:, 1] > start)
+        return self._checked(np.where(covered, np.int32(HOLE), tokens), tokens[covered])
+
+
+def finish_row(
+    canvas: Canvas, tokens: NDArray[np.int32], tokenizer: Tokenizer | None, *, skip_special: bool = False
+) -> Finished:
+    """Put the generated `tokens` (in canvas order) into the holes; returns the whole text and each hole's text.
+
+    With `skip_special`, generated special tokens have no text; special tokens of the row keep theirs.
+    A character whose bytes are on both sides of a hole's edge appears as U+FFFD in the fill's text, but not in the whole.
+    """
+    filled = canvas.tokens.copy()
+    assert len(tokens) == canvas.num_masked, "one generated token for each masked position"
+    holes = filled == HOLE
+    filled[holes] = tokens
+    shown = np.ones(len(filled), dtype=np.bool_)
+    if skip_special and tokenizer is not None:
+        shown = ~(holes & np.isin(filled, list(tokenizer.special)))
+
+    def text(start: int, end: int) -> str | None:
+        return None if tokenizer is None else tokenizer.decode(filled[start:end][shown[start:end]].tolist())
+
+    fills = [{"start": start, "end": end, "text": text(start, end)} for start, end in canvas.holes]
+    return Finished(text(0, len(filled)), fills)
+
+
+def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
+    """Yield the maximal [start, end) ranges in which `hidden` is true."""
+    edges = np.flatnonzero(np.diff(hidden.astype(np.int8), prepend=0, append=0))
+    yield from ((start, end) for start, end in edges.reshape(-1, 2).tolist())
+
+
+def _attempt(values: Values, columns: Columns, rules: RowRules | None) -> str | RowError:
+    try:
+        if rules is not None:
+            rules.asked(values)
+        return text_of(values, columns)
+    except RowError as error:
+        return error
+
+
+def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, list[Range]]:
+    given = values.get(column)
+    if given is None:
+        raise missing(values, column)
+    if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
+        raise RowError("bad_row", "read", f"{column!r} must be a list of strings")
+    ranges, start = [], 0
+    for sentence in given:
+        ranges.append((start, start + len(sentence)))
+        start += len(sentence) + len(separator)
+    return checked_text(separator.join(given), column), ranges
+
+
+def _own_spans(values: Values, column: str) -> list[Range]:
+    given = values.get(column)
+    if given is None:
+        raise missing(values, column)
+    if not isinstance(given, list | tuple):
+        raise bad_mask(f"{column!r} must be a list of [start, end) pairs")
+    return [_pair(item, column) for item in given]
+
+
+def _pair(item: Any, column: str) -> Range:
+    if isinstance(item, Mapping):
+        item = (item.get("start"), item.get("end"))
+    if not isinstance(item, list | tuple) or len(item) != 2 or not all(is_id(number) for number in item):
+        raise bad_mask(f"{item!r} in {column!r} is not a [start, end) pair of characters")
+    return int(item[0]), int(item[1])

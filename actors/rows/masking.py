@@ -1,0 +1,150 @@
+"""Chooses the positions, lines or sentences to mask, with noise from the sample's key. Pure.
+Every choice takes the places with the least noise, so it is a function of the sample's key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftmill.actors.rows.ids import STAGE
+from draftmill.actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
+from draftmill.decoders.draws.keys import MASK, uniforms
+from draftmill.storage.errors import RowError
+
+Range = tuple[int, int]
+"""[start, end)"""
+
+DEFAULT_SPAN = 16
+
+_CLOSING = ">])}"
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+")
+
+
+def bad_mask(message: str) -> RowError:
+    """The error of a row that does not fit the mask."""
+    return RowError("bad_mask", STAGE, message)
+
+
+def least(key: int, choices: int, count: int) -> NDArray[np.int64]:
+    """Return the `count` of `choices` places with the least noise, sorted."""
+    if count >= choices:
+        return np.arange(choices, dtype=np.int64)
+    noise = uniforms(key, np.arange(choices, dtype=np.int64), MASK)
+    return np.sort(np.argsort(noise, kind="stable")[:count]).astype(np.int64)
+
+
+def rounded(share: float, total: int) -> int:
+    """`share` of `total`, rounded half up, and at least one (but at most `total`)."""
+    return min(total, max(1, int(share * total + 0.5)))
+
+
+def masked_count(mask: Random | Spans | SpanFraction, length: int) -> int:
+    """How many of L tokens such a mask hides; needs no noise. Raises RowError if the mask does not fit."""
+    if length == 0:
+        return 0
+    if isinstance(mask, Random):
+        return rounded(mask.rate, length)
+    if isinstance(mask, SpanFraction):
+        return rounded(mask.fraction, length)
+    count, span = mask.count or 1, mask.length or DEFAULT_SPAN
+    # At least one visible token separates two spans, or they would be one hole.
+    if count * span + count - 1 > length:
+        raise bad_mask(f"{count} separate spans of {span} tokens do not fit into {length} tokens")
+    return count * span
+
+
+def masked_positions(mask: Random | Spans | SpanFraction, key: int, length: int) -> NDArray[np.int64]:
+    """Return which of L positions are hidden, sorted, int64 [masked_count]."""
+    hidden = masked_count(mask, length)
+    if isinstance(mask, Random) or hidden == 0:
+        return least(key, length, hidden)
+    if isinstance(mask, SpanFraction):
+        return least(key, length - hidden + 1, 1)[0] + np.arange(hidden, dtype=np.int64)
+    count, span = mask.count or 1, mask.length or DEFAULT_SPAN
+    # Shrink each span and the token after it to one place: every choice of places is one choice of separate spans.
+    places = least(key, length - count * span + 1, count)
+    starts = places + np.arange(count, dtype=np.int64) * span
+    return (starts[:, None] + np.arange(span, dtype=np.int64)).reshape(-1)
+
+
+def line_ranges(mask: Lines, key: int, text: str) -> list[Range]:
+    """The characters of the lines to hide, without their line ends; blank lines are never hidden."""
+    lines = [found.span() for found in re.finditer(r"[^\r\n]*[^\s][^\r\n]*", text)]
+    if not lines:
+        return []
+    count = rounded(mask.rate, len(lines)) if mask.rate is not None else mask.count or 1
+    return [lines[index] for index in least(key, len(lines), count)]
+
+
+def sentence_ranges(mask: Sentences, key: int, sentences: Sequence[Range]) -> list[Range]:
+    """The characters of the sentences to hide, each with the white space before it; adjacent sentences form one range.
+
+    Vocabularies encode a word with the space before it: a visible space before a hole would be followed by a second one.
+    """
+    chosen = _chosen_sentences(mask, key, len(sentences))
+    size = sentences[-1][1] if sentences else 0
+    behind = [0, *(end for _, end in sentences)]
+    ranges = [(behind[index] if index else sentences[0][0], sentences[index][1]) for index in chosen]
+    return merged((piece for piece in ranges if piece[0] < piece[1]), size)
+
+
+def _chosen_sentences(mask: Sentences, key: int, total: int) -> list[int]:
+    if mask.which == "middle":
+        if total < 3:
+            raise bad_mask(f"hiding the inner sentences needs at least 3 sentences; the row has {total}")
+        return list(range(1, total - 1))
+    if mask.which == "random":
+        if total == 0:
+            raise bad_mask("the row has no sentence to hide")
+        return [int(index) for index in least(key, total, mask.count)]
+    outside = [index for index in mask.which if not -total <= index < total]
+    if outside:
+        raise bad_mask(f"there is no sentence {outside[0]}; the row has {total} sentences")
+    return sorted({index % total for index in mask.which})
+
+
+def split_sentences(text: str) -> list[Range]:
+    """The characters of each sentence, without the space between. A simple rule: a sentence ends at . ! ? before white space."""
+    ranges: list[Range] = []
+    start = len(text) - len(text.lstrip())
+    end = len(text.rstrip())
+    for found in _SENTENCE_END.finditer(text, start, end):
+        stop = found.end() - len(found[0]) + len(found[0].rstrip())
+        ranges.append((start, stop))
+        start = found.end()
+    return [*ranges, (start, end)] if start < end else ranges
+
+
+def merged(ranges: Iterable[Range], size: int) -> list[Range]:
+    """Sort ranges within [0, size) and join those that touch; RowError if one is empty or outside."""
+    out: list[Range] = []
+    for start, end in sorted(ranges):
+        if not 0 <= start < end <= size:
+            raise bad_mask(f"the span [{start}, {end}) is empty or outside the text of {size} characters")
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((start, end))
+    return out
+
+
+@lru_cache(maxsize=16)
+def marker_pattern(marker: str) -> re.Pattern[str]:
+    """A pattern for the marker; its one group is the length, as in `<mask:12>`, for markers that end in a closing bracket."""
+    if marker[-1] in _CLOSING and len(marker) > 1:
+        return re.compile(rf"{re.escape(marker[:-1])}(|:\d+){re.escape(marker[-1])}")
+    return re.compile(f"{re.escape(marker)}()")
+
+
+def hole_length(written: str, mask: Marker) -> int:
+    """Tokens of a hole; `written` is the length in its marker: '' or ':12'."""
+    if not written:
+        return mask.length
+    if len(written) > 10 or int(written[1:]) == 0:
+        raise bad_mask(f"{mask.marker[:-1]}{written}{mask.marker[-1]}: a hole has at least one token")
+    return int(written[1:])

@@ -1,0 +1,146 @@
+"""OpenAI batch requests as rows: a request's endpoint, and which keys of its body are supported.
+
+A body is accepted as a whole or not at all: a key that changes the text must be supported (actors/rows/row_settings.py) or have its
+neutral value; otherwise the row fails, and the error names the key. No key is ignored silently. Pure; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from draftmill.actors.rows.row import Values
+from draftmill.storage.errors import RowError, brief
+from draftmill.storage.inputs.lines import is_openai_request
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+
+HONOURED: Final = frozenset(
+    {"prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "logprobs"}
+)
+"""Keys of a body that are supported."""
+
+_NO_EFFECT: Final = frozenset(
+    {
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "stream_options",
+        "parallel_tool_calls",
+        "prediction",
+        "safety_identifier",
+        "prompt_cache_key",
+        "priority",
+        "request_id",
+    }
+)
+"""Keys that have no effect on the text."""
+
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "stream": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "detokenize": (True,),
+}
+"""Keys that can change the answer, with their neutral values; null is always neutral."""
+
+_INSTEAD: Final = {
+    "n": "set sampling.n for the whole job",
+    "best_of": "repeat the request with other ids and seeds",
+    "stream": "a batch can't be streamed",
+    "top_logprobs": "only the log-probabilities of the chosen tokens are recorded",
+    "top_k": "set sampling.top_k for the whole job",
+    "ignore_eos": "set task.ignore_eos for the whole job",
+    "skip_special_tokens": "set task.skip_special_tokens for the whole job",
+}
+"""What to do instead of using a rejected key."""
+
+
+def body_of(values: Values) -> Mapping[str, Any] | None:
+    """The body of an OpenAI batch request; None if the row is not one, or its body is not an object."""
+    if not is_openai_request(values):
+        return None
+    body = values.get("body")
+    return body if isinstance(body, dict) else None
+
+
+def named_model(values: Values) -> str | None:
+    """The model that an OpenAI request names; None if the row is not one, or names none. It has no effect on the text."""
+    name = (body_of(values) or {}).get("model")
+    return name if isinstance(name, str) and name else None
+
+
+def endpoint_of(values: Values, body: Mapping[str, Any]) -> str:
+    """The endpoint of a request: decided by its body, or by its url if the body has both a prompt and messages.
+
+    RowError if the url names another API.
+    """
+    url = values.get("url")
+    path = str(url).partition("?")[0].rstrip("/")
+    if url is not None and not path.endswith("/completions"):
+        raise RowError(
+            "bad_request", "read", f"url: {brief(str(url))} is not supported; allowed: {COMPLETIONS}, {CHAT}"
+        )
+    if body.get("messages") is not None and body.get("prompt") is not None:
+        return CHAT if path.endswith("/chat/completions") else COMPLETIONS
+    return CHAT if body.get("messages") is not None else COMPLETIONS
+
+
+def refused(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoint: str) -> Iterator[str]:
+    """Why a body is rejected, one sentence per key; `own` are the values that the job fixes for some keys."""
+    neutral = _NEUTRAL | {"add_special_tokens": (endpoint != CHAT,)} | own
+    stray = "prompt" if endpoint == CHAT else "messages"
+    for key, value in body.items():
+        if value is None or key in _NO_EFFECT or (key in HONOURED and key != stray):
+            continue
+        if key == stray:
+            yield f"{key}: does not belong to {endpoint}; allowed: null, or leave it out"
+        elif key not in neutral:
+            yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: null, or leave it out"
+        elif not any(_same(value, one) for one in neutral[key]):
+            allowed = ", ".join(map(_shown, neutral[key]))
+            instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
+            yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: {allowed}{instead}"
+
+
+def _same(value: Any, other: Any) -> bool:
+    # True equals 1 in Python.
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _shown(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )

@@ -1,0 +1,242 @@
+"""A row's own settings, which override the job's: from columns that the spec names, or from the body of an OpenAI request.
+
+    max_new_tokens   input.columns.max_new_tokens   body.max_completion_tokens, body.max_tokens
+    temperature      input.columns.temperature      body.temperature
+    top_p            input.columns.top_p            body.top_p
+    stop             input.columns.stop             body.stop
+    seed             input.columns.seed             body.seed             (draftmill.actors.rows.row.row_key)
+    logprobs                                        body.logprobs
+
+Null (in a column, also an empty text) means the job's own value; a column overrides the body. Each problem is a RowError:
+`bad_setting` for an invalid value, `unsupported` for one that the job can't support. Pure: no files, no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, refused
+from draftmill.actors.rows.row import Values, missing
+from draftmill.actors.rows.stop_text import StopStrings
+from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.task import MOST_NEW_TOKENS, Columns, Complete, Score, Task
+from draftmill.decoders.base import RowSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import NeverStops
+from draftmill.decoders.settings import DECODERS
+from draftmill.storage.errors import RowError, brief
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One row's own settings; None means the job's value. `endpoint` is the endpoint of an OpenAI request."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] | None = None
+    logprobs: bool = False
+    endpoint: str | None = None
+
+    @property
+    def chat(self) -> bool | None:
+        """Whether the row is a conversation; None if the task decides."""
+        return None if self.endpoint is None else self.endpoint == CHAT
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """Everything, except the row, that decides which settings a row may have.
+
+    `ends` are the end tokens of the job's completions; with `open_ended`, holes are filled until such a token comes.
+    """
+
+    task: Task
+    columns: Columns
+    decoder: str
+    sampling: Sampling
+    tokenizer: Tokenizer | None = None
+    ends: tuple[int, ...] = ()
+    open_ended: bool = False
+
+    def asked(self, values: Values) -> Asked:
+        """The row's own settings; RowError if one is invalid or unsupported."""
+        body = body_of(values)
+        if body is None and not self.columns.own_settings():
+            return Asked()
+        endpoint = None if body is None else endpoint_of(values, body)
+        if body is not None and endpoint is not None:
+            problems = list(refused(body, self._job_values(), endpoint))
+            if problems:
+                _unsupported("; ".join(problems))
+        if isinstance(self.task, Score):
+            return Asked(endpoint=endpoint)  # nothing is generated, so the settings have no effect
+        return self._generating(values, body or {}, endpoint)
+
+    def settings(self, asked: Asked) -> tuple[RowSettings, StopStrings | None]:
+        """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
+        stops = None
+        if asked.stop:
+            assert self.tokenizer is not None, "stop strings without a tokenizer are refused"
+            stops = StopStrings(self.tokenizer, asked.stop, skip_special=self._skips_special)
+        return RowSettings(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            stop_text=NeverStops() if asked.stop == () else stops,
+            token_logprobs=asked.logprobs,
+        ), stops
+
+    # ---- the values
+
+    def _generating(self, values: Values, body: Mapping[str, Any], endpoint: str | None) -> Asked:
+        name, most = _named(values, self.columns.max_new_tokens, body, ("max_completion_tokens", "max_tokens"))
+        stop_name, stop = _named(values, self.columns.stop, body, ("stop",))
+        if not isinstance(self.task, Complete):
+            if most is not None and not self.open_ended:
+                _unsupported(f"{name}: {brief(str(most))}, but this job fills holes of given lengths; allowed: null")
+            if stop is not None and stop != []:
+                _unsupported(f"{stop_name}: {brief(str(stop))}, but stop strings end completions only; allowed: null")
+            stop = None
+        temperature = _number(*_named(values, self.columns.temperature, body, ("temperature",)), most=100.0)
+        top_p = _number(*_named(values, self.columns.top_p, body, ("top_p",)), most=1.0, above=True)
+        self._check_draws(temperature, top_p)
+        return Asked(
+            max_new_tokens=_count(name, most),
+            temperature=temperature,
+            top_p=top_p,
+            stop=self._stop(stop_name, stop),
+            logprobs=self._logprobs(body.get("logprobs"), endpoint),
+            endpoint=endpoint,
+        )
+
+    def _check_draws(self, temperature: float | None, top_p: float | None) -> None:
+        """RowError for values other than the job's, if the decoder uses the job's values for all rows."""
+        if DECODERS[self.decoder].draws_by_row:
+            return
+        job = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p or 1.0}
+        for key, value in (("temperature", temperature), ("top_p", top_p)):
+            if value is not None and value != job[key]:
+                _unsupported(
+                    f"{key}: {value:g}, but decoder {self.decoder!r} uses one value for all rows; allowed: {job[key]:g}, "
+                    f"from sampling.{key}"
+                )
+
+    def _stop(self, name: str, value: Any) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, list) or not all(isinstance(item, str) and item for item in given):
+            _bad(name, value, "a non-empty text, or a list of non-empty texts")
+        if any("\ufffd" in item for item in given):
+            _bad(name, value, "texts without U+FFFD, which stands for invalid bytes")
+        if given and self.tokenizer is None:
+            _unsupported(
+                f"{name}: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
+            )
+        problem = self.unseen_stop(given)
+        if problem is not None:
+            _unsupported(f"{name}: {problem}")
+        return tuple(given)
+
+    def unseen_stop(self, stops: Sequence[str]) -> str | None:
+        """Why one of the stop strings can never occur; None if all can, or if end tokens have the same effect."""
+        if self.tokenizer is None or not self._skips_special:
+            return None
+        for token, text in sorted(self.tokenizer.special.items()):
+            for stop in stops:
+                if text in stop and token not in self.ends:
+                    return (
+                        f"{brief(stop)} contains the special token {text!r}, which the text leaves out; "
+                        "allowed: other texts, or any text with task.skip_special_tokens: false"
+                    )
+        return None
+
+    def _logprobs(self, value: Any, endpoint: str | None) -> bool:
+        if value is None or value is False:
+            return False
+        if endpoint == CHAT and value is not True:
+            _bad("logprobs", value, "true, false")
+        if endpoint != CHAT:
+            if value is True or not isinstance(value, int) or value < 0:
+                _bad("logprobs", value, "0, null")
+            if value:
+                _unsupported(
+                    f"logprobs: {value}, but only the log-probabilities of the chosen tokens are recorded; allowed: 0, null"
+                )
+        if not DECODERS[self.decoder].token_logprobs:
+            _unsupported(
+                f"logprobs: decoder {self.decoder!r} does not record them; "
+                f"allowed: null, or one of {', '.join(sorted(kind for kind, one in DECODERS.items() if one.token_logprobs))}"
+            )
+        return True
+
+    # ---- the job
+
+    @property
+    def _skips_special(self) -> bool:
+        return not isinstance(self.task, Score) and self.task.skip_special_tokens
+
+    def _job_values(self) -> dict[str, tuple[Any, ...]]:
+        """The values that some keys of a body must have, since they are fixed for the whole job."""
+        top_k = self.sampling.top_k
+        ignores = isinstance(self.task, Complete) and self.task.ignore_eos
+        return {
+            "n": (self.sampling.n,),
+            "top_k": (top_k,) if top_k is not None else (-1, 0),
+            "ignore_eos": (ignores,),
+            "skip_special_tokens": (self._skips_special,),
+        }
+
+
+def _named(values: Values, column: str | None, body: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
+    """A setting's name for messages and its value: from its column, else from the first key in the body."""
+    if column is not None:
+        if column not in values:
+            raise missing(values, column)
+        value = values[column]
+        if value is not None and value != "" and not (isinstance(value, float) and math.isnan(value)):
+            return column, value
+    found = [(key, body[key]) for key in keys if body.get(key) is not None]
+    if len({str(value) for _, value in found}) > 1:
+        _unsupported(f"{found[0][0]}: {found[0][1]!r}, but {found[1][0]} is {found[1][1]!r}; allowed: only one of them")
+    return found[0] if found else (keys[-1], None)
+
+
+def _number(name: str, value: Any, *, most: float, above: bool = False) -> float | None:
+    """A number from 0 (or above 0) to `most`; a text that spells a number is valid, since csv has only texts."""
+    if value is None:
+        return None
+    number = _spelt(value)
+    if number is None or not 0.0 <= number <= most or (above and number == 0.0):
+        _bad(name, value, f"a number {'above 0, up to' if above else 'from 0 to'} {most:g}")
+    return number
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    number = _spelt(value)
+    if number is None or number != int(number) or not 1 <= number <= MOST_NEW_TOKENS:
+        _bad(name, value, f"a whole number from 1 to {MOST_NEW_TOKENS}")
+    return int(number)
+
+
+def _spelt(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _bad(name: str, value: Any, allowed: str) -> NoReturn:
+    raise RowError("bad_setting", "read", f"{name}: {brief(str(value))}; allowed: {allowed}")
+
+
+def _unsupported(message: str) -> NoReturn:
+    raise RowError("unsupported", "read", message[:1000])

@@ -1,0 +1,300 @@
+"""What a row may ask for: in the body of an OpenAI request and in columns; honoured, or refused by name, never dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftmill.actors.rows.prompts import PromptMaker
+from draftmill.actors.rows.requests import CHAT, COMPLETIONS
+from draftmill.actors.rows.row import row_key
+from draftmill.actors.rows.row_settings import Asked, RowRules
+from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.task import Columns, Complete, Infill, Score, Task
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import NeverStops
+from draftmill.storage.errors import RowError
+from draftmill.storage.inputs.lines import openai_request
+from tests.actors.rows.test_prompts import chat_folder, chatting  # noqa: F401 - fixtures
+from tests.actors.tokenizers_for_tests import byte_level, model_info
+
+COMPLETE = Complete(kind="complete")
+INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "random"}}, strict=True)
+
+
+def rules(
+    task: Task = COMPLETE,
+    *,
+    columns: dict[str, str] | None = None,
+    decoder: str = "autoregressive",
+    sampling: Sampling = Sampling(),  # noqa: B008
+    tokenizer: Tokenizer | None = None,
+    ends: tuple[int, ...] = (2,),
+) -> RowRules:
+    return RowRules(task, Columns(**(columns or {})), decoder, sampling, tokenizer or byte_level(), ends)
+
+
+def request(url: str | None = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    """A request as the reader gives it; one without a prompt has messages."""
+    if not {"prompt", "messages"} & body.keys():
+        said: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if url == CHAT else {"prompt": "x"}
+        body = said | body
+    return openai_request({"custom_id": "a", "body": body} | ({} if url is None else {"url": url}))
+
+
+def refusal(made: RowRules, values: dict[str, Any]) -> str:
+    with pytest.raises(RowError) as caught:
+        made.asked(values)
+    assert caught.value.kind in {"unsupported", "bad_setting", "bad_request"} and caught.value.stage == "read"
+    return f"{caught.value.kind} {caught.value.message}"
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_request_asks_for_is_read_from_its_body() -> None:
+    body: dict[str, Any] = {
+        "max_tokens": 7,
+        "temperature": 0,
+        "top_p": 0.5,
+        "stop": ["\n", "x"],
+        "seed": 3,
+        "logprobs": 0,
+        "model": "m",
+    }
+    assert rules().asked(request(**body)) == Asked(7, 0.0, 0.5, ("\n", "x"), True, COMPLETIONS)
+    body = {"max_completion_tokens": 7, "logprobs": True, "top_logprobs": 0, "stop": "x", "user": "u", "stream": False}
+    assert rules().asked(request(CHAT, **body)) == Asked(7, None, None, ("x",), True, CHAT)
+    assert rules().asked(request(max_tokens=None, temperature=None, stop=None, logprobs=None)) == Asked(
+        endpoint=COMPLETIONS
+    )
+    assert rules().asked({"text": "no request"}) == Asked()
+    assert row_key(request(seed=3), Columns(), job_seed=1, sample_id="a") == sample_key(3, "a")
+    assert row_key(request(seed=None), Columns(), job_seed=1, sample_id="a") == sample_key(1, "a")
+    with pytest.raises(RowError):
+        row_key(request(seed="x"), Columns(), job_seed=1, sample_id="a")
+
+
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "stream": False,
+    "tools": [],
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "logit_bias": {},
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "top_k": -1,
+    "min_p": 0,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "reasoning_effort": None,
+    "a key that nobody knows": None,
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "auto",
+    "stream_options": None,
+}
+CHANGING: dict[str, Any] = {
+    "n": 2,
+    "best_of": 3,
+    "echo": True,
+    "suffix": "}",
+    "stream": True,
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "response_format": {"type": "json_object"},
+    "logit_bias": {"5": 1},
+    "presence_penalty": 0.1,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.2,
+    "top_k": 5,
+    "min_p": 0.1,
+    "min_tokens": 2,
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "top_logprobs": 2,
+    "reasoning_effort": "low",
+    "guided_regex": "a+",
+    "messages": [{"role": "user", "content": "x"}],
+    "a key that nobody knows": 0,
+}
+
+
+def test_keys_that_change_nothing_are_accepted() -> None:
+    assert rules().asked(request(**NEUTRAL)) == Asked(endpoint=COMPLETIONS)
+    assert rules().asked(request(CHAT, **NEUTRAL)) == Asked(endpoint=CHAT)
+
+
+@pytest.mark.parametrize("key", CHANGING)
+def test_a_key_that_would_change_the_answer_is_refused_by_name(key: str) -> None:
+    said = refusal(rules(), request(**{"prompt": "x", key: CHANGING[key]}))
+    assert said.startswith(f"unsupported {key}: ") and "allowed: " in said
+
+
+def test_all_refused_keys_of_a_body_are_named_together() -> None:
+    said = refusal(rules(), request(n=2, echo=True, temperature=0.5))
+    assert "n: '2'" in said and "echo: 'True'" in said and "temperature" not in said
+
+
+def test_what_the_whole_job_says_may_be_said_again() -> None:
+    task = Complete(kind="complete", ignore_eos=True, skip_special_tokens=False)
+    made = rules(task, sampling=Sampling(top_k=5))
+    body: dict[str, Any] = {"top_k": 5, "ignore_eos": True, "skip_special_tokens": False}
+    assert made.asked(request(**body)) == Asked(endpoint=COMPLETIONS)
+    assert "sampling.top_k" in refusal(made, request(top_k=-1)), "the job's top_k would be used all the same"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"temperature": "hot"}, ["bad_setting temperature: 'hot'", "from 0 to 100"]),
+        ({"temperature": -1}, ["bad_setting temperature"]),
+        ({"temperature": True}, ["bad_setting temperature"]),
+        ({"temperature": float("nan")}, ["bad_setting temperature"]),
+        ({"top_p": 0}, ["bad_setting top_p", "above 0, up to 1"]),
+        ({"top_p": 1.5}, ["bad_setting top_p"]),
+        ({"max_tokens": 0}, ["bad_setting max_tokens", "from 1 to"]),
+        ({"max_tokens": 2.5}, ["bad_setting max_tokens"]),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, ["unsupported max_completion_tokens: 6"]),
+        ({"stop": ""}, ["bad_setting stop"]),
+        ({"stop": [1]}, ["bad_setting stop"]),
+        ({"stop": "\ufffd"}, ["bad_setting stop", "U+FFFD"]),
+        ({"stop": "<sep>"}, ["unsupported stop: '<sep>'", "special token", "skip_special_tokens: false"]),
+        ({"logprobs": 2}, ["unsupported logprobs: 2", "chosen tokens"]),
+        ({"logprobs": True}, ["bad_setting logprobs"]),
+    ],
+    ids=str,
+)
+def test_a_value_that_can_not_be_is_refused_by_name(body: dict[str, Any], words: list[str]) -> None:
+    said = refusal(rules(), request(**body))
+    assert all(word in said for word in words), said
+
+
+def test_a_stop_string_that_spells_an_end_token_is_harmless_since_that_ends_the_text_anyway() -> None:
+    assert rules().asked(request(stop=["</s>", "x"])).stop == ("</s>", "x")
+    assert "special token" in refusal(rules(ends=()), request(stop="</s>")), "with ignore_eos it ends nothing"
+    assert rules(Complete(kind="complete", skip_special_tokens=False), ends=()).asked(request(stop="</s>")).stop
+
+
+def test_a_decoder_that_draws_all_rows_alike_takes_the_jobs_own_values_only() -> None:
+    made = rules(decoder="block_diffusion", sampling=Sampling(temperature=0.5))
+    assert made.asked(request(temperature=0.5, top_p=1.0)).temperature == 0.5
+    assert "decoder 'block_diffusion'" in refusal(made, request(temperature=0.6))
+    assert "top_p" in refusal(made, request(top_p=0.9))
+    assert made.asked(request(stop="x", max_tokens=5)).stop == ("x",), "where a row ends is its own in every decoder"
+
+
+def test_log_probabilities_are_refused_where_they_are_not_recorded() -> None:
+    assert "stepwise" in refusal(rules(decoder="stepwise"), request(logprobs=0))
+    assert "autoregressive" in refusal(rules(decoder="block_diffusion"), request(CHAT, logprobs=True))
+
+
+def test_other_apis_are_refused_by_their_url() -> None:
+    for url in ("/v1/embeddings", "/v1/responses", 7):
+        assert "url" in refusal(rules(), openai_request({"custom_id": "a", "url": url, "body": {"input": "x"}}))
+    for known in (None, "/v1/completions", "https://host/v1/completions/"):
+        assert rules().asked(request(known)).endpoint == COMPLETIONS
+
+
+def test_holes_have_their_lengths_so_an_infilled_row_asks_for_none() -> None:
+    made = rules(INFILL, decoder="assd")
+    assert made.asked(request(temperature=0.5, top_p=0.9)) == Asked(None, 0.5, 0.9, None, False, COMPLETIONS)
+    assert "max_tokens" in refusal(made, request(max_tokens=5))
+    assert "stop" in refusal(made, request(stop="x"))
+
+
+def test_what_only_a_generation_has_leaves_a_score_as_it_is() -> None:
+    made = rules(Score(kind="score"))
+    assert made.asked(request(max_tokens=5, temperature=0.5)) == Asked(endpoint=COMPLETIONS)
+    assert "echo" in refusal(made, request(echo=True))
+
+
+# ---- columns -----------------------------------------------------------------------------------------------------
+
+NAMES = {"max_new_tokens": "m", "temperature": "t", "top_p": "p", "stop": "s"}
+
+
+def test_columns_hold_the_same_for_other_inputs() -> None:
+    made = rules(columns=NAMES)
+    row: dict[str, Any] = {"m": 5, "t": 0.25, "p": 1.0, "s": ["a", "b"]}
+    assert made.asked(row) == Asked(5, 0.25, 1.0, ("a", "b"))
+    assert made.asked(dict.fromkeys("mtps")) == Asked(), "null is the job's own value"
+    assert made.asked({"m": "5", "t": "0.25", "p": "", "s": "a"}) == Asked(5, 0.25, None, ("a",)), "csv has only texts"
+    assert made.asked({"m": 5.0, "t": float("nan"), "p": None, "s": []}) == Asked(5, None, None, ()), "pandas has NaN"
+    with pytest.raises(RowError, match="missing_column"):
+        made.asked({"m": 5, "t": 1.0, "p": 1.0})
+    assert "bad_setting t: 'warm'" in refusal(made, row | {"t": "warm"})
+
+
+def test_a_named_column_comes_before_a_requests_body() -> None:
+    made = rules(columns={"temperature": "t"})
+    assert made.asked(request(temperature=0.5) | {"t": 0.9}).temperature == 0.9
+    assert made.asked(request(temperature=0.5) | {"t": None}).temperature == 0.5
+
+
+def test_no_stop_strings_at_all_can_be_asked_for_too() -> None:
+    made = rules(Complete(kind="complete", stop=("x",)), columns={"stop": "s"})
+    settings, stops = made.settings(made.asked({"s": []}))
+    assert isinstance(settings.stop_text, NeverStops) and stops is None
+    settings, stops = made.settings(made.asked({"s": "y"}))
+    assert settings.stop_text is stops is not None and stops.cut("ayb") == "a"
+    assert made.settings(made.asked({"s": None}))[0].stop_text is None
+
+
+# ---- canvases ----------------------------------------------------------------------------------------------------
+
+
+def test_conversations_and_prompts_may_stand_in_one_file(chatting: Tokenizer) -> None:  # noqa: F811
+    messages = [{"role": "user", "content": "hi"}]
+    for chat in (False, True):
+        task = Complete(kind="complete", chat=chat)
+        make = PromptMaker(task, Columns(), chatting, model_info(), rules=rules(task, tokenizer=chatting))
+        plain, talk = make.make(request(prompt="hi"), 0), make.make(request(CHAT, messages=messages), 0)
+        shown = [chatting.decode(canvas.tokens[canvas.tokens >= 0].tolist()) for canvas in (plain, talk)]
+        assert shown == ["<s>hi", "<s><cls>user\nhi<sep><cls>assistant\n"], "whatever task.chat says"
+        assert (plain.endpoint, talk.endpoint) == (COMPLETIONS, CHAT)
+
+
+def test_a_conversation_without_a_template_fails_alone() -> None:
+    make = PromptMaker(COMPLETE, Columns(), byte_level(), model_info(), rules=rules())
+    with pytest.raises(RowError, match="no chat template"):
+        make.make(request(CHAT), 0)
+    assert make.make(request(), 0).num_masked
+
+
+def test_a_request_that_asks_nothing_says_so() -> None:
+    make = PromptMaker(COMPLETE, Columns(), byte_level(), model_info(), rules=rules())
+    for values, words in (
+        ({"custom_id": "a", "url": COMPLETIONS}, "body is missing"),
+        ({"custom_id": "a", "body": None}, "body is missing"),
+        ({"custom_id": "a", "body": ["x"]}, "body is list"),
+        ({"custom_id": "a"}, "body is missing"),
+        ({"custom_id": "a", "body": {"model": "m"}}, "body has 'model'"),
+    ):
+        lifted = openai_request(values)
+        assert lifted["id"] == "a", "its failure is looked up by its id"
+        with pytest.raises(RowError, match=words):
+            make.make(lifted, 0)
+
+
+def test_a_row_gets_the_room_it_asks_for_and_the_plan_knows_it() -> None:
+    made = rules(columns={"max_new_tokens": "m"})
+    make = PromptMaker(COMPLETE, Columns(max_new_tokens="m"), byte_level(), model_info(max_length=64), rules=made)
+    rows: list[dict[str, Any]] = [
+        {"prompt": "x", "m": 5},
+        {"prompt": "x", "m": None},
+        {"prompt": "x", "m": 1000},
+        {"prompt": "x", "m": 0},
+    ]
+    sizes = make.sizes([(row, 0) for row in rows])
+    lead = make.make(rows[0], 0).holes[0][0]
+    assert [size if isinstance(size, RowError) else size.masked for size in sizes[:3]] == [5, 64 - lead, 64 - lead]
+    assert isinstance(sizes[3], RowError) and sizes[3].kind == "bad_setting"

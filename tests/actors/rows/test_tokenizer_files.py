@@ -1,0 +1,213 @@
+"""Tokenizers and chat templates are read without transformers, and are what transformers makes of the same files."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, pre_tokenizers, processors
+from tokenizers import Tokenizer as Core
+from transformers import PreTrainedTokenizerFast
+
+from draftmill.actors.rows import text
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.tokenizer_files import NotPlain, read_files
+from draftmill.storage.errors import UserError
+from tests.actors.tokenizers_for_tests import byte_level
+
+BUILTIN = Path(text.__file__).parents[2] / "decoders" / "builtin" / "ar-tiny"
+TEXTS = ["def f(x):\n    return x", "<s>a</s> b", " <new> x<other>y", "日本 🙂", "", "a<|im_end|>\n", "  x  "]
+PLAIN = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+ADDED = {"lstrip": False, "rstrip": True, "normalized": True, "single_word": False, "special": False}
+
+# What tokenizer_config.json, and other files beside tokenizer.json, may say.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "names": {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<cls>", "unk_token": "<unk>"},
+    "a new end": {"bos_token": "<s>", "eos_token": "<|im_end|>"},
+    "a piece of the vocabulary": {"eos_token": "return", "pad_token": "x"},
+    "spelled out": {"eos_token": PLAIN | {"content": "<|end|>", "rstrip": True}, "bos_token": None},
+    "added": {
+        "added_tokens_decoder": {
+            "301": ADDED | {"content": "<other>"},
+            "300": ADDED | {"content": "<new>", "special": True},
+            "1": ADDED | {"content": "<s>", "special": True},
+        },
+        "eos_token": "<other>",
+    },
+    "more": {"extra_special_tokens": ["<new>", PLAIN | {"content": "<other>"}], "eos_token": "</s>"},
+    "more, by the old name": {"additional_special_tokens": ["<new>", "<s>"], "eos_token": "</s>"},
+    "more, with names": {"extra_special_tokens": {"image_token": "<image>"}, "audio_token": "<audio>"},
+    "flags": {"add_bos_token": True, "add_eos_token": True, "add_prefix_space": True, "bos_token": "<s>"},
+    "its class": {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "legacy": False, "model_max_length": 8},
+}
+OLDER: dict[str, dict[str, Any]] = {
+    "special_tokens_map.json": {
+        "eos_token": {"content": "<new>", "lstrip": False, "rstrip": True, "normalized": False, "single_word": False},
+        "bos_token": "<s>",
+        "additional_special_tokens": ["<other>"],
+        "extra_special_tokens": ["<more>", {"content": "<most>"}],
+    },
+    "added_tokens.json": {"<new>": 300, "<other>": 301, "<third>": 302},
+}
+ROLES = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
+TEMPLATES = {
+    "roles": ROLES + "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "blocks": "  {%- for m in messages %}\n    {{ m.content }}\n  {% endfor %}\n{{ bos_token }}",
+    "loops": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content | upper }}{% endfor %}",
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2, sort_keys=true) }}{{ tools }}{{ documents }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "dict": "{% set d = dict(a=messages[0].role) %}{{ d.a }}{{ d.items() | list }}{{ image_token }}",
+    "thinking": "{{ messages[-1].thinking }}{{ messages[-1].reasoning_content }}{{ messages[-1].reasoning is defined }}",
+    "null": "{{ messages[-1].name is defined }}{{ messages[-1].tool_calls }}{{ undefined_name }}",
+    "year": "{{ strftime_now('%Y') }}",
+    "raises": "{{ raise_exception('roles must alternate') }}",
+    "damaged": "{% for m in messages %}",
+    "escapes": "{{ messages.append(1) }}",
+    "hides": "{% set ns = namespace(_x=1) %}",
+}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "  <b>hi</b> 日本\n", "name": None}],
+    [
+        {"role": "system", "content": "s"},
+        {"role": "assistant", "content": "a", "reasoning": "why", "tool_calls": [{"f": 1.5, "x": None}]},
+    ],
+    [],
+    [{"role": "user", "content": "x", "when": datetime.date(2024, 1, 2)}],
+]
+
+
+def write(folder: Path, config: dict[str, Any] | None, core: Core | None = None) -> Path:
+    core = core or Core.from_str(byte_level()._core.to_str())
+    core.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def both(folder: Path) -> tuple[Tokenizer, Any]:
+    """The tokenizer of a folder as it is read here, and as transformers reads it."""
+    read_files(folder)  # it needs no help
+    ours = load_tokenizer(folder)
+    assert ours is not None
+    return ours, PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+
+
+def check(folder: Path) -> None:
+    ours, theirs = both(folder)
+    other = Tokenizer(theirs.backend_tokenizer, bos_id=theirs.bos_token_id, eos_id=theirs.eos_token_id)
+    assert (ours.bos_id, ours.eos_id, ours.size) == (other.bos_id, other.eos_id, other.size)
+    assert ours.vocabulary() == other.vocabulary() and ours.lead == other.lead
+    for given in TEXTS:
+        assert ours.encode(given) == other.encode(given), given
+        assert ours.parse(given) == other.parse(given), given
+    assert read_files(folder).names == theirs.special_tokens_map
+    ids = list(range(ours.size))
+    assert ours.decode(ids) == other.decode(ids)
+    assert ours._core.decode(ids, skip_special_tokens=True) == other._core.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tokenizer_is_what_transformers_reads(tmp_path: Path, name: str) -> None:
+    check(write(tmp_path, CONFIGS[name]))
+
+
+@pytest.mark.parametrize("names", [["special_tokens_map.json"], ["added_tokens.json"], list(OLDER)])
+@pytest.mark.parametrize(
+    "config", [None, {"eos_token": "</s>", "additional_special_tokens": ["<new>", "<fourth>"]}, CONFIGS["added"]]
+)
+def test_the_older_files_count_where_the_config_lists_no_tokens(
+    tmp_path: Path, names: list[str], config: dict[str, Any] | None
+) -> None:
+    write(tmp_path, config)
+    for name in names:
+        (tmp_path / name).write_text(json.dumps(OLDER[name]))
+    check(tmp_path)
+
+
+def test_what_the_file_itself_asks_for_is_read_and_left_out_as_before(tmp_path: Path) -> None:
+    core = Core.from_str(byte_level()._core.to_str())
+    core.enable_truncation(3)
+    core.enable_padding(length=9, pad_token="<pad>", pad_id=5)
+    core.add_tokens([AddedToken("<new>", lstrip=True), AddedToken("return x", normalized=True)])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    check(write(tmp_path, {"bos_token": "<s>"}, core))
+    assert read_files(tmp_path).names["pad_token"] == "<pad>"
+
+
+@pytest.mark.parametrize("model", sorted(folder.name for folder in BUILTIN.parent.iterdir() if folder.is_dir()))
+def test_the_builtin_tokenizers_are_what_transformers_reads(model: str) -> None:
+    check(BUILTIN.parent / model)
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_is_what_transformers_renders(tmp_path: Path, name: str, chat: list[dict[str, Any]]) -> None:
+    config = {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>", "chat_template": TEMPLATES[name]}
+    ours, theirs = both(write(tmp_path, config))
+    assert ours.chat is not None
+    try:
+        expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # noqa: BLE001 - a template raises what it likes
+        with pytest.raises(type(error)):
+            ours.chat(chat)
+        return
+    assert ours.chat(chat) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"chat_template": "config"}, {"chat_template.jinja": "file"}),
+        ({"chat_template": [{"name": "default", "template": "one"}, {"name": "rag", "template": "two"}]}, {}),
+        ({"chat_template": [{"name": "rag", "template": "two"}]}, {}),
+        ({"chat_template": "config"}, {"additional_chat_templates/tool.jinja": "tool"}),
+        ({}, {"chat_template.jinja": "file", "additional_chat_templates/tool.jinja": "tool"}),
+        ({}, {}),
+    ],
+)
+def test_the_template_of_several_is_the_one_that_transformers_takes(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, str]
+) -> None:
+    write(tmp_path, config)
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    ours, theirs = both(tmp_path)
+    try:
+        expected = theirs.get_chat_template()
+    except ValueError:
+        assert ours.chat is None
+        return
+    assert ours.chat is not None and ours.chat([{"role": "user", "content": "x"}]) == expected
+
+
+@pytest.mark.parametrize("config", [{"fix_mistral_regex": True}, {"eos_token": 3}, {"extra_special_tokens": [3]}])
+def test_what_only_transformers_understands_is_left_to_it(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(NotPlain):
+        read_files(write(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "["),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}'),
+        ("special_tokens_map.json", "{"),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_the_setting(tmp_path: Path, name: str, content: str) -> None:
+    shutil.copy(BUILTIN / "tokenizer.json", tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match="can't be loaded"):
+        load_tokenizer(tmp_path)
