@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.beginnings import grouped
+from draftmill.actors.planning.beginnings import grouped
 from draftmill.actors.rows.samples import Sample, length_of
 from draftmill.decoders.base import HOLE
 

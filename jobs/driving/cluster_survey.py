@@ -1,7 +1,7 @@
 """Planning on the cluster: decides whether Ray tasks read and tokenize the inputs, and lets them.
 
     small inputs, one CPU, `run --local`     the driver reads them itself, in threads, while Ray starts
-    anything else                            tasks read chunks of the inputs (actors/survey_pool.py)
+    anything else                            tasks read chunks of the inputs (actors/planning/survey_pool.py)
 
 The plan is the same to the byte.
 """
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
+from draftmill.actors.planning.tokenizer_parcel import packed
 from draftmill.actors.rows.makers import Maker
-from draftmill.actors.tokenizer_parcel import packed
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.plan.survey import Survey, reading_of
 from draftmill.jobs.spec.job_spec import JobSpec
@@ -50,8 +50,8 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
     def surveyed(
         spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
     ) -> Iterator[pa.Table]:
-        from draftmill.actors.survey_items import SurveyJob
-        from draftmill.actors.survey_pool import SurveyPool
+        from draftmill.actors.planning.survey_items import SurveyJob
+        from draftmill.actors.planning.survey_pool import SurveyPool
 
         job = SurveyJob(
             reading=reading_of(spec),

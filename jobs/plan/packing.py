@@ -7,7 +7,7 @@
 Rows of a unit are of similar length, so a batch of them has little padding.
 
 Where a worker computes common beginnings of prompts once (makers.shares_beginnings), rows that begin alike come after one another
-(actors/beginnings.py): groups by their longest row, and inside of a group again. A unit then ends where a group ends, if one does
+(actors/planning/beginnings.py): groups by their longest row, and inside of a group again. A unit then ends where a group ends, if one does
 shortly before its limit.
 
     begin alike                     a a a a b b b c c c     a: the ends of one question
@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from draftmill.actors.beginnings import Grouped, grouped_by_beginning
+from draftmill.actors.planning.beginnings import Grouped, grouped_by_beginning
 
 UNIT_TOKENS = 2**19
 """Maximum tokens of a unit; bounds the memory and time of what is committed, retried and bisected together."""

@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 
 import draftmill
 from draftmill.actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
+from draftmill.actors.planning.survey_items import HASH
+from draftmill.actors.planning.surveying import SURVEYED
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.survey_items import HASH
-from draftmill.actors.surveying import SURVEYED
 from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.notes import counted

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.actors.planning.surveying import BATCH_ROWS, Piece, Reading, surveyed
 from draftmill.actors.rows.makers import Maker
-from draftmill.actors.surveying import BATCH_ROWS, Piece, Reading, surveyed
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.reader import InputFile
@@ -29,7 +29,7 @@ class Survey(Protocol):
     def __call__(
         self, spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
     ) -> Iterator[pa.Table]:
-        """See `survey`; the tables of a cluster also have the column draftmill.actors.survey_items.HASH."""
+        """See `survey`; the tables of a cluster also have the column draftmill.actors.planning.survey_items.HASH."""
         ...
 
 

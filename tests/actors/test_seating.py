@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from draftmill.actors.beginnings import LEAST
+from draftmill.actors.planning.beginnings import LEAST
 from draftmill.actors.rows.samples import Sample
 from draftmill.actors.seating import in_order
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.actors import surveying
+from draftmill.actors.planning import surveying
 from draftmill.jobs.cli import program
 from draftmill.storage.runs.lease import LEASE
 from tests.runs.jobs_of_tests import forked, write_rows, write_spec

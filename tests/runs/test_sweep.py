@@ -164,7 +164,7 @@ def test_a_sweep_says_that_it_sends_no_notices(finished: Path, capsys: pytest.Ca
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many rows were read and tokenized for planning, in batches."""
-    from draftmill.actors import surveying
+    from draftmill.actors.planning import surveying
 
     counts: list[int] = []
     original = surveying._measured

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftmill.actors.planning.surveying import table_of
 from draftmill.actors.rows.canvas import Canvas, Size
-from draftmill.actors.surveying import table_of
 from draftmill.actors.task import Complete
 from draftmill.decoders.base import HOLE, EngineStats, Request
 from draftmill.jobs.cli import main

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftmill.actors.beginnings import BEGINNING, beginnings
 from draftmill.actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable
+from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import prepare

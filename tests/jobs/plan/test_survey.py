@@ -9,7 +9,7 @@ from threading import Barrier, Lock
 
 import pytest
 
-from draftmill.actors import surveying
+from draftmill.actors.planning import surveying
 from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.rows.row import Values
 from draftmill.jobs.plan.survey import survey

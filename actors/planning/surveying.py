@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from draftmill.actors.beginnings import BEGINNING, beginnings
 from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.rows.canvas import Size
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.row import Values, row_id, row_key

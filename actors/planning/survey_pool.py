@@ -20,9 +20,9 @@ import pyarrow as pa
 import ray
 from ray.exceptions import RayError
 
-from draftmill.actors.cutting_inputs import Answer, Chunk, Question, answer, chunks
+from draftmill.actors.planning.cutting_inputs import Answer, Chunk, Question, answer, chunks
+from draftmill.actors.planning.survey_items import Broken, Item, SurveyJob, items, maker_of
 from draftmill.actors.rows.makers import Maker
-from draftmill.actors.survey_items import Broken, Item, SurveyJob, items, maker_of
 from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.reader import InputFile
 

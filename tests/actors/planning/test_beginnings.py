@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.actors.beginnings import LEAST, LEVELS, STRIDE, beginnings, grouped, grouped_by_beginning
+from draftmill.actors.planning.beginnings import LEAST, LEVELS, STRIDE, beginnings, grouped, grouped_by_beginning
 from draftmill.actors.rows.makers import shares_beginnings
 from draftmill.actors.task import Complete, Infill, Random, Score
 from draftmill.decoders.base import ModelInfo

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from draftmill.actors.surveying import Piece
+from draftmill.actors.planning.surveying import Piece
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.inputs.slices import Slice, count_lines, group_slices, has_lines

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from draftmill.actors.planning.surveying import SURVEYED, Piece, Reading, surveyed
+from draftmill.actors.planning.tokenizer_parcel import TokenizerParcel, unpacked
 from draftmill.actors.rows.id_hashes import id_hashes
 from draftmill.actors.rows.makers import Maker, maker_for
-from draftmill.actors.surveying import SURVEYED, Piece, Reading, surveyed
 from draftmill.actors.task import Side
-from draftmill.actors.tokenizer_parcel import TokenizerParcel, unpacked
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
