@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.job import Job, ModelPlace, Seat
-from draftmill.actors.loading import load_model
-from draftmill.actors.worker import DecodeWorker
+from draftmill.actors.loop.loading import load_model
+from draftmill.actors.loop.worker import DecodeWorker
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.storage.stores.verbs import S3Options
 

@@ -20,9 +20,9 @@ import torch
 
 from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.job import Job
+from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.samples import Sample
-from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import Request
 from draftmill.jobs.codes import OK
 from draftmill.jobs.commands.run import RunOptions, run_job

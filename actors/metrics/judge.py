@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.faults import lost_device
 from draftmill.actors.job import ModelPlace
-from draftmill.actors.loading import build, load_networks
-from draftmill.actors.memory import fit
+from draftmill.actors.loop.loading import build, load_networks
+from draftmill.actors.loop.memory import fit
 from draftmill.actors.metrics.base import MeasuredRow, Stopping, Values
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker, maker_for

@@ -52,7 +52,7 @@ class Note:
 
 
 class RowClerk:
-    """Opens and closes the units of one job; see draftmill.actors.runner.Clerk."""
+    """Opens and closes the units of one job; see draftmill.actors.loop.runner.Clerk."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Divides a device's memory among the parts of a batch, and so limits its slots and columns. actors/memory.py measures.
+"""Divides a device's memory among the parts of a batch, and so limits its slots and columns. actors/loop/memory.py measures.
 
 The memory that is free after all models are loaded is divided once:
 

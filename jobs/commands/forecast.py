@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from draftmill.actors.memory import Room
+from draftmill.actors.loop.memory import Room
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Task
@@ -72,7 +72,7 @@ class Trial:
     `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
     hold that runs alone on this machine.
 
-    `exact` says whether results are bit-identical in any batch, `device` what was computed with (actors/device_facts.py).
+    `exact` says whether results are bit-identical in any batch, `device` what was computed with (actors/loop/device_facts.py).
     """
 
     exact: bool

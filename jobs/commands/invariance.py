@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.compute as pc
 
+from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.samples import Sample
 from draftmill.actors.task import Score
-from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import Decoder, Outcome, Request
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import make_job

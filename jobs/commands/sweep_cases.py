@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftmill.actors.loading import fetch_drafter, network_keys
+from draftmill.actors.loop.loading import fetch_drafter, network_keys
 from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
 from draftmill.jobs.commands.run import ready_for
 from draftmill.jobs.driving.driver import StopFlag

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from draftmill.actors.shelf import Shelf
+from draftmill.actors.loop.shelf import Shelf
 from draftmill.jobs.commands.forecast import Made, Trial, TrialSample
 from draftmill.jobs.commands.sweep_cases import SweepCase, in_order, loads_of
 from draftmill.jobs.commands.sweep_table import ABSENT, table

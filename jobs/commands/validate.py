@@ -21,14 +21,14 @@ import pyarrow.parquet as pq
 
 from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.job import Seat
-from draftmill.actors.loading import build, load_networks, most_canvases
-from draftmill.actors.memory import fit
+from draftmill.actors.loop.loading import build, load_networks, most_canvases
+from draftmill.actors.loop.memory import fit
+from draftmill.actors.loop.shelf import Shelf
 from draftmill.actors.rows.canvas import Canvas, runs
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import guarded
-from draftmill.actors.shelf import Shelf
 from draftmill.decoders.base import HOLE, Decoder, Request
 from draftmill.jobs.codes import OK
 from draftmill.jobs.commands.cost_forecast import forecast_lines
@@ -231,7 +231,7 @@ def try_out(prepared: Prepared, rows: Sequence[Made], *, trial_s: float = TRIAL_
     except MemoryError as error:
         raise UserError(str(error), field="model.device") from None
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
-    from draftmill.actors.device_facts import device_facts
+    from draftmill.actors.loop.device_facts import device_facts
 
     at_peak = _memory(prepared.spec.model.device)
     return Trial(exact, min(len(cut), at_once), tokens, took_s, *at_peak, longest, room, device_facts(decoder))

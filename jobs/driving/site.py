@@ -34,9 +34,9 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
+    from draftmill.actors.loop.shelf import Shelf
     from draftmill.actors.pool import Spare
     from draftmill.actors.rows.text import Tokenizer
-    from draftmill.actors.shelf import Shelf
     from draftmill.decoders.base import ModelInfo
 
 BYTES_PER_EARLY_WORKER = 2**20
@@ -167,8 +167,8 @@ class LocalSite:
 
     def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site."""
-        from draftmill.actors.local_pool import LocalPool
-        from draftmill.actors.shelf import Shelf
+        from draftmill.actors.loop.local_pool import LocalPool
+        from draftmill.actors.loop.shelf import Shelf
 
         if self._keep and self._shelf is None:
             self._shelf = Shelf()
@@ -197,8 +197,8 @@ class ReadingSite(LocalSite):
 
     def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site."""
-        from draftmill.actors.local_pool import LocalPool
-        from draftmill.actors.worker import reading_runner
+        from draftmill.actors.loop.local_pool import LocalPool
+        from draftmill.actors.loop.worker import reading_runner
 
         return LocalPool(job, crew.seats[0], build=partial(reading_runner, info=self._info, tokenizer=self._tokenizer))
 

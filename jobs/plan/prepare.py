@@ -21,7 +21,7 @@ from draftmill.actors.checkpoints.models import (
     tokenizer_hash,
     user_error,
 )
-from draftmill.actors.loading import check_drafter, fetch_drafter
+from draftmill.actors.loop.loading import check_drafter, fetch_drafter
 from draftmill.actors.plan_table import PLAN
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.requests import body_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from draftmill.actors.loop.runner import UnitRunner
+from draftmill.actors.loop.worker import Turns
 from draftmill.actors.messages import Receipt, Verdict, WorkUnit
 from draftmill.actors.rows.samples import Sample, tally_of
-from draftmill.actors.runner import UnitRunner
-from draftmill.actors.worker import Turns
 from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request
 from draftmill.storage.errors import RowError
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
+from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Failure, Receipt
-from draftmill.actors.runner import UnitRunner
 from draftmill.decoders.base import Request
 from tests.actors.fakes import FakeClerk, FakeDecoder, lose_device, work
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter
 
-from draftmill.actors.loading import most_canvases
+from draftmill.actors.loop.loading import most_canvases
 from draftmill.actors.task import Score
 from draftmill.decoders.base import ModelKind
 from draftmill.decoders.common_settings import DecoderChoice

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from draftmill.actors.job import Job
+from draftmill.actors.loop.runner import UnitRunner
+from draftmill.actors.loop.worker import Turns, build_runner
 from draftmill.actors.pool import RayPool
 from draftmill.actors.rows.unit_io import RowClerk
-from draftmill.actors.runner import UnitRunner
-from draftmill.actors.worker import Turns, build_runner
 from draftmill.decoders.base import Request
 from draftmill.jobs.cli import main
 from draftmill.jobs.commands import run as jobs_run

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import Failure, WorkUnit
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.worker import build_runner
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job

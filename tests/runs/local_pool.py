@@ -9,9 +9,9 @@ from functools import partial
 from unittest.mock import patch
 
 from draftmill.actors.job import Crew, Job
-from draftmill.actors.local_pool import LocalPool
-from draftmill.actors.runner import UnitRunner
-from draftmill.actors.worker import build_runner
+from draftmill.actors.loop.local_pool import LocalPool
+from draftmill.actors.loop.runner import UnitRunner
+from draftmill.actors.loop.worker import build_runner
 from draftmill.jobs.commands import rerun as jobs_rerun
 from draftmill.jobs.commands import run as jobs_run
 from draftmill.jobs.driving.crew import crew

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import CHANGED_INPUT, Failure, WorkUnit
-from draftmill.actors.worker import build_runner
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan import plan as planning
 from draftmill.jobs.plan.plan import Plan

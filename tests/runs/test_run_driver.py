@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
 from draftmill.actors.rows.samples import Sample, tally_of
-from draftmill.actors.runner import UnitRunner
 from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.driver import TOO_MANY, Driver, StopFlag
 from draftmill.jobs.driving.progress import LineDisplay

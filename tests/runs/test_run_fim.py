@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from draftmill.actors.checkpoints.models import BUILTIN
+from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.keys import hole_key
 from draftmill.jobs.commands.invariance import decode_alone

@@ -13,7 +13,7 @@ from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 def test_a_job_without_a_readable_row_loads_no_model_and_says_why_each_row_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftmill.actors.worker.load_networks", lambda *_, **__: pytest.fail("loads the model"))
+    monkeypatch.setattr("draftmill.actors.loop.worker.load_networks", lambda *_, **__: pytest.fail("loads the model"))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('x\n{"id": "a"},\n[3]\n')
     spec = write_spec(tmp_path, rows=rows, sampling={"n": 2})

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.rows.fim import Template
 from draftmill.actors.rows.infilling import Infilling
 from draftmill.actors.rows.samples import Sample
-from draftmill.actors.runner import UnitRunner
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.keys import hole_key
 from tests.actors.fakes import FakeClerk, FakeDecoder, work

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from draftmill.actors.loop.seating import in_order
+from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows import makers
-from draftmill.actors.seating import in_order
-from draftmill.actors.worker import build_parts
 from draftmill.decoders.base import EngineStats
 from draftmill.decoders.engine.engine import Engine
 from draftmill.jobs.driving.progress import Silence

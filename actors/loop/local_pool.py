@@ -16,10 +16,10 @@ from typing import Any
 from draftmill.actors.checkpoints.models import FIELD, user_error
 from draftmill.actors.faults import DeviceLostError
 from draftmill.actors.job import Crew, Job, Seat
+from draftmill.actors.loop.runner import UnitRunner
+from draftmill.actors.loop.shelf import Shelf
+from draftmill.actors.loop.worker import Turns, build_runner
 from draftmill.actors.messages import Died, PoolNews, Reported, Up, WorkUnit
-from draftmill.actors.runner import UnitRunner
-from draftmill.actors.shelf import Shelf
-from draftmill.actors.worker import Turns, build_runner
 from draftmill.storage.errors import UserError
 
 Build = Callable[..., UnitRunner]

@@ -12,13 +12,13 @@ import psutil
 import pytest
 import torch
 
-from draftmill.actors import memory
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.job import Seat
-from draftmill.actors.memory import fit, free_bytes, limit_gpu
+from draftmill.actors.loop import memory
+from draftmill.actors.loop.memory import fit, free_bytes, limit_gpu
+from draftmill.actors.loop.runner import UnitRunner
+from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import Failure, Receipt
-from draftmill.actors.runner import UnitRunner
-from draftmill.actors.worker import build_runner
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone, pick_device

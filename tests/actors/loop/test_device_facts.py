@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftmill.actors import device_facts as facts
+from draftmill.actors.loop import device_facts as facts
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.cuda_graphs import Graphs

@@ -16,14 +16,14 @@ from typing import Any
 
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.job import Job
-from draftmill.actors.loading import build, load_networks, most_canvases
-from draftmill.actors.memory import fit, limit_gpu
+from draftmill.actors.loop.loading import build, load_networks, most_canvases
+from draftmill.actors.loop.memory import fit, limit_gpu
+from draftmill.actors.loop.runner import UnitRunner
+from draftmill.actors.loop.shelf import Shelf
 from draftmill.actors.messages import Failure, Receipt, TurnReport, WorkUnit
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.rows.unit_io import RowClerk
-from draftmill.actors.runner import UnitRunner
-from draftmill.actors.shelf import Shelf
 from draftmill.actors.turns import LEAST_S
 from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Request
 from draftmill.storage.failpoints import failpoint
@@ -113,7 +113,7 @@ def build_runner(
     job: Job, *, name: str, node: str, threads: int, gpus: float = 1.0, shelf: Shelf | None = None
 ) -> UnitRunner:
     """A runner with the job's model loaded, within its share of the machine's memory; see `build_parts`."""
-    from draftmill.actors.device_facts import device_facts
+    from draftmill.actors.loop.device_facts import device_facts
 
     began_s = time.perf_counter()
     limit_gpu(gpus)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from draftmill.actors.job import ModelPlace
-from draftmill.actors.loading import Networks, load_networks
-from draftmill.actors.shelf import Shelf
+from draftmill.actors.loop.loading import Networks, load_networks
+from draftmill.actors.loop.shelf import Shelf
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
 from draftmill.storage.stores.verbs import S3Options
 
-BUILTIN = Path(__file__).parents[2] / "decoders" / "builtin"
+BUILTIN = Path(__file__).parents[3] / "decoders" / "builtin"
 
 
 def place(dtype: str = "float32") -> ModelPlace:

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
+from draftmill.actors.loop.row_limit import QUIET_STEPS, RowLimit
+from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Failure, Receipt, WorkUnit
-from draftmill.actors.row_limit import QUIET_STEPS, RowLimit
-from draftmill.actors.runner import UnitRunner
 from draftmill.decoders.base import Request
 from draftmill.storage.errors import StoreError
 from tests.actors.fakes import FakeClerk, FakeDecoder, work

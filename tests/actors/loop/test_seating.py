@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from draftmill.actors.loop.seating import in_order
 from draftmill.actors.planning.beginnings import LEAST
 from draftmill.actors.rows.samples import Sample
-from draftmill.actors.seating import in_order
 
 
 def samples_of(*canvases):

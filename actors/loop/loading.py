@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
+from draftmill.actors.loop.shelf import Shelf
 from draftmill.actors.rows.text import Tokenizer, has_tokenizer, load_tokenizer
-from draftmill.actors.shelf import Shelf
 from draftmill.actors.task import Score, Task
 from draftmill.decoders.backbones.head_files import check_heads, head_place, read_sizes
 from draftmill.decoders.base import Decoder, ModelInfo

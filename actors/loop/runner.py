@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
+from draftmill.actors.loop.row_limit import RowLimit
+from draftmill.actors.loop.seating import in_order
 from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
-from draftmill.actors.row_limit import RowLimit
 from draftmill.actors.rows.samples import Meter, Sample, length_of
-from draftmill.actors.seating import in_order
 from draftmill.decoders.base import Decoder, Outcome
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, StoreFull, UserError
 
