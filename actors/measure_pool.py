@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from draftmill.actors.job import Seat
 from draftmill.actors.measuring import MeasureJob, MeasureWorker, UnitMeasured, UnitToMeasure
-from draftmill.actors.pool import actor_class, end_workers, reason_of
+from draftmill.actors.ray.pool import actor_class, end_workers, reason_of
 from draftmill.storage.errors import StoreError, UserError
 
 MOST_TRIES = 3

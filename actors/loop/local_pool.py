@@ -36,7 +36,7 @@ class Here:
 
 
 class LocalPool:
-    """Has the methods of draftmill.actors.pool.Pool that the driver needs. `build` makes a runner, like build_runner.
+    """Has the methods of draftmill.actors.ray.pool.Pool that the driver needs. `build` makes a runner, like build_runner.
 
     `shelf` has the networks that are in memory already, and keeps those of this job for the next one.
     """

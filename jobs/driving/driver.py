@@ -64,7 +64,7 @@ MOST_GAP_S = 10.0
 
 
 class Workers(Protocol):
-    """What the driver needs of a pool (draftmill.actors.pool.Pool)."""
+    """What the driver needs of a pool (draftmill.actors.ray.pool.Pool)."""
 
     def start(self, name: str) -> None: ...
 

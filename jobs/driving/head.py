@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from draftmill.actors.ray_inside import GRPC_CHANNEL, GRPC_REPLY, GRPC_REQUEST, authentication_error, inside
+from draftmill.actors.ray.ray_inside import GRPC_CHANNEL, GRPC_REPLY, GRPC_REQUEST, authentication_error, inside
 from draftmill.storage.errors import UserError
 
 ANSWER_S = 20.0

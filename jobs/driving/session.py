@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import draftmill
-from draftmill.actors.ray_inside import ACCELERATORS, NODE, NUM_CPUS, inside, required, silence_workers
+from draftmill.actors.ray.ray_inside import ACCELERATORS, NODE, NUM_CPUS, inside, required, silence_workers
 from draftmill.jobs.driving.head import check_head
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.driving.own_cluster import own_address
@@ -262,7 +262,7 @@ def cluster_nodes() -> list[NodeRoom]:
     """The nodes of the Ray we are connected to, without those that will be removed."""
     import ray
 
-    from draftmill.actors.notices import draining
+    from draftmill.actors.ray.notices import draining
 
     leaving = draining()
     return [

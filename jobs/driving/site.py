@@ -35,7 +35,7 @@ from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
     from draftmill.actors.loop.shelf import Shelf
-    from draftmill.actors.pool import Spare
+    from draftmill.actors.ray.pool import Spare
     from draftmill.actors.rows.text import Tokenizer
     from draftmill.decoders.base import ModelInfo
 
@@ -288,7 +288,7 @@ class RaySite:
 
     def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
-        from draftmill.actors.pool import RayPool, end_workers
+        from draftmill.actors.ray.pool import RayPool, end_workers
 
         if self._start is not None and (early := self._start.take_workers()):
             self._spare = early
@@ -307,7 +307,7 @@ class RaySite:
     def end_spare(self) -> None:
         """See Site."""
         if self._spare:
-            from draftmill.actors.pool import end_workers
+            from draftmill.actors.ray.pool import end_workers
 
             end_workers(actor for _, actor in self._spare)
         self._spare = []
@@ -359,7 +359,7 @@ class _Start:
         try:
             self._session.__enter__()
             self._is_up = True
-            from draftmill.actors.pool import early_workers
+            from draftmill.actors.ray.pool import early_workers
 
             self._workers = early_workers(self._crew, *self._needs)
         except BaseException as error:  # noqa: BLE001 - `wait` raises it again

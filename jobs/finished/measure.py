@@ -96,7 +96,7 @@ class SpareMeasurers:
     def end(self) -> None:
         """End the actors."""
         if self.actors:
-            from draftmill.actors.pool import end_workers
+            from draftmill.actors.ray.pool import end_workers
 
             end_workers(self.actors)
         self.actors = []

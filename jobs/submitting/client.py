@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from draftmill.actors.ray_inside import DO_REQUEST, authentication_error, inside
+from draftmill.actors.ray.ray_inside import DO_REQUEST, authentication_error, inside
 from draftmill.jobs.submitting.address import FIELD, Cluster
 from draftmill.storage.errors import StoreError, UserError
 

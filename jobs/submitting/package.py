@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftmill.actors.ray_inside import PATHSPEC, required
+from draftmill.actors.ray.ray_inside import PATHSPEC, required
 from draftmill.jobs.driving.session import ROOT
 from draftmill.jobs.notes import size_text
 from draftmill.storage.errors import UserError

@@ -17,7 +17,7 @@ import torch
 from draftmill.actors.job import Job
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import Turns, build_runner
-from draftmill.actors.pool import RayPool
+from draftmill.actors.ray.pool import RayPool
 from draftmill.actors.rows.unit_io import RowClerk
 from draftmill.decoders.base import Request
 from draftmill.jobs.cli import main
@@ -128,8 +128,8 @@ def test_a_row_that_kills_its_worker_or_never_ends_is_found_and_its_unit_is_ok(
     rows = write_poison(tmp_path / "rows.jsonl", fate, rows=8)
     output = {"path": str(tmp_path / "run"), "unit_rows": 2}
     spec = write_spec(tmp_path, rows=rows, output=output, errors={"max_rate": 0.5})
-    monkeypatch.setattr("draftmill.actors.pool.RayPool", partial(RayPool, worker_class=DeadlyWorker))
-    monkeypatch.setattr("draftmill.actors.pool.early_workers", lambda *_: [])  # they would be of the usual class
+    monkeypatch.setattr("draftmill.actors.ray.pool.RayPool", partial(RayPool, worker_class=DeadlyWorker))
+    monkeypatch.setattr("draftmill.actors.ray.pool.early_workers", lambda *_: [])  # they would be of the usual class
     limits = Limits(deaths=1, lease_s=3.0 if fate == ENDLESS else 600.0)  # fewer workers have to die
     monkeypatch.setattr(jobs_run, "limits_of", lambda spec: limits)
     assert main(["run", str(spec), "--quiet"]) == 0

@@ -16,7 +16,7 @@ import pytest
 
 from draftmill.actors.job import Crew
 from draftmill.actors.messages import Leaving, PoolNews, Up
-from draftmill.actors.pool import RayPool
+from draftmill.actors.ray.pool import RayPool
 from draftmill.jobs.driving.crew import crew
 from draftmill.jobs.driving.session import cluster_nodes
 from draftmill.jobs.spec.worker_shape import WorkerShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftmill.actors.pool import Seat
+from draftmill.actors.ray.pool import Seat
 from draftmill.jobs.driving.crew import crew, lacking
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.spec.job_spec import ErrorSettings

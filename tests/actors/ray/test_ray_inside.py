@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors import ray_inside
-from draftmill.actors.notices import draining, node_of
-from draftmill.actors.ray_inside import Inside, inside, required, silence_workers
+from draftmill.actors.ray import ray_inside
+from draftmill.actors.ray.notices import draining, node_of
+from draftmill.actors.ray.ray_inside import Inside, inside, required, silence_workers
 from draftmill.jobs.driving import session
 from draftmill.jobs.driving.autoscaler import possible_nodes
 from draftmill.jobs.driving.head import check_head
@@ -22,7 +22,7 @@ from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.jobs.submitting.package import folder_files
 from draftmill.storage.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = {name: value for name, value in vars(ray_inside).items() if isinstance(value, Inside)}
 
 
@@ -50,7 +50,7 @@ def another_ray(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ModuleNotFoundError(f"No module named {name!r}")
         return real(name)
 
-    monkeypatch.setattr("draftmill.actors.ray_inside.import_module", moved)
+    monkeypatch.setattr("draftmill.actors.ray.ray_inside.import_module", moved)
     monkeypatch.setattr(ray_inside, "_missed", set())
 
 

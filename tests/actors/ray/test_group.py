@@ -13,7 +13,7 @@ import pytest
 
 from draftmill.actors.job import Crew, Job, Seat
 from draftmill.actors.messages import Died, Receipt, Reported, Up, WorkUnit
-from draftmill.actors.pool import RayPool, is_running
+from draftmill.actors.ray.pool import RayPool, is_running
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import make_plan, prepare

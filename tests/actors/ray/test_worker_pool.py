@@ -12,7 +12,7 @@ import pytest
 
 from draftmill.actors.job import Crew
 from draftmill.actors.messages import Died, PoolNews, Receipt, Reported, Up
-from draftmill.actors.pool import RayPool, Seat, is_running
+from draftmill.actors.ray.pool import RayPool, Seat, is_running
 from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
 pytestmark = pytest.mark.ray
@@ -163,7 +163,7 @@ def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool: RayP
 
 
 def test_a_worker_that_does_not_rest_in_time_is_ended(pool: RayPool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("draftmill.actors.pool.REST_S", 0.2)
+    monkeypatch.setattr("draftmill.actors.ray.pool.REST_S", 0.2)
     pool.start("w0")
     (up,) = [item for item in until(pool, Up) if isinstance(item, Up)]
     os.kill(up.pid, signal.SIGSTOP)

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from draftmill.actors.messages import HomeLeaving, Leaving, PoolNews
-from draftmill.actors.ray_inside import ACTORS, DRAINING, inside
+from draftmill.actors.ray.ray_inside import ACTORS, DRAINING, inside
 
 # Errors of another Ray version, or of a Ray that does not answer: a job must not end because notices are unavailable.
 _NO_NOTICES = (AttributeError, KeyError, TypeError, RuntimeError, RayError)
