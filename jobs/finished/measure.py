@@ -12,7 +12,7 @@ from typing import Any
 
 import draftmill
 from draftmill.actors.job import Seat
-from draftmill.actors.measuring import MeasureJob, UnitMeasured, UnitMeasurer, UnitToMeasure
+from draftmill.actors.measuring.measure import MeasureJob, UnitMeasured, UnitMeasurer, UnitToMeasure
 from draftmill.actors.metrics.base import Stopping
 from draftmill.jobs.driving.driver import CLOSING_S, POLL_S, StopFlag
 from draftmill.jobs.driving.progress import Display
@@ -228,7 +228,7 @@ def _measure_on_ray(
     *,
     spare: SpareMeasurers,
 ) -> None:
-    from draftmill.actors.measure_pool import MeasurePool
+    from draftmill.actors.measuring.measure_pool import MeasurePool
 
     pool = MeasurePool(job, replace(seat, threads=max(1, seat.threads)), count, units, spare.take(seat))
     pool.start()

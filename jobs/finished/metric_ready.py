@@ -27,7 +27,7 @@ from draftmill.storage.stores.verbs import S3Options
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Metrics that can be measured; `reference` and `joiner` as in draftmill.actors.measuring.MeasureJob."""
+    """Metrics that can be measured; `reference` and `joiner` as in draftmill.actors.measuring.measure.MeasureJob."""
 
     metrics: tuple[ReadyMetric, ...]
     reference: str | None

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from draftmill.actors.measure_pool import MeasurePool
+from draftmill.actors.measuring.measure_pool import MeasurePool
 from draftmill.actors.metrics import registry
 from draftmill.actors.sandbox.self_test import problem
 from draftmill.decoders.common_settings import Sampling
@@ -177,7 +177,7 @@ def test_a_sweep_loads_a_judge_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         built.append(metric.settings.kind)
         return original(metric, **options)
 
-    monkeypatch.setattr("draftmill.actors.measuring.build_meter", counting)
+    monkeypatch.setattr("draftmill.actors.measuring.measure.build_meter", counting)
     assert main(["sweep", str(judged_sweep(tmp_path)), "--local", "--quiet"]) == 0
     assert built.count("judge") == 1 and "length" in built
     assert has_all_values(tmp_path)

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayTaskError
 
-from draftmill.actors import measure_pool
 from draftmill.actors.job import Seat
-from draftmill.actors.measure_pool import MOST_LOST, MeasurePool
-from draftmill.actors.measuring import MeasureJob, UnitMeasured, UnitToMeasure
+from draftmill.actors.measuring import measure_pool
+from draftmill.actors.measuring.measure import MeasureJob, UnitMeasured, UnitToMeasure
+from draftmill.actors.measuring.measure_pool import MOST_LOST, MeasurePool
 from draftmill.storage.errors import StoreError, UserError
 
 UNITS = [UnitToMeasure(1, unit, f"data/unit-{unit:08d}.parquet", 4, (0,)) for unit in range(5)]

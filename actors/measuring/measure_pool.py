@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from draftmill.actors.job import Seat
-from draftmill.actors.measuring import MeasureJob, MeasureWorker, UnitMeasured, UnitToMeasure
+from draftmill.actors.measuring.measure import MeasureJob, MeasureWorker, UnitMeasured, UnitToMeasure
 from draftmill.actors.ray.pool import actor_class, end_workers, reason_of
 from draftmill.storage.errors import StoreError, UserError
 

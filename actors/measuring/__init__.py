@@ -1,0 +1,1 @@
+"""Computes the metrics of finished rows, in processes or on a cluster."""
