@@ -1,4 +1,6 @@
-"""`python -m draftmill.actors.checkpoints.gguf_convert FILE FOLDER SHA256`: converts a GGUF file to a folder of safetensors and JSON.
+"""Converts a GGUF file to a folder of safetensors and JSON.
+
+    python -m draftmill.actors.checkpoints.gguf_convert FILE FOLDER SHA256
 
 transformers reads the file (`load_gguf_checkpoint`). That reader ignores some keys on which results depend. This module reads
 them, or rejects the file by name: position scaling, the pre-tokenizer's rule, and end tokens other than the first.

@@ -1,4 +1,6 @@
-"""`python -m draftmill.actors.checkpoints.merge_adapter BASE HASH ADAPTER HASH FOLDER`: merges a LoRA adapter into a checkpoint's weights.
+"""Merges a LoRA adapter into a checkpoint's weights.
+
+    python -m draftmill.actors.checkpoints.merge_adapter BASE HASH ADAPTER HASH FOLDER
 
 PEFT merges in float32, whatever the checkpoint's dtype, so that `model.dtype` rounds only once. Every weight of the adapter
 must match a weight of the model: PEFT itself only warns about others.

@@ -1,7 +1,7 @@
 """What is used of Ray beside its public API: every such name is here, with what becomes of a job where a version has moved it.
 
-There is no public call for any of it; Ray's own libraries use the same names. tests/actors/ray/test_ray_inside.py says whether the
-installed version has them, and that no other file names one.
+There is no public call for any of it; Ray's own libraries use the same names. tests/actors/ray/test_ray_inside.py says whether
+the installed version has them, and that no other file names one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """OpenAI batch requests as rows: a request's endpoint, and which keys of its body are supported.
 
-A body is accepted as a whole or not at all: a key that changes the text must be supported (actors/rows/row_settings.py) or have its
-neutral value; otherwise the row fails, and the error names the key. No key is ignored silently. Pure; knows no model.
+A body is accepted as a whole or not at all. A key that changes the text must be supported (row_settings.py) or have its neutral
+value; otherwise the row fails, and the error names the key. No key is ignored silently. Pure; knows no model.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Totals:
     started_on: Counter[str] = field(default_factory=Counter)
 
     def worker_up(self, device: Mapping[str, Any] | None = None) -> None:
-        """Count a worker that now takes units, and what it computes with (actors/loop/device_facts.py); the first starts the clock."""
+        """Count a worker that takes units now, and its device (actors/loop/device_facts.py). The first one starts the clock."""
         if device:
             self.started_on[device_text(device)] += 1
         self.started_s = self.clock() if self.started_s is None else self.started_s

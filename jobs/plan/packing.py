@@ -7,8 +7,8 @@
 Rows of a unit are of similar length, so a batch of them has little padding.
 
 Where a worker computes common beginnings of prompts once (makers.shares_beginnings), rows that begin alike come after one another
-(actors/planning/beginnings.py): groups by their longest row, and inside of a group again. A unit then ends where a group ends, if one does
-shortly before its limit.
+(actors/planning/beginnings.py): groups by their longest row, and inside of a group again. A unit then ends where a group ends, if
+one does shortly before its limit.
 
     begin alike                     a a a a b b b c c c     a: the ends of one question
     units of at most 8 rows        [9 6 4 2 8 8 7][5 3 1]   not [.. 5][3 1], though 8 rows would fit

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.actors import cutting_inputs, survey_items, survey_pool
+from draftmill.actors.planning import cutting_inputs, survey_items, survey_pool
 from draftmill.actors.planning.survey_items import Item
 from draftmill.jobs.driving import cluster_survey as surveys
 from draftmill.jobs.driving.cluster_survey import cluster_survey
