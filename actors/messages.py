@@ -7,7 +7,7 @@ back inside a `TurnReport`. Nothing here knows Ray, files or models.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from draftmill.decoders.base import EngineStats
 
@@ -26,6 +26,19 @@ CHANGED_INPUT = "changed_input"
 
 MOST_UNITS = 4
 """Maximum units that a worker holds: one that waits, and those that are being decoded or written."""
+
+LEAST_S: Final = 0.2
+MOST_S: Final = 5.0
+REPORTS_PER_S: Final = 500
+"""Reports that a driver takes from all workers together, at most: each costs it some 50 us, and Ray several times as much."""
+
+
+def turn_s(workers: int) -> float:
+    """Seconds that a worker decodes before it reports: longer, the more workers there are, so that one driver can listen to all.
+
+    A finished unit ends a turn at once.
+    """
+    return min(MOST_S, max(LEAST_S, workers / REPORTS_PER_S))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,8 @@ from draftmill.actors.messages import (
     TurnReport,
     Up,
     WorkUnit,
+    turn_s,
 )
-from draftmill.actors.turns import turn_s
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.driving.attempts import AttemptsLog
 from draftmill.jobs.driving.driver import Driver, StopFlag

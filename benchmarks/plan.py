@@ -18,10 +18,10 @@ import psutil
 import pyarrow as pa
 
 from benchmarks.makespans import makespan_bound, refill_makespan, static_makespan
-from draftmill.actors.plan_table import ROW_SCHEMA
 from draftmill.jobs.plan.duplicates import DuplicateFinder
 from draftmill.jobs.plan.packing import longest_first, padding_efficiency
 from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.store import open_store
 
 BATCH = 16384

@@ -2,11 +2,11 @@
 
 One thread decodes. Another thread, the clerk's, reads and tokenizes the rows of the next unit and writes the files of finished
 units, so that neither stalls the slots. The loop knows no text, no files and no Ray. It admits samples longest first, those
-that begin alike after one another (seating.py), those of the older unit before those of the newer. When a unit runs out of
+that begin alike after one another (`in_order`), those of the older unit before those of the newer. When a unit runs out of
 samples, free slots are filled from the next unit.
 
 When the decoder raises, its samples are decoded again one at a time: a sample that fails alone is quarantined, the others
-succeed. When memory runs out, the number of rows is halved, and grows again later (row_limit.py). When the device is lost,
+succeed. When memory runs out, the number of rows is halved, and grows again later (`RowLimit`). When the device is lost,
 this process can decode nothing more: `step` raises DeviceLostError, and the caller must end the worker (faults.py).
 """
 
@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
-from draftmill.actors.loop.row_limit import RowLimit
-from draftmill.actors.loop.seating import in_order
 from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
+from draftmill.actors.planning.beginnings import grouped
 from draftmill.actors.rows.samples import Meter, Sample, length_of
-from draftmill.decoders.base import Decoder, Outcome
+from draftmill.decoders.base import HOLE, Decoder, Outcome
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, StoreFull, UserError
 
 
@@ -301,3 +305,67 @@ class UnitRunner:
         unit.left -= 1
         self._meter.count(sample)
         self._close_if_ended(unit)
+
+
+QUIET_STEPS = 64
+MOST_QUIET_STEPS = 64 * 1024
+
+
+@dataclass(slots=True)
+class RowLimit:
+    """Limits how many rows are decoded at once; `rows` is None until memory runs out for the first time.
+
+    Memory runs out when many long samples are decoded together, which is temporary. So the limit is halved at once, and grows
+    again by an eighth after a number of steps at the limit without failure. Each further failure doubles that number of steps.
+    """
+
+    rows: int | None = None
+    _quiet: int = 0
+    _wanted: int = QUIET_STEPS // 2
+
+    def starved(self, rows: int) -> None:
+        """Note that memory ran out with `rows` rows."""
+        self.rows = max(1, rows // 2)
+        self._quiet, self._wanted = 0, min(2 * self._wanted, MOST_QUIET_STEPS)
+
+    def stepped(self, rows: int) -> None:
+        """Note a successful step with `rows` rows; steps below the limit don't count."""
+        if self.rows is None or rows < self.rows:
+            return
+        self._quiet += 1
+        if self._quiet >= self._wanted:
+            self.rows, self._quiet = self.rows + max(1, self.rows // 8), 0
+
+    def room(self, room: int, resident: int) -> int:
+        """A decoder's room under this limit, given the number of `resident` rows."""
+        return room if self.rows is None else min(room, self.rows - resident)
+
+
+def in_order(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples, each with a canvas, in the order in which they are admitted: longest first, those that begin alike after one
+    another.
+
+    Groups (planning/beginnings.py) are ordered by their longest sample, and so are the samples of a group. The order changes no
+    result, only what is computed twice.
+    """
+    ranked = sorted(samples, key=lambda sample: (-length_of(sample), sample.index))
+    begin = [_beginning(sample) for sample in ranked]
+    by_text = sorted(range(len(ranked)), key=lambda number: begin[number].tobytes())
+    shared = [common(begin[one], begin[other]) for one, other in pairwise(by_text)]
+    length = np.array([len(tokens) for tokens in begin], dtype=np.int64)
+    found = grouped(np.array(by_text, np.int64), np.array(shared, np.int64), length, np.arange(len(ranked)))
+    return [ranked[number] for number in found.order.tolist()]
+
+
+def common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many leading tokens two texts have in common."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _beginning(sample: Sample) -> NDArray[np.int32]:
+    """The tokens before the first one to generate, as the plan notes them: room for more is nothing that texts share."""
+    assert sample.canvas is not None, "a row without a canvas is not decoded"
+    holes = np.flatnonzero(sample.canvas == HOLE)
+    return sample.canvas[: holes[0]] if len(holes) else sample.canvas

@@ -20,11 +20,10 @@ from draftmill.actors.loop.loading import build, load_networks, most_canvases
 from draftmill.actors.loop.memory import fit, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.shelf import Shelf
-from draftmill.actors.messages import Failure, Receipt, TurnReport, WorkUnit
+from draftmill.actors.messages import LEAST_S, Failure, Receipt, TurnReport, WorkUnit
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.rows.unit_io import RowClerk
-from draftmill.actors.turns import LEAST_S
 from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Request
 from draftmill.storage.failpoints import failpoint
 

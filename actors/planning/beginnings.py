@@ -8,7 +8,7 @@
     examples question B end 1        inside of it again groups of what is still alike
     another text                     a group of its own
 
-A worker orders the samples of its units by their tokens (seating.py), the planner the rows of a window by these hashes
+A worker orders the samples of its units by their tokens (loop/runner.py), the planner the rows of a window by these hashes
 (jobs/plan/packing.py). Two texts with equal hashes by chance stand together for nothing; it changes no result.
 """
 

@@ -5,15 +5,18 @@ An item is a function of the job and the chunk: a task that is done again gives 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
+from draftmill.actors.checkpoints.models import TOKENIZER_FILES
 from draftmill.actors.planning.surveying import SURVEYED, Piece, Reading, surveyed
-from draftmill.actors.planning.tokenizer_parcel import TokenizerParcel, unpacked
-from draftmill.actors.rows.id_hashes import id_hashes
 from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.rows.row import id_hashes
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Side
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
@@ -90,3 +93,49 @@ def _item(tables: list[pa.Table], kept: KeptTypes | None) -> Item:
         HASH.type, table.num_rows, [None, pa.py_buffer(id_hashes(table["id"].to_pylist()))]
     )
     return Item(table.append_column(HASH, hashes), None if kept is None else kept.news())
+
+
+_MODEL_FILES = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParcel:
+    """A tokenizer as plain bytes, for a process on another machine, where the model's folder may be missing.
+
+    These are the files that `load_tokenizer` reads: of the model's folder, and of the tokenizer's own if it has another. A
+    tokenizer that is read from the same files is the same to the bit.
+    """
+
+    model: dict[str, bytes]
+    own: dict[str, bytes] | None
+
+
+def packed(folder: Path, setting: str) -> TokenizerParcel | None:
+    """Pack the tokenizer of a model folder; `setting` is model.tokenizer. None if rows need no tokenizer."""
+    if setting == "none":
+        return None
+    names = (*TOKENIZER_FILES, *_MODEL_FILES)
+    own = None if setting == "auto" else _files(Path(setting).expanduser(), names)
+    return TokenizerParcel(_files(folder, names), own)
+
+
+def unpacked(parcel: TokenizerParcel | None) -> Tokenizer | None:
+    """Load the tokenizer from its files."""
+    if parcel is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="draftmill-tokenizer-") as place:
+        model, own = Path(place, "model"), Path(place, "own")
+        _write(model, parcel.model)
+        if parcel.own is not None:
+            _write(own, parcel.own)
+        return load_tokenizer(model, "auto" if parcel.own is None else str(own))
+
+
+def _files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from draftmill.actors.plan_table import ROW_SCHEMA
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.rows.canvas import Size
 from draftmill.actors.rows.makers import Maker
@@ -26,6 +25,7 @@ from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
 from draftmill.storage.inputs.slices import WHOLE, Slice
+from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.promises import side_by_side
 from draftmill.storage.stores.verbs import S3Options
 

@@ -22,10 +22,9 @@ from ray.util import remove_placement_group
 from draftmill.actors.faults import DeviceLostError
 from draftmill.actors.job import Crew, Job, Seat
 from draftmill.actors.loop.worker import DecodeWorker, EarlyWorker
-from draftmill.actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
+from draftmill.actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit, turn_s
 from draftmill.actors.ray.group import open_group
 from draftmill.actors.ray.notices import Notices
-from draftmill.actors.turns import turn_s
 
 __all__ = ["RayPool", "Seat", "Spare", "early_workers", "end_workers"]
 

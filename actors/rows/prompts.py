@@ -4,7 +4,7 @@
     score      | lead  prompt | completion |                score_from: the completion's first token
     score      | begin        | text       |                without a prompt: after the begin token
 
-What a mask hides of a text is scored by other canvases (score_maker.py).
+What a mask hides of a text is scored by other canvases (ScoreMaker in makers.py).
 
 An OpenAI request says itself whether it is a conversation; for other rows, the task does.
 `lead` are the special tokens that transformers' `tokenizer(text)` puts before a text. The tokenizer's chat template renders

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from draftmill.actors.job import Job
 from draftmill.actors.messages import Receipt, WorkUnit
-from draftmill.actors.plan_table import PlannedRow, PlanTable
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.requests import named_model
@@ -34,6 +33,7 @@ from draftmill.storage.inputs.kept import KEEP, from_bytes, kept_values, names_r
 from draftmill.storage.inputs.reader import Row, default_id, fetched_ahead, read_rows
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
+from draftmill.storage.runs.unit_table import PlannedRow, PlanTable
 from draftmill.storage.stores.store import open_store
 
 T = TypeVar("T")

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from draftmill.actors.plan_table import PLAN
 from draftmill.jobs.codes import INTERRUPTED, OK
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.notes import counted, size_text
@@ -14,6 +13,7 @@ from draftmill.jobs.recurring.name_lease import Held, name_lease
 from draftmill.jobs.recurring.pruning import Candidate, Keep, candidates, prune_run
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, LeaseLost
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options, Store
 

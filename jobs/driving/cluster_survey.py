@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
-from draftmill.actors.planning.tokenizer_parcel import packed
+from draftmill.actors.planning.survey_items import packed
 from draftmill.actors.rows.makers import Maker
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.plan.survey import Survey, reading_of

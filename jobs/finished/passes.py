@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from draftmill.actors.plan_table import PLAN, ROW_SCHEMA
 from draftmill.jobs.plan.plan import Plan, load_plan, names_of
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import Manifest, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
+from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA
 from draftmill.storage.stores.levels import Level, level_of
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options, Store

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftmill.actors.plan_table import PLAN
 from draftmill.jobs.codes import OK
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.jobs.harness.rows import Rows
@@ -24,6 +23,7 @@ from draftmill.jobs.harness.spec import EvalSpec, Kind
 from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import AlreadyExists
 

@@ -37,7 +37,7 @@ def _metric_places(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _is_local(path: str) -> bool:
-    """Whether a model's path means a folder or file of this machine, by the rule of checkpoints/models.py: what exists is local."""
+    """Whether a model's path means a folder or file of this machine: one that exists, as in checkpoints/models.py."""
     if path in NOT_PATHS:
         return False
     return os.path.exists(os.path.expanduser(path)) or not HUB_ID.fullmatch(path)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.id_hashes import id_hashes
+from draftmill.actors.rows.row import id_hashes
 
 HELD_ROWS = 2**18
 """Rows kept in memory before they are written to the files."""
@@ -51,7 +51,7 @@ class DuplicateFinder:
         self.add_hashes(id_hashes(ids), files, rows)
 
     def add_hashes(self, data: bytes | pa.Buffer, files: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
-        """Add a batch whose ids are hashed already (draftmill.actors.rows.id_hashes): 16 bytes for each row."""
+        """Add a batch whose ids are hashed already (draftmill.actors.rows.row): 16 bytes for each row."""
         records = np.empty(len(rows), dtype=_RECORD)
         hashes = np.frombuffer(data, dtype="<u8", count=2 * len(rows)).reshape(-1, 2)
         records["high"], records["low"], records["file"], records["row"] = hashes[:, 0], hashes[:, 1], files, rows

@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import draftmill
-from draftmill.actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
 from draftmill.actors.planning.survey_items import HASH
 from draftmill.actors.planning.surveying import SURVEYED
 from draftmill.actors.rows.makers import Maker, maker_for
@@ -50,6 +49,7 @@ from draftmill.storage.inputs.kept import KeptTypes, written
 from draftmill.storage.inputs.kept import read as read_kept
 from draftmill.storage.inputs.reader import InputFile, Row, default_id, delimiter_hint, iterate, read_rows
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
+from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
 from draftmill.storage.stores.verbs import AlreadyExists, NotFound, Store
 
 LOOKED_AT: Final = 1000

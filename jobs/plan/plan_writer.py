@@ -15,10 +15,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftmill.actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, PlanPart, epoch_of, part_bytes, part_name
 from draftmill.actors.planning.beginnings import BEGINNING
 from draftmill.jobs.plan.packing import WINDOW_TOKENS, auto_unit_rows, by_beginning, cut, longest_first, window_rows
 from draftmill.storage.failpoints import failpoint
+from draftmill.storage.runs.unit_table import (
+    FOLDER,
+    ROW_SCHEMA,
+    TABLE_SCHEMA,
+    PlanPart,
+    epoch_of,
+    part_bytes,
+    part_name,
+)
 from draftmill.storage.stores.verbs import Store
 
 PART_UNITS = 256

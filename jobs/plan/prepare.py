@@ -22,7 +22,6 @@ from draftmill.actors.checkpoints.models import (
     user_error,
 )
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
-from draftmill.actors.plan_table import PLAN
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.requests import body_of
 from draftmill.actors.rows.row_settings import RowRules
@@ -41,6 +40,7 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.contents import hashed, num_bytes_to_hash, recognised
 from draftmill.storage.inputs.reader import InputFile, iterate, list_inputs
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.verbs import Store
 
 HEAD_FIELD = "decoder.head"

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
-from draftmill.actors.plan_table import part_name
 from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.makers import shares_beginnings
 from draftmill.actors.task import Score
@@ -22,6 +21,7 @@ from draftmill.jobs.plan.plan_writer import discard_parts
 from draftmill.jobs.plan.prepare import Prepared, begins_with_request
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.runs.unit_table import part_name
 from draftmill.storage.stores.verbs import Store
 
 OF_DRAWING = ("temperature", "top_k", "top_p", "acceptance")

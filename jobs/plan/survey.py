@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from draftmill.actors.plan_table import ROW_SCHEMA
 from draftmill.actors.planning.surveying import BATCH_ROWS, Piece, Reading, surveyed
 from draftmill.actors.rows.makers import Maker
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.runs.unit_table import ROW_SCHEMA
 
 MOST_THREADS = 16
 """Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""

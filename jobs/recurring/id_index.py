@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.id_hashes import id_hashes
+from draftmill.actors.rows.row import id_hashes
 
 BUCKETS = 256
 HASH_BYTES = 16

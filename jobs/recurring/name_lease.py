@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal
 
-from draftmill.actors.plan_table import PLAN
 from draftmill.jobs.codes import INTERRUPTED, OK
 from draftmill.jobs.driving.lease_keeper import TTL_S, kept_lease
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, holder, pid_here
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.verbs import Store
 
 IfRunning = Literal["skip", "wait", "fail"]

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftmill.actors.plan_table import PLAN
 from draftmill.jobs.notes import counted
 from draftmill.jobs.plan.prepare import Loaders
 from draftmill.jobs.recurring.ledger import done_inputs, table_of
@@ -27,6 +26,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.contents import hashed
 from draftmill.storage.inputs.inputs import NothingThere
 from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import Store
 

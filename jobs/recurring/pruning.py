@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from draftmill.actors.plan_table import PLAN
 from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
 from draftmill.jobs.recurring.known_ids import IDS, ok_ids
 from draftmill.jobs.recurring.name_lease import run_lease
@@ -26,6 +25,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import LEASE
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.levels import Level, level_of
 from draftmill.storage.stores.store import remove_empty_folders
 from draftmill.storage.stores.verbs import AlreadyExists, S3Options, Stat, Store

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from draftmill.actors.plan_table import PLAN
 from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
 from draftmill.jobs.plan.plan import Plan, load_plan
@@ -17,6 +16,7 @@ from draftmill.jobs.spec.thresholds import hopeless, too_many_failed
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.runs.commit import done_units
 from draftmill.storage.runs.lease import holder
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.verbs import S3Options
 
 State = Literal["finished", "failed", "running", "interrupted", "damaged"]

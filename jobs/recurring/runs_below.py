@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from draftmill.actors.plan_table import PLAN
 from draftmill.jobs.finished.passes import is_unplanned
 from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.levels import Level, level_of
 from draftmill.storage.stores.promises import thread_pool
 from draftmill.storage.stores.store import open_store

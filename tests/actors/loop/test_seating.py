@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from draftmill.actors.loop.seating import in_order
+from draftmill.actors.loop.runner import in_order
 from draftmill.actors.planning.beginnings import LEAST
 from draftmill.actors.rows.samples import Sample
 

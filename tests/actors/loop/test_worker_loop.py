@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from draftmill.actors.loop.row_limit import QUIET_STEPS, RowLimit
-from draftmill.actors.loop.runner import UnitRunner
+from draftmill.actors.loop.runner import QUIET_STEPS, RowLimit, UnitRunner
 from draftmill.actors.messages import Failure, Receipt, WorkUnit
 from draftmill.decoders.base import Request
 from draftmill.storage.errors import StoreError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from draftmill.actors.rows.canvas import Canvas, CanvasMaker, Size
-from draftmill.actors.rows.score_maker import ScoreMaker
+from draftmill.actors.rows.makers import ScoreMaker
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Infill, Score
 from draftmill.decoders.base import HOLE

@@ -22,7 +22,6 @@ from pytest import MonkeyPatch
 
 from draftmill.actors.job import Crew, Seat
 from draftmill.actors.messages import Effort, PoolNews, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
-from draftmill.actors.plan_table import FOLDER, PLAN, ROW_SCHEMA
 from draftmill.jobs.commands import run as jobs_run
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.progress import Silence
@@ -34,6 +33,7 @@ from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.runs.commit import MANIFEST, CommittedUnit, UnitFacts, read_manifest, unit_name
+from draftmill.storage.runs.unit_table import FOLDER, PLAN, ROW_SCHEMA
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.verbs import Body, Stat
 

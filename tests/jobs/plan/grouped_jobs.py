@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from draftmill.actors.loop.seating import in_order
+from draftmill.actors.loop.runner import in_order
 from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows import makers

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftmill.actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import prepare
 from draftmill.jobs.plan.shared_plan import plan_groups
+from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable
 from draftmill.storage.stores.store import open_store
 from tests.jobs.plan.grouped_jobs import CHOICES, decoded_apart, planned, spec_for, write_questions
 

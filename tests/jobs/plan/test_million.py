@@ -15,7 +15,7 @@ CODE = """
 import json, resource
 import numpy as np
 import pyarrow as pa
-from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.jobs.plan import plan_writer
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.storage.runs.commit import done_units, unit_name

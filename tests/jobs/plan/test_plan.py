@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan import packing, plan_writer
@@ -25,6 +24,7 @@ from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import ChangedInput, StoreError, UserError
 from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import Store
 from tests.actors.tokenizers_for_tests import byte_level, model_info

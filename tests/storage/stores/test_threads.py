@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.actors.plan_table import ROW_SCHEMA
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.records import table_from_rows
+from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.store import open_store
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ START = """
 import json, sys
 from pathlib import Path
 import psutil
-from draftmill.actors.plan_table import PlanTable, parts_of
+from draftmill.storage.runs.unit_table import PlanTable, parts_of
 from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
 from draftmill.storage.parquet import parquet_groups, read_parquet
 from draftmill.storage.stores.store import open_store
