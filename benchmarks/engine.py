@@ -25,12 +25,13 @@ from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.samples import Sample
 from draftmill.decoders.base import Request
 from draftmill.jobs.codes import OK
-from draftmill.jobs.commands.run import RunOptions, run_job
 from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.session import ray_session
 from draftmill.jobs.driving.totals import efficiency
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.running.run import run_job
+from draftmill.jobs.running.session import RunOptions
 from draftmill.jobs.spec.job_spec import JobSpec, load_spec
 from draftmill.storage.stores.store import open_store
 

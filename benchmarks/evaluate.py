@@ -36,8 +36,8 @@ from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import HOLE, Request
 from draftmill.jobs.commands.evaluate import evaluate
-from draftmill.jobs.commands.run import RunOptions
 from draftmill.jobs.harness.options import EvalOptions
+from draftmill.jobs.running.session import RunOptions
 from recipes.corpus import encode, split, standard_library
 from tests.real.lm_eval_on_it import newest, offline, write_tasks
 from tests.real.model import find_model

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftmill.jobs.codes import OK
-from draftmill.jobs.commands.run import RunOptions, run_job
 from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.running.run import run_job
+from draftmill.jobs.running.session import RunOptions
 from draftmill.jobs.spec.job_spec import JobSpec, load_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.records import read_results

@@ -30,7 +30,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():  # the imports take a while, too
-        from draftmill.jobs.commands.run import run_job
+        from draftmill.jobs.running.run import run_job
         from draftmill.jobs.spec.job_spec import load_spec
 
         spec = dated_spec(load_spec(arguments.spec, arguments.set), arguments.logical_date)

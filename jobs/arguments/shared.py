@@ -11,7 +11,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.stores.verbs import S3Options
 
 if TYPE_CHECKING:
-    from draftmill.jobs.commands.run import RunOptions
+    from draftmill.jobs.running.session import RunOptions
     from draftmill.jobs.spec.job_spec import JobSpec
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
@@ -130,7 +130,7 @@ def megabytes(text: str) -> int:
 
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options of driver_arguments as the commands take them; UserError if two of them exclude each other."""
-    from draftmill.jobs.commands.run import RunOptions
+    from draftmill.jobs.running.session import RunOptions
 
     if arguments.local and arguments.ray_address is not None:
         raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")

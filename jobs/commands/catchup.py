@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 
 from draftmill.jobs.codes import INTERRUPTED, OK, code_of, severest
-from draftmill.jobs.commands.run import RunOptions, run_job
 from draftmill.jobs.driving.session import ray_session
 from draftmill.jobs.notes import counted
 from draftmill.jobs.recurring.catching_up import Due, dates_of
+from draftmill.jobs.running.run import run_job
+from draftmill.jobs.running.session import RunOptions
 from draftmill.jobs.spec.dated_path import written
 from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
 from draftmill.storage.errors import StoreError, UserError

@@ -18,12 +18,13 @@ from typing import Any, Final
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.jobs.codes import OK
-from draftmill.jobs.commands.run import RunOptions, run_job
 from draftmill.jobs.driving.session import ray_session
 from draftmill.jobs.harness.options import EvalOptions
 from draftmill.jobs.harness.runs import Runs, Unfinished
 from draftmill.jobs.harness.spec import EvalSpec, read_eval_spec
 from draftmill.jobs.plan.prepare import inspect
+from draftmill.jobs.running.run import run_job
+from draftmill.jobs.running.session import RunOptions
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.commit import is_closed

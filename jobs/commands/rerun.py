@@ -12,16 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from draftmill.jobs.codes import INTERRUPTED
-from draftmill.jobs.commands.run import (
-    Run,
-    RunOptions,
-    broken_off,
-    decode,
-    judge,
-    print_metrics,
-    print_table,
-    ready_for,
-)
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.lease_keeper import kept_lease
 from draftmill.jobs.driving.progress import Display, make_display
@@ -32,6 +22,9 @@ from draftmill.jobs.notes import counted
 from draftmill.jobs.plan.plan import Plan, create_plan
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.running.run import ready_for
+from draftmill.jobs.running.session import Run, RunOptions, decode
+from draftmill.jobs.running.verdict import broken_off, judge, print_metrics, print_table
 from draftmill.jobs.spec.job_spec import JobSpec, check_overridden
 from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
 from draftmill.storage.stores.store import open_store, probe

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of, severest
-from draftmill.jobs.commands.run import Run, RunOptions, decode, told_full
 from draftmill.jobs.commands.sweep_cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.jobs.commands.sweep_table import sweep_lines
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
@@ -26,6 +25,8 @@ from draftmill.jobs.driving.site import Site, site_of
 from draftmill.jobs.finished.measure import SpareMeasurers, measure_units
 from draftmill.jobs.finished.passes import left_failed, passes_of
 from draftmill.jobs.notes import counted
+from draftmill.jobs.running.session import Run, RunOptions, decode
+from draftmill.jobs.running.verdict import told_full
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
 from draftmill.jobs.spec.thresholds import too_many_failed
 from draftmill.storage.errors import StoreError, UserError

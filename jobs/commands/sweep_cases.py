@@ -8,7 +8,6 @@ from typing import Any
 
 from draftmill.actors.loop.loading import fetch_drafter, network_keys
 from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
-from draftmill.jobs.commands.run import ready_for
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.lease_keeper import kept_lease
 from draftmill.jobs.driving.progress import Display
@@ -21,6 +20,7 @@ from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.prepare import Loaders, Prepared, make_plan, prepare, remembering
 from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
 from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.running.run import ready_for
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.spec.sweep_spec import Case
 from draftmill.storage.errors import UNUSABLE_ERRORS, UserError

@@ -42,7 +42,6 @@ from draftmill.jobs.commands.forecast import (
     size_lines,
     trial_lines,
 )
-from draftmill.jobs.commands.run import ready_for
 from draftmill.jobs.driving.crew import fitting_threads
 from draftmill.jobs.finished.summary import EXAMPLES, Results, error_rows
 from draftmill.jobs.notes import counted
@@ -51,6 +50,7 @@ from draftmill.jobs.plan.prepare import Prepared, prepare
 from draftmill.jobs.plan.survey import each_sample, survey
 from draftmill.jobs.plan.worker_job import decoder_of, place_of
 from draftmill.jobs.recurring.new_inputs import new_files
+from draftmill.jobs.running.run import ready_for
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places

@@ -23,7 +23,7 @@ from draftmill.storage.stores.verbs import S3Options, Store
 
 
 class Options(Protocol):
-    """How to run (draftmill.jobs.commands.run.RunOptions)."""
+    """How to run (draftmill.jobs.running.session.RunOptions)."""
 
     @property
     def ray_address(self) -> str | None: ...

@@ -57,7 +57,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The jobs of one evaluation; `run` runs a job and returns its exit code (draftmill.jobs.commands.run)."""
+    """The jobs of one evaluation; `run` runs a job and returns its exit code (draftmill.jobs.running.run)."""
 
     spec: EvalSpec
     run: Callable[[JobSpec], int]

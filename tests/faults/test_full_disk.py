@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands import run as jobs_run
+from draftmill.jobs.running import session
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.storage.runs.commit import done_units
 from draftmill.storage.stores import local
@@ -34,7 +34,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(local, "_write_synced", write_or_not)
-    monkeypatch.setattr(jobs_run, "limits_of", lambda spec: Limits(rest_s=0.0))
+    monkeypatch.setattr(session, "limits_of", lambda spec: Limits(rest_s=0.0))
     return left
 
 

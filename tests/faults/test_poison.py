@@ -21,7 +21,7 @@ from draftmill.actors.ray.pool import RayPool
 from draftmill.actors.rows.unit_io import RowClerk
 from draftmill.decoders.base import Request
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands import run as jobs_run
+from draftmill.jobs.running import session
 from draftmill.jobs.schedule.unit_leases import Limits
 from tests.actors.fakes import FakeDecoder
 from tests.actors.tokenizers_for_tests import model_info
@@ -131,7 +131,7 @@ def test_a_row_that_kills_its_worker_or_never_ends_is_found_and_its_unit_is_ok(
     monkeypatch.setattr("draftmill.actors.ray.pool.RayPool", partial(RayPool, worker_class=DeadlyWorker))
     monkeypatch.setattr("draftmill.actors.ray.pool.early_workers", lambda *_: [])  # they would be of the usual class
     limits = Limits(deaths=1, lease_s=3.0 if fate == ENDLESS else 600.0)  # fewer workers have to die
-    monkeypatch.setattr(jobs_run, "limits_of", lambda spec: limits)
+    monkeypatch.setattr(session, "limits_of", lambda spec: limits)
     assert main(["run", str(spec), "--quiet"]) == 0
     assert verdicts(tmp_path / "run") == {"row-1": ("worker_died", "decode")}
     (reason,) = [row["error"] for row in rows_of(tmp_path / "run").to_pylist() if row["error"]]

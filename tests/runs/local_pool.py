@@ -13,12 +13,12 @@ from draftmill.actors.loop.local_pool import LocalPool
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import build_runner
 from draftmill.jobs.commands import rerun as jobs_rerun
-from draftmill.jobs.commands import run as jobs_run
 from draftmill.jobs.driving.crew import crew
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.site import LocalSite, WorkerPool
 from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.running import run as running
 from draftmill.jobs.spec.job_spec import JobSpec
 
 Build = Callable[..., UnitRunner]
@@ -53,7 +53,7 @@ def without_ray(*, workers: int = 1, build: Build = build_runner) -> Iterator[No
     """For the time of the block jobs run without Ray, on so many CPUs."""
     site = partial(SiteHere, workers, build)
     with (
-        patch.object(jobs_run, "site_of", lambda **_: site()),
+        patch.object(running, "site_of", lambda **_: site()),
         patch.object(jobs_rerun, "site_of", lambda **_: site()),
     ):
         yield

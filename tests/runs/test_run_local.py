@@ -15,9 +15,10 @@ from ray._private.node import Node
 
 from draftmill.actors.job import Seat
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands import run
 from draftmill.jobs.driving import session
 from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.jobs.running import manifest
+from draftmill.jobs.running.session import Run
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
 from draftmill.storage.runs.commit import CommittedUnit
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
@@ -147,12 +148,12 @@ def test_a_resumed_run_on_a_disk_reads_the_files_of_earlier_units_side_by_side(
         patch.setenv("DRAFTMILL_FAILPOINTS", "commit.before_manifest=raise")
         main(["run", str(spec), "--local", "--quiet", "--debug"])
     reset_failpoints()
-    real, both = run.committed_facts, Barrier(2)
+    real, both = manifest.committed_facts, Barrier(2)
 
-    def read(job: run.Run, name: str) -> CommittedUnit:
+    def read(job: Run, name: str) -> CommittedUnit:
         both.wait(60)  # the two units wait for each other
         return real(job, name)
 
-    monkeypatch.setattr(run, "committed_facts", read)
+    monkeypatch.setattr(manifest, "committed_facts", read)
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
     assert main(["verify", str(tmp_path / "run")]) == 0

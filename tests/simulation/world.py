@@ -26,10 +26,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolNews, Reported, Up
-from draftmill.jobs.commands import run as jobs_run
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.lease_keeper import give_back, keep_once
 from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.running import session
 from draftmill.jobs.spec.job_spec import ErrorSettings
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import StoreError
@@ -155,14 +155,14 @@ class World:
         self.lease, stop = lease, Stop()
         try:
             self.stops.append(stop)
-            return jobs_run.decode(self.run_of(process, store, lease, stop)).how
+            return session.decode(self.run_of(process, store, lease, stop)).how
         finally:
             self.stops = [other for other in self.stops if other is not stop]
             if process.alive:
                 give_back(lease)
 
     def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
-        """What `draftmill.jobs.commands.run.decode` wants to know."""
+        """What `draftmill.jobs.running.session.decode` wants to know."""
         spec = SimpleNamespace(
             name="simulated",
             shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S),),

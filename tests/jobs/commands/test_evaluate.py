@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands.run import RunOptions
 from draftmill.jobs.harness.options import EvalOptions
+from draftmill.jobs.running.session import RunOptions
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options
 from tests.conftest import ROOT

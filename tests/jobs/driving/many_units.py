@@ -22,7 +22,6 @@ from pytest import MonkeyPatch
 
 from draftmill.actors.job import Crew, Seat
 from draftmill.actors.messages import Effort, PoolNews, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
-from draftmill.jobs.commands import run as jobs_run
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.driving.site import LocalSite
@@ -30,6 +29,7 @@ from draftmill.jobs.plan import plan as plans
 from draftmill.jobs.plan import plan_writer
 from draftmill.jobs.plan.plan import load_plan, store_plan
 from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.running import session
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.runs.commit import MANIFEST, CommittedUnit, UnitFacts, read_manifest, unit_name
@@ -178,7 +178,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
         ending=None,
         earlier=None,
     )
-    assert jobs_run.decode(run).how == "done"
+    assert session.decode(run).how == "done"
     peaks["closed"] = peak_mb()
     manifest = read_manifest(store)
     assert manifest is not None and len(manifest.units) == manifest.total("ok") == units
@@ -199,7 +199,7 @@ def main(units: int) -> None:
     with MonkeyPatch.context() as patch:
         patch.setattr(plan_writer, "part_bytes", lambda tables: bytes(100))  # a million row groups take a minute
         patch.setattr(plans, "fingerprint", lambda results: "f")
-        patch.setattr(jobs_run, "make_job", lambda *_, **__: None)
+        patch.setattr(session, "make_job", lambda *_, **__: None)
         measure(units)
 
 

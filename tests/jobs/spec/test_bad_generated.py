@@ -89,7 +89,7 @@ def test_a_generated_job_is_planned_or_exits_with_2(folder: Path, text: bytes) -
     (folder / "spec.yaml").write_bytes(text)
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(io.StringIO()):
-        patch.setattr("draftmill.jobs.commands.run.decode", lambda run: Finish("drained"))
+        patch.setattr("draftmill.jobs.running.run.decode", lambda run: Finish("drained"))
         code = cli.main(["run", "spec.yaml", "--quiet"])
     assert code in {2, 4} and clear(said.getvalue()), (code, said.getvalue())
     assert code == 4 or not (folder / "run").exists(), "a job that is refused leaves nothing"

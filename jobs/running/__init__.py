@@ -1,0 +1,1 @@
+"""The session of a run, from its spec to its verdict; commands are built on it."""
