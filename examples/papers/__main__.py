@@ -62,8 +62,8 @@ def command_of(preset: str, settings: Sequence[str]) -> str:
 
 def run_preset(preset: str, settings: Sequence[str], *, local: bool) -> None:
     """Run or resume one preset; SystemExit with the sweep's code where it is not 0."""
-    from draftmill.jobs.commands.sweep import sweep
     from draftmill.jobs.running.session import RunOptions
+    from draftmill.jobs.sweeping.sweep import sweep
 
     print(f"\n== {command_of(preset, settings)}", flush=True)
     code = sweep(str(file_of(preset)), settings, RunOptions(local=local))

@@ -18,6 +18,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.commands.compact import compact
+    from draftmill.jobs.exporting.compact import compact
 
     return compact(arguments.run_dir, file_mb=arguments.file_mb, s3=s3_options(arguments))

@@ -26,7 +26,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.commands.export import export
+    from draftmill.jobs.exporting.export import export
 
     return export(
         arguments.run_dir,

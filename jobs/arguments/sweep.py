@@ -23,6 +23,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():
-        from draftmill.jobs.commands.sweep import sweep
+        from draftmill.jobs.sweeping.sweep import sweep
 
         return sweep(arguments.sweep, arguments.set, run_options(arguments), dry_run=arguments.dry_run)

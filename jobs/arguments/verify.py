@@ -16,6 +16,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.commands.verify import verify
+    from draftmill.jobs.verifying.verify import verify
 
     return verify(arguments.run_dir, s3=s3_options(arguments), invariance=arguments.invariance)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -17,9 +15,8 @@ from draftmill.jobs.notes import duration, rate_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.watching.cost import cost_rows, mean_price
 from draftmill.jobs.watching.estimate import estimate_rows, read_estimate
-from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
-from draftmill.storage.runs.lease import LEASE, process_is_dead
+from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options, Store
 
@@ -96,16 +93,6 @@ def state_of(store: Store, driver: str | None) -> str:
     if is_closed(store):
         return "finished"
     return f"running, driver {driver}" if driver else "not running; `draftmill run` resumes it"
-
-
-def driver_of(store: Store) -> str | None:
-    """The driver that holds an unexpired lease and is not known to be dead; None if there is none."""
-    try:
-        lease = json.loads(store.get(LEASE))
-        owner, is_held = str(lease["owner"]), lease["expires_at_s"] > time.time()
-    except (StoreError, ValueError, KeyError, TypeError):
-        return None
-    return owner if is_held and not process_is_dead(owner) else None
 
 
 def failed_so_far(store: Store) -> int:

@@ -13,9 +13,9 @@ from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.recurring.runs_below import FoundRun
 from draftmill.jobs.spec.dated_path import read_date, written
 from draftmill.jobs.spec.thresholds import hopeless, too_many_failed
-from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs.commit import done_units
-from draftmill.storage.runs.lease import holder
+from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.verbs import S3Options
 
@@ -56,7 +56,7 @@ class RunFacts:
 
 def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
     """The facts of a run."""
-    driver = holder_of(run)
+    driver = driver_of(run.store)
     try:
         plan = load_plan(run.store)
         if plan is None:
@@ -69,15 +69,6 @@ def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
         return _facts(run, plan, "failed" if is_bad else "finished", driver, plan.units, failed)
     except (ValueError, KeyError, TypeError, DamagedRun):  # a UserError is a ValueError
         return _facts(run, None, "damaged", driver, None, None)
-
-
-def holder_of(run: FoundRun) -> str | None:
-    """The driver that holds the run's lease; None if nobody does, or if the lease can't be read."""
-    try:
-        held = holder(run.store)
-    except StoreError:
-        return None
-    return None if held is None else held.owner
 
 
 def failed_samples(run: FoundRun, *, s3: S3Options | None = None) -> int:

@@ -140,6 +140,15 @@ def holder(store: Store, clock: Callable[[], float] = time.time) -> LeaseHeld | 
     return _holder(_read(store)[0], clock)
 
 
+def driver_of(store: Store) -> str | None:
+    """The driver that works on a run now; None if there is none, or if the lease can't be read."""
+    try:
+        held = holder(store)
+    except StoreError:
+        return None
+    return None if held is None else held.owner
+
+
 def _holder(found: _Content | None, clock: Callable[[], float]) -> LeaseHeld | None:
     if found is None or clock() >= found.expires_at_s or process_is_dead(found.owner):
         return None

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands import compact
-from draftmill.jobs.commands.compact import MANIFEST, Parts, read_compact
+from draftmill.jobs.exporting import compact
+from draftmill.jobs.exporting.compact import MANIFEST, Parts, read_compact
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.storage.parquet import parquet_groups
 from draftmill.storage.runs.records import SCHEMA, table_from_rows

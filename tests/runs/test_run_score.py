@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftmill.jobs.commands.invariance import check_invariance
 from draftmill.jobs.commands.validate import validate
 from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.verifying.invariance import check_invariance
 from draftmill.storage.runs.commit import Manifest, done_units, read_unit
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import World, job_spec, make_world, run_here

@@ -16,7 +16,7 @@ import pytest
 
 from draftmill.decoders.base import Outcome
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands import invariance
+from draftmill.jobs.verifying import invariance
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.local_pool import without_ray

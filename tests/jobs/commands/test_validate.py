@@ -19,8 +19,9 @@ from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.task import Complete
 from draftmill.decoders.base import HOLE, EngineStats, Request
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, prompt_text, trial_lines
-from draftmill.jobs.commands.validate import TRIAL_S, _decoded, estimated_rows, shortened, validate
+from draftmill.jobs.commands.validate import validate
+from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample, canvas_lines, prompt_text, trial_lines
+from draftmill.jobs.forecasting.trial import TRIAL_S, _decoded, estimated_rows, shortened
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.inputs.reader import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
@@ -152,7 +153,7 @@ def trial_rows(*lengths: int) -> list[Made]:
 
 def test_a_trial_takes_short_rows_first_and_more_at_once_while_steps_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("draftmill.jobs.commands.validate.time.perf_counter", clock)
+    monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=0.1)
     tokens, took_s = _decoded(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
     assert decoder.steps == [[10, 20], [30], [], [], [400]], "the last one waits until as much is known to be quick"
@@ -162,7 +163,7 @@ def test_a_trial_takes_short_rows_first_and_more_at_once_while_steps_are_quick(m
 
 def test_a_trial_on_a_slow_machine_ends_with_the_step_that_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("draftmill.jobs.commands.validate.time.perf_counter", clock)
+    monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=TRIAL_S)
     assert _decoded(decoder, trial_rows(200, 300), budget=8) == (1, 2.0 + TRIAL_S)  # type: ignore[arg-type]
     assert decoder.steps == [[200]], "one row where even the first is more than the budget"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from draftmill.jobs.commands.sweep_cases import SweepCase
 from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.totals import ratio
 from draftmill.jobs.finished.metric_figures import figure_text
@@ -16,6 +15,7 @@ from draftmill.jobs.finished.passes import left_failed, passes_of
 from draftmill.jobs.finished.summary import read_summary
 from draftmill.jobs.notes import counted, rate_text
 from draftmill.jobs.spec.sweep_spec import Sweep
+from draftmill.jobs.sweeping.cases import SweepCase
 from draftmill.storage.runs.commit import done_units, read_manifest
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from draftmill.jobs.commands.export_rows import Target
+from draftmill.jobs.exporting.rows import Target
 from draftmill.jobs.spec.places import path_problem
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.local import linked, sync_folder

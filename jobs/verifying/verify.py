@@ -22,12 +22,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from draftmill.jobs.codes import OK, UNEXPECTED
-from draftmill.jobs.commands.compact_check import check_compact
-from draftmill.jobs.commands.metrics_check import check_metrics
 from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from draftmill.jobs.notes import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.schedule.unit_sizes import UnitSet
+from draftmill.jobs.verifying.compacted import check_compact
+from draftmill.jobs.verifying.metrics import check_metrics
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, CommittedUnit, Manifest, unit_name, unit_number, unit_numbers
@@ -90,8 +90,8 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
         findings.problems += problems
     _print_findings(store, plan, findings, lines)
     if invariance and not findings.problems:
-        from draftmill.jobs.commands.invariance import check_invariance
         from draftmill.jobs.plan.prepare import prepare
+        from draftmill.jobs.verifying.invariance import check_invariance
 
         prepare(plan.spec, store)  # checks that model and inputs are the ones that were decoded
         share = check_invariance(store, plan, manifest, samples=invariance)

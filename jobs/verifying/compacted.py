@@ -1,4 +1,4 @@
-"""Checks compacted files (jobs/commands/compact.py) against their manifest and the passes, for `draftmill verify`."""
+"""Checks compacted files (jobs/exporting/compact.py) against their manifest and the passes, for `draftmill verify`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from draftmill.jobs.commands.compact import (
+from draftmill.jobs.exporting.compact import (
     FOLDER,
     MANIFEST,
     CompactFile,

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from draftmill.actors.loop.shelf import Shelf
-from draftmill.jobs.commands.forecast import Made, Trial, TrialSample
-from draftmill.jobs.commands.sweep_cases import SweepCase, in_order, loads_of
-from draftmill.jobs.commands.sweep_table import ABSENT, table
-from draftmill.jobs.commands.validate import SAMPLE_ROWS, TRIAL_ROWS, TRIAL_S, first_canvases, take_sample, try_out
 from draftmill.jobs.driving.totals import ratio
+from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample
+from draftmill.jobs.forecasting.trial import SAMPLE_ROWS, TRIAL_ROWS, TRIAL_S, first_canvases, take_sample, try_out
 from draftmill.jobs.notes import counted, duration, rate_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.jobs.spec.sweep_spec import Sweep, described
+from draftmill.jobs.sweeping.cases import SweepCase, in_order, loads_of
+from draftmill.jobs.sweeping.table import ABSENT, table
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.commit import done_units
 

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of, severest
-from draftmill.jobs.commands.sweep_cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
-from draftmill.jobs.commands.sweep_table import sweep_lines
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
 from draftmill.jobs.driving.lease_keeper import kept_lease
 from draftmill.jobs.driving.progress import Display, make_display
@@ -29,6 +27,8 @@ from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import told_full
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
 from draftmill.jobs.spec.thresholds import too_many_failed
+from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
+from draftmill.jobs.sweeping.table import sweep_lines
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
@@ -65,7 +65,7 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     if any(case.spec.notify for case in cases):
         print("draftmill: a sweep sends no notices: `notify` is not used", file=sys.stderr)
     if dry_run:
-        from draftmill.jobs.commands.sweep_trial import dry_run_lines
+        from draftmill.jobs.sweeping.dry_run import dry_run_lines
 
         for line in dry_run_lines(made, cases):
             print(line, flush=True)

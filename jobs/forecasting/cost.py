@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from draftmill.jobs.commands.forecast import Trial, TrialSample
 from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.forecasting.forecast import Trial, TrialSample
 from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.recurring.earlier_cost import earlier_estimate

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftmill.jobs.codes import OK
-from draftmill.jobs.commands.export_openai import OPENAI_COLUMNS, OpenAISink
-from draftmill.jobs.commands.export_places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
-from draftmill.jobs.commands.export_rows import CsvSink, LineSink, ParquetSink, Sink, Target
+from draftmill.jobs.exporting.openai import OPENAI_COLUMNS, OpenAISink
+from draftmill.jobs.exporting.places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
+from draftmill.jobs.exporting.rows import CsvSink, LineSink, ParquetSink, Sink, Target
 from draftmill.jobs.finished.input_order import in_input_order
 from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
 from draftmill.jobs.plan.plan import Plan

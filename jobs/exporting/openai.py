@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from draftmill.actors.rows.requests import CHAT
-from draftmill.jobs.commands.export_rows import Target, json_line, plain_rows
+from draftmill.jobs.exporting.rows import Target, json_line, plain_rows
 from draftmill.storage.inputs.kept import KEEP
 
 OPENAI_COLUMNS = (

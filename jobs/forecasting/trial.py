@@ -1,0 +1,237 @@
+"""A short trial of a job: rows from its inputs, their canvases, and a decoder that decodes some of them for a few seconds."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftmill.actors.checkpoints.models import user_error
+from draftmill.actors.job import Seat
+from draftmill.actors.loop.loading import build, load_networks, most_canvases
+from draftmill.actors.loop.memory import fit
+from draftmill.actors.loop.shelf import Shelf
+from draftmill.actors.rows.canvas import Canvas, runs
+from draftmill.actors.rows.makers import Maker
+from draftmill.actors.rows.row import row_id, row_key
+from draftmill.actors.rows.stop_text import stops_of
+from draftmill.actors.rows.unit_io import guarded
+from draftmill.decoders.base import HOLE, Decoder, Request
+from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.jobs.forecasting.forecast import (
+    Made,
+    Trial,
+    TrialSample,
+)
+from draftmill.jobs.notes import counted
+from draftmill.jobs.plan.plan import lacks_a_column, make_maker, no_column
+from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.plan.survey import each_sample, survey
+from draftmill.jobs.plan.worker_job import decoder_of, place_of
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import RowError, UserError
+from draftmill.storage.inputs.inputs import local_path
+from draftmill.storage.inputs.reader import InputFile, Row, default_id, iterate
+
+SAMPLE_ROWS = 512
+
+
+TRIAL_ROWS = 64
+
+
+TRIAL_S = 5.0
+
+
+FIRST_FLOP = 2e10
+
+
+LONGEST_FLOP = 2e11
+"""Limits of the trial's first forward and of its longest canvas, at 2 FLOP per token and parameter: under a second, and a few
+seconds, on one slow core. A forward can't be interrupted, so its size is bounded."""
+
+
+QUICK_S = 0.5
+
+
+LEAST_TOKENS = 16
+"""After a step that took less than QUICK_S, the next one may admit twice as many tokens. The first budget is at least
+LEAST_TOKENS."""
+
+
+def take_sample(prepared: Prepared) -> TrialSample:
+    """Survey the first rows; UserError if there are none, or none has the columns. With `sampling.n` each counts n times."""
+    spec, inputs, each = prepared.spec, prepared.inputs, prepared.spec.sampling.n
+    most = max(1, SAMPLE_ROWS // each)
+    limit = min(most, spec.input.limit or most)
+    few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": limit})})
+    tables = list(survey(few, maker_of(prepared), inputs))
+    if not tables:
+        raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
+    table = pa.concat_tables(tables)
+    if lacks_a_column(Counter(table["error_kind"].to_pylist())):
+        raise no_column(spec, inputs)
+    exact = table.num_rows < limit or limit == spec.input.limit
+    total = table.num_rows if exact else estimated_rows(inputs, table)
+    total = total if spec.input.limit is None else min(total, spec.input.limit)
+    return TrialSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
+
+
+def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
+    """Rows of all inputs: exact for Parquet files, else extrapolated from the sampled rows per byte; at least the sample's."""
+    if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
+        return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)
+    # The sample's last row begins at `offset`: the bytes before it hold all earlier rows.
+    files, offset = sorted(set(table["file"].to_pylist())), table["offset"][-1].as_py()
+    last = inputs[files[-1]]
+    inside, rows = (last.size or 0, table.num_rows)
+    if offset and last.compression is None:
+        inside, rows = offset, table.num_rows - 1
+    read = inside + sum(inputs[file].size or 0 for file in files[:-1])
+    return max(table.num_rows, round(rows * sum(file.size or 0 for file in inputs) / max(1, read)))
+
+
+def maker_of(prepared: Prepared) -> Maker:
+    """The maker of this job's canvases."""
+    return make_maker(prepared.spec, prepared.tokenizer, prepared.info, prepared.hashes)
+
+
+def first_canvases(prepared: Prepared, count: int) -> list[Made]:
+    """The first rows that have a canvas."""
+    tried = islice(_canvases(prepared), SAMPLE_ROWS)
+    return list(islice((made for made in tried if isinstance(made, Made)), count))
+
+
+def _canvases(prepared: Prepared) -> Iterator[Made | RowError]:
+    spec, maker = prepared.spec, maker_of(prepared)
+    columns = spec.input.columns.wanted(spec.task)
+    for file in prepared.inputs:
+        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
+            yield guarded(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
+
+
+def canvas_of(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
+    if row.error is not None:
+        raise row.error
+    values = row.values or {}
+    name = row_id(values, spec.input.columns) or name
+    key = row_key(values, spec.input.columns, job_seed=spec.seed, sample_id=name)
+    return Made(name, key, maker.make(values, key))
+
+
+def try_out(prepared: Prepared, rows: Sequence[Made], *, trial_s: float = TRIAL_S, shelf: Shelf | None = None) -> Trial:
+    """Load the model and decode these rows for about `trial_s`; raises UserError if the weights are unusable.
+
+    Takes short rows first and cuts long ones, so that no forward takes long on a slow machine; checks the clock after each
+    step. `shelf` holds networks that are in memory already.
+    """
+    _use_threads(prepared.info.num_parameters)
+    most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
+    cut = sorted((shortened(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
+    first = int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters)))
+    at_once = _rows_at_once(prepared.spec, [len(row.canvas.tokens) for row in cut], first)
+    try:
+        decoder, exact = _build(prepared, max_rows=at_once, shelf=shelf)
+    except ValueError as error:
+        raise user_error(error, "model.path") from None
+    room = fit(decoder, threads=_num_threads())
+    try:
+        tokens, took_s = _decoded(decoder, cut, first, trial_s)
+    except MemoryError as error:
+        raise UserError(str(error), field="model.device") from None
+    longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
+    from draftmill.actors.loop.device_facts import device_facts
+
+    at_peak = _memory(prepared.spec.model.device)
+    return Trial(exact, min(len(cut), at_once), tokens, took_s, *at_peak, longest, room, device_facts(decoder))
+
+
+def _rows_at_once(spec: JobSpec, lengths: Sequence[int], budget: int) -> int:
+    """Slots for the trial: one a row; for an estimated score as many canvases as a forward of `budget` tokens holds."""
+    canvases = most_canvases(spec.task, spec.decoder, len(lengths))
+    return canvases if canvases == len(lengths) else max(1, min(canvases, budget // max(lengths)))
+
+
+def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int, trial_s: float = TRIAL_S) -> tuple[int, float]:
+    """Decode for about `trial_s`; returns tokens and seconds. `budget` is the number of canvas tokens the first step admits."""
+    waiting = deque(row.request(number) for number, row in enumerate(rows))
+    began_s = time.perf_counter()
+    since_s, before = began_s, 0
+    while (waiting or decoder.active) and (now_s := time.perf_counter()) - began_s < trial_s:
+        _step(decoder, waiting, budget)
+        if not before:  # the first forward allocates and chooses kernels
+            since_s, before = time.perf_counter(), decoder.stats.committed
+        if time.perf_counter() - now_s < QUICK_S:
+            budget *= 2
+    if decoder.stats.committed > before:
+        return decoder.stats.committed - before, time.perf_counter() - since_s
+    return decoder.stats.committed, time.perf_counter() - began_s  # time sufficed only for the first step
+
+
+def shortened(row: Made, most: int) -> Made:
+    """The row with its canvas cut to `most` tokens around the first one that is generated or scored."""
+    canvas = row.canvas
+    if len(canvas.tokens) <= most:
+        return row
+    wanted = canvas.holes[0][0] if canvas.score_from is None else canvas.score_from
+    start = max(0, min(wanted - most // 2, len(canvas.tokens) - most))
+    tokens = canvas.tokens[start : start + most]
+    if canvas.scored is not None:
+        scored = canvas.scored - start
+        scored = scored[(scored >= 0) & (scored < len(tokens))]
+        return replace(row, canvas=Canvas(tokens, (), score_from=int(scored[0]), scored=scored))
+    if canvas.score_from is not None:
+        return replace(row, canvas=Canvas(tokens, (), score_from=max(1, canvas.score_from - start)))
+    return replace(row, canvas=Canvas(tokens, tuple(runs(tokens == HOLE))))
+
+
+def _use_threads(num_parameters: int) -> None:
+    """Set the number of torch threads that a worker of a run would have."""
+    import torch
+
+    torch.set_num_threads(fitting_threads(Seat(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
+
+
+def _build(prepared: Prepared, *, max_rows: int, shelf: Shelf | None) -> tuple[Decoder, bool]:
+    """The job's decoder, and whether its results are bit-identical in any batch."""
+    spec, batching = prepared.spec, prepared.spec.batching
+    networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options(), shelf=shelf)
+    decoder = build(
+        networks,
+        prepared.info,
+        spec.task,
+        spec.decoder,
+        spec.sampling,
+        stops=stops_of(spec.task, prepared.folder, prepared.tokenizer, prepared.info),
+        max_rows=max_rows if batching.max_rows == "auto" else batching.max_rows,
+        max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
+    )
+    return decoder, networks.exact
+
+
+def _step(decoder: Decoder, waiting: deque[Request], budget: int) -> None:
+    """Admit rows of up to `budget` tokens in total, at least one if the decoder is empty, and run one step."""
+    while waiting and decoder.room(size := len(waiting[0].canvas)) and (size <= budget or not decoder.active):
+        decoder.admit([waiting.popleft()])
+        budget -= size
+    decoder.step()
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _memory(device: str) -> tuple[int, str]:
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "CPU memory"
+    return torch.cuda.max_memory_allocated(), "GPU memory"
