@@ -20,7 +20,7 @@ from draftmill.jobs.analysis.svg import inline_svg, plotting
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.finished.summary import is_small
 from draftmill.jobs.notes import counted, duration, rate_text
-from draftmill.jobs.watching.cost import PURPOSES, cost_rows, device_text, mean_price, money_cells, purposes_of
+from draftmill.jobs.watching.cost import PURPOSES, cost_rows, hours_text, mean_price, money_cells, purposes_of
 from draftmill.jobs.watching.estimate import estimate_rows
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
@@ -170,7 +170,7 @@ def _costs(cases: Sequence[Case]) -> str:
     rows = [["run", "device time", *PURPOSES, "cost", "per million tokens"]]
     for case in cases:
         purposes = purposes_of(case.spent)
-        hours = [device_text(case.spent.up_s), *(device_text(purposes[name]) for name in PURPOSES)]
+        hours = [hours_text(case.spent.up_s), *(hours_text(purposes[name]) for name in PURPOSES)]
         rows.append([case.figures.name, *hours, *money_cells(case.spent, case.figures.tokens)])
     return page.table("Device time and cost", rows, words=[])
 

@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 from draftmill.actors.rows.unit_io import guarded
 from draftmill.jobs.codes import OK
 from draftmill.jobs.finished.summary import EXAMPLES, Results, error_rows
-from draftmill.jobs.forecasting.cost import forecast_lines
 from draftmill.jobs.forecasting.forecast import (
     FAIL,
     TrialSample,
     canvas_lines,
+    forecast_lines,
     header,
     size_lines,
     trial_lines,

@@ -14,17 +14,29 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import psutil
 
 import draftmill
-from draftmill.actors.ray.ray_inside import ACCELERATORS, NODE, NUM_CPUS, inside, required, silence_workers
-from draftmill.jobs.driving.head import check_head
+from draftmill.actors.ray.ray_inside import (
+    ACCELERATORS,
+    GRPC_CHANNEL,
+    GRPC_REPLY,
+    GRPC_REQUEST,
+    NODE,
+    NUM_CPUS,
+    authentication_error,
+    inside,
+    required,
+    silence_workers,
+)
 from draftmill.jobs.driving.nodes import NodeRoom
-from draftmill.jobs.driving.own_cluster import own_address
 from draftmill.storage.errors import StoreError, UserError
 
 ROOT = Path(draftmill.__file__).parents[1]
@@ -270,3 +282,81 @@ def cluster_nodes() -> list[NodeRoom]:
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] not in leaving
     ]
+
+
+_FLAG: Final = "--gcs-address="
+
+
+def own_address() -> str | None:
+    """The head (HOST:PORT) of the raylet among this process's ancestors, None if there is none or it can't be seen.
+
+    Ray's job API writes into RAY_ADDRESS the Ray that was started last on the machine. Where two run beside each other that may
+    be the wrong one: workers would start there, and lack the shipped code. The raylet that started the driver knows its own head.
+    """
+    try:
+        return address_among([_words(process) for process in psutil.Process().parents()])
+    except psutil.Error:
+        return None
+
+
+def address_among(commands: Iterable[Sequence[str]]) -> str | None:
+    """The head's address in the first command line that is a raylet's; None if there is none."""
+    for words in commands:
+        if words and words[0].rpartition("/")[2] == "raylet":
+            return next((word.removeprefix(_FLAG) for word in words if word.startswith(_FLAG)), None) or None
+    return None
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """A command line. A process that renames itself leaves it as one string."""
+    try:
+        return [word for argument in process.cmdline() for word in argument.split(" ")]
+    except psutil.Error:  # another user's, or gone
+        return []
+
+
+ANSWER_S = 20.0
+"""A head on a busy machine may need some seconds; another kind of server fails at once, or never answers."""
+
+_QUESTION = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+
+_TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
+
+
+def check_head(address: str, *, field: str = "--ray-address", wait_s: float = ANSWER_S) -> None:
+    """Raise UserError if what listens at host:port is not a Ray head, or refuses our token.
+
+    One question, asked before Ray connects. Ray itself repeats it for 20 s (a wrong token) or for minutes (another server's
+    port), with a line of log each time.
+    Anything unexpected counts as fine: Ray's own connection then decides.
+    """
+    open_channel, request, reply = inside(GRPC_CHANNEL), inside(GRPC_REQUEST), inside(GRPC_REPLY)
+    if open_channel is None or request is None or reply is None:
+        return
+    try:
+        grpc: Any = import_module("grpc")
+    except ImportError:
+        return
+    try:
+        channel = open_channel(address, [("grpc.enable_http_proxy", 0)])
+        ask = channel.unary_unary(
+            _QUESTION,
+            request_serializer=request.SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        try:
+            ask(request(), timeout=wait_s)
+        finally:
+            channel.close()
+    except authentication_error():
+        raise UserError(f"the token can't be read: {_TOKEN} to the cluster's token", field=field) from None
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise UserError(
+                f"the cluster at {address} refuses the token, or needs one: {_TOKEN}", field=field
+            ) from None
+        if error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
+            raise UserError(
+                f"no Ray cluster answers at {address}; the head's port is usually 6379, not that of the dashboard (8265)",
+                field=field,
+            ) from None

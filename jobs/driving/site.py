@@ -14,10 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from draftmill.actors.job import Crew, Job, Seat
-from draftmill.jobs.driving.autoscaler import possible_nodes
 from draftmill.jobs.driving.cluster_survey import cluster_survey, pays
 from draftmill.jobs.driving.crew import crew, lacking
-from draftmill.jobs.driving.demand import Demand, request_of_ray
+from draftmill.jobs.driving.demand import Demand, possible_nodes, request_of_ray
 from draftmill.jobs.driving.driver import Workers
 from draftmill.jobs.driving.nodes import NodeRoom, num_cpus
 from draftmill.jobs.driving.progress import Display

@@ -13,7 +13,6 @@ from lm_eval.api.model import LM
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
-from draftmill.jobs.harness.conversations import rendered
 from draftmill.jobs.harness.encoding import Encoder, Scored
 from draftmill.jobs.harness.generation import Generation, generation_of
 from draftmill.jobs.harness.rows import Asked, Instance, Rows, numbered
@@ -219,3 +218,45 @@ class Draftmill(LM):  # type: ignore[misc]
 def _logprob(row: Row) -> float:
     """The row's log-probability; minus infinity for a row that failed."""
     return MINUS_INFINITY if row["logprob"] is None else float(row["logprob"])
+
+
+END: Final = "END_OF_THE_GIVEN_ANSWER "
+"""Marks the end of a begun answer while the template renders it; the trailing space shows whether the template trims."""
+
+Chat = Callable[[list[dict[str, Any]]], str]
+"""Renders a conversation up to the start of the model's answer."""
+
+
+def rendered(chat: Chat, messages: Sequence[dict[str, Any]], *, begun: bool) -> str:
+    """A conversation (few-shot examples and a question) as a prompt.
+
+    With `begun` the last message is the beginning of the answer, and the prompt ends with it.
+
+    A template that refuses the conversation gets it without its system messages, as in lm_eval's `hf` model. UserError if that
+    does not help.
+    """
+    try:
+        return _rendered(chat, messages, begun)
+    except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
+        others = [message for message in messages if message.get("role") != "system"]
+        if len(others) == len(messages):
+            raise _refused(error) from None
+    try:
+        return _rendered(chat, others, begun)
+    except Exception as error:  # noqa: BLE001
+        raise _refused(error) from None
+
+
+def _rendered(chat: Chat, messages: Sequence[dict[str, Any]], begun: bool) -> str:
+    if not begun:
+        return chat(list(messages))
+    last = messages[-1]
+    text = chat([*messages[:-1], {**last, "content": last["content"] + END}])
+    place = text.rindex(END.strip())
+    trims = text[place : place + len(END)] != END
+    return text[:place].rstrip() if trims else text[:place]
+
+
+def _refused(error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return UserError(f"the tokenizer's chat template refuses a conversation: {reason}", field="--apply_chat_template")

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Verdict
@@ -49,7 +50,6 @@ from draftmill.jobs.schedule.events import (
     WorkerUp,
 )
 from draftmill.jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
-from draftmill.jobs.schedule.staffing import Staffing
 from draftmill.jobs.schedule.unit_leases import COPIES, Limits, Unit, UnitLease, UnitLedger, Worker
 from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
 
@@ -396,3 +396,35 @@ class Scheduler:
         if self.finished is None:
             self.finished = Finish(how, message)
             self._out.append(self.finished)
+
+
+@dataclass(slots=True)
+class Staffing:
+    """How many workers the job needs, and when to stop starting more.
+
+    `wanted` workers, and the reasons to give up: failed starts, and worker deaths without a success in between.
+    """
+
+    limits: Limits
+    wanted: int
+    failed_starts: int = 0
+    deaths_in_a_row: int = 0
+
+    def came_up(self) -> None:
+        """Note that a worker is up."""
+        self.failed_starts = 0
+
+    def worked(self) -> None:
+        """Note that a unit or a probe succeeded."""
+        self.deaths_in_a_row = 0
+
+    def lost(self, *, was_up: bool, left: int) -> str:
+        """Note a worker that died or did not come up; `left` others are up. Returns why the job can't continue, or ""."""
+        self.deaths_in_a_row += was_up
+        self.failed_starts += not was_up
+        if self.failed_starts >= self.limits.starts * self.wanted:
+            # A bad device or machine must not end a job that can continue without it.
+            self.failed_starts, self.wanted = 0, left
+            return "" if left else "workers can't start"
+        hopeless = self.deaths_in_a_row >= max(self.limits.fruitless, 3 * self.wanted)
+        return "workers keep dying" if hopeless else ""

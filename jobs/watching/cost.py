@@ -24,13 +24,13 @@ def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tup
     if not sums.up_s:
         return []
     least = "at least " if sums.unended else ""
-    rows = [("device time", f"{least}{device_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
+    rows = [("device time", f"{least}{hours_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
     if not sums.priced_s:
         return rows
     money = f"{least}{money_text(sums.cost)}"
     unpriced_s = sums.up_s - sums.priced_s
     if unpriced_s > UNPRICED_S:
-        money += f" for {device_text(sums.priced_s)}; {device_text(unpriced_s)} had no price"
+        money += f" for {hours_text(sums.priced_s)}; {hours_text(unpriced_s)} had no price"
     elif tokens:
         money += f"  ({money_text(sums.cost * MILLION / tokens)} per million tokens of ok samples)"
     return [*rows, ("cost", money)]
@@ -52,10 +52,8 @@ def purposes_text(sums: DeviceSums, open_s: float = 0.0) -> str:
     """Device time by purpose: `1.42 h decoding, 180 s loading, 36 s idle, 0 s wasted`."""
     purposes = purposes_of(sums, open_s)
     return ", ".join(
-        f"{device_text(seconds)} {name.replace('_', ' ')}"
-        for name, seconds in purposes.items()
-        if name != "in_progress"
-    ) + (f", {device_text(purposes['in_progress'])} in progress" if open_s else "")
+        f"{hours_text(seconds)} {name.replace('_', ' ')}" for name, seconds in purposes.items() if name != "in_progress"
+    ) + (f", {hours_text(purposes['in_progress'])} in progress" if open_s else "")
 
 
 def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
@@ -70,7 +68,7 @@ def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
     }
 
 
-def device_text(seconds: float) -> str:
+def hours_text(seconds: float) -> str:
     """Device time in hours, below an hour in seconds, with three significant digits."""
     if seconds < HOUR_S:
         return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_rounded(seconds)} s"

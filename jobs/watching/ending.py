@@ -10,14 +10,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
+from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.device_time import HOUR_S
 from draftmill.jobs.driving.driver_log import DriverLog
 from draftmill.jobs.driving.events import JsonStream, Level, say_in_events, time_text
 from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.cost import money_text
+from draftmill.jobs.watching.cost import MILLION, mean_price, money_text, purposes_of
+from draftmill.jobs.watching.estimate import read_estimate, to_json
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
-from draftmill.jobs.watching.run_facts import run_facts
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.commit import done_units, read_manifest
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.verbs import Store
 
@@ -130,3 +134,43 @@ def ended(spec: JobSpec, store: Store, *, ignored: tuple[type[BaseException], ..
         raise
     if ending.code is not None:
         ending.over(ending.code, MESSAGES.get(ending.code, f"exit code {ending.code}"))
+
+
+def run_facts(store: Store) -> dict[str, Any]:
+    """What a run has done and cost, finished or not, as JSON data; {} if it has no plan, or its directory can't be read."""
+    try:
+        return _facts(store)
+    except (StoreError, UserError):
+        return {}
+
+
+def _facts(store: Store) -> dict[str, Any]:
+    plan = load_plan(store)
+    if plan is None:
+        return {}
+    manifest, sessions = read_manifest(store), read_sessions(store)
+    sums, tally = sessions.devices, sessions.committed
+    done = plan.units if manifest else len(done_units(store, conditional=False) or done_units(store))
+    ok = manifest.total("ok") if manifest else tally.ok
+    failed = manifest.total("failed") if manifest else tally.failed
+    hours = {name: round(seconds / 3600, 6) for name, seconds in purposes_of(sums).items() if name != "in_progress"}
+    return {
+        "fingerprint": plan.fingerprint,
+        "pass": plan.pass_,
+        "finished": manifest is not None,
+        "units": {"planned": plan.units, "done": done},
+        "samples": {"planned": plan.rows, "ok": ok, "failed": failed},
+        "tokens": tally.new_tokens,
+        "prompt_tokens": tally.prompt_tokens,
+        "nfe": tally.nfe,
+        "drafts_proposed": tally.proposed,
+        "drafts_accepted": tally.accepted,
+        "decoding_s": round(sessions.wall_s, 3),
+        "device_hours": {"total": round(sums.up_s / 3600, 6), **hours},
+        "lost_drivers": round(sums.unended),
+        "cost": round(sums.cost, 6) if sums.priced_s else None,
+        "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6)
+        if sums.priced_s and tally.new_tokens
+        else None,
+        "estimate": to_json(read_estimate(store), sums.up_s if manifest else 0.0, mean_price(sums)),
+    }

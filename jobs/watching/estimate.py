@@ -17,7 +17,7 @@ from draftmill.jobs.driving.events import now_text
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.driving.watchers import Watcher
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.watching.cost import MILLION, device_text, money_text
+from draftmill.jobs.watching.cost import MILLION, hours_text, money_text
 from draftmill.storage.errors import StoreError
 from draftmill.storage.stores.verbs import Store
 
@@ -85,7 +85,7 @@ def estimate_rows(estimate: Estimate | None, actual_s: float, price: float | Non
     if estimate is None or (actual_s and max(actual_s, estimate.device_s) < WORTH_S):
         return []
     money = "" if price is None else f", cost {money_text(estimate.cost(price))}{per_million_text(estimate, price)}"
-    text = f"{device_text(estimate.device_s)} of device time{money}, from {estimate.source}"
+    text = f"{hours_text(estimate.device_s)} of device time{money}, from {estimate.source}"
     if actual_s:
         error = estimate.error(actual_s)
         text += f"; {abs(error):.0%} too {'high' if error >= 0 else 'low'}"

@@ -15,9 +15,8 @@ from draftmill.actors.ray import ray_inside
 from draftmill.actors.ray.notices import draining, node_of
 from draftmill.actors.ray.ray_inside import Inside, inside, required, silence_workers
 from draftmill.jobs.driving import session
-from draftmill.jobs.driving.autoscaler import possible_nodes
-from draftmill.jobs.driving.head import check_head
-from draftmill.jobs.driving.session import local_nodes
+from draftmill.jobs.driving.demand import possible_nodes
+from draftmill.jobs.driving.session import check_head, local_nodes
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.jobs.submitting.package import folder_files
 from draftmill.storage.errors import UserError

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftmill.jobs.analysis.pairing import pair
+from draftmill.jobs.analysis.comparison import pair
 from draftmill.jobs.analysis.rows import RunRows, mapped
 
 

@@ -22,8 +22,9 @@ import pyarrow as pa
 import pytest
 
 from draftmill.jobs.analysis.case import _added, at_least, course_of, read_case, spread_of
-from draftmill.jobs.analysis.palette import COLOURS, MARKERS
 from draftmill.jobs.analysis.plots import (
+    COLOURS,
+    MARKERS,
     acceptance_plot,
     better,
     cost_plot,

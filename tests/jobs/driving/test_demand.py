@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.driving import autoscaler
-from draftmill.jobs.driving.autoscaler import possible_nodes
 from draftmill.jobs.driving.crew import crew
-from draftmill.jobs.driving.demand import Bundles, Demand, Selectors, request_of_ray
+from draftmill.jobs.driving.demand import MOST_NODES, Bundles, Demand, Selectors, possible_nodes, request_of_ray
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.driving.site import RaySite
 from draftmill.jobs.spec.worker_shape import WorkerShape
@@ -82,7 +80,7 @@ def test_the_nodes_that_may_come_are_those_of_the_autoscalers_groups(config: Any
     config.node_group_configs = [group(1, CPU=2), group(3, CPU=8, GPU=2)]
     assert possible_nodes([], []) == [NodeRoom(2, 0, None), *POSSIBLE]
     config.node_group_configs = [group(-1, CPU=1)]
-    assert possible_nodes([], []) == [NodeRoom(1, 0, None)] * autoscaler.MOST_NODES
+    assert possible_nodes([], []) == [NodeRoom(1, 0, None)] * MOST_NODES
 
 
 def says(monkeypatch: pytest.MonkeyPatch, report: dict[str, Any] | None) -> None:
@@ -100,7 +98,7 @@ def test_without_groups_the_names_of_the_nodes_types_tell_whether_there_is_an_au
         says(monkeypatch, nothing)
         assert possible_nodes(shapes, []) is None
     says(monkeypatch, {"active_nodes": {"headgroup": 1}, "pending_launches": {}})
-    assert possible_nodes(shapes, []) == [NodeRoom(1, 0, None)] * 2 + [NodeRoom(2, 1, None)] * autoscaler.MOST_NODES
+    assert possible_nodes(shapes, []) == [NodeRoom(1, 0, None)] * 2 + [NodeRoom(2, 1, None)] * MOST_NODES
 
 
 def test_the_second_version_of_the_autoscaler_tells_the_types_of_its_nodes(

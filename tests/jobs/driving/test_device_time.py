@@ -12,7 +12,7 @@ from draftmill.jobs.commands.status import cost_lines
 from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.device_time import DeviceSums, DeviceTime
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.watching.cost import cost_rows, device_text, purposes_of
+from draftmill.jobs.watching.cost import cost_rows, hours_text, purposes_of
 from draftmill.storage.stores.store import open_store
 
 
@@ -73,7 +73,7 @@ def test_money_is_hours_times_the_price() -> None:
 def test_sessions_with_and_without_a_price_are_told_apart() -> None:
     both = worked(Hand(), 3.60).sums + worked(Hand(), None).sums
     assert dict(cost_rows(both, 50_000))["cost"] == "0.085 for 85 s; 85 s had no price"
-    assert [device_text(seconds) for seconds in (0.0, 0.0011, 0.31, 85.0, 3599.0, 5400.0, 3.6e7)] == [
+    assert [hours_text(seconds) for seconds in (0.0, 0.0011, 0.31, 85.0, 3599.0, 5400.0, 3.6e7)] == [
         "0 s", "0.00 s", "0.31 s", "85 s", "3,599 s", "1.5 h", "10,000 h",
     ]  # fmt: skip
 

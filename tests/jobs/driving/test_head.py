@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from ray.exceptions import AuthenticationError
 
-from draftmill.jobs.driving.head import check_head
-from draftmill.jobs.driving.session import check_reachable
+from draftmill.jobs.driving.session import check_head, check_reachable
 from draftmill.storage.errors import UserError
 
 grpc: Any = import_module("grpc")

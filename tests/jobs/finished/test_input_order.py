@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.finished.input_order import groups, in_input_order
+from draftmill.jobs.exporting.export import groups, in_input_order
 from draftmill.storage.stores.store import open_store
 from tests.jobs.plan.test_plan import plan, spec_for
 from tests.runs.jobs_of_tests import write_rows, write_spec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.jobs.harness.conversations import rendered
+from draftmill.jobs.harness.model import rendered
 from draftmill.storage.errors import UserError
 from tests.actors.rows.test_prompts import chat_folder, chatting
 
