@@ -1,4 +1,4 @@
-"""The commands of draftmill: arguments in, exit code out. The options of each are in jobs/arguments.
+"""The commands of draftmill: arguments in, exit code out. The options of each are in arguments.py.
 
 Exit codes: 0 finished within the error threshold; 2 the spec, the input or the run directory is unusable; 3 finished, but
 more samples failed than allowed; 4 interrupted or the disk is full, resumable; 1 anything unexpected.
@@ -15,56 +15,11 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from draftmill.jobs.arguments import (
-    catchup,
-    compact,
-    compare,
-    evaluate,
-    export,
-    list_runs,
-    logs,
-    manifest,
-    measure,
-    models,
-    prune,
-    report,
-    rerun,
-    run,
-    status,
-    stop,
-    submit,
-    sweep,
-    validate,
-    verify,
-)
+from draftmill.jobs.arguments import COMMANDS
 from draftmill.jobs.codes import INTERRUPTED, OK, UNEXPECTED, code_of
 from draftmill.jobs.driving.events import json_streams, silence, unfailing_streams
 from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, StoreFull, UserError
 from draftmill.storage.secrets import presentable
-
-COMMANDS = (
-    run,
-    submit,
-    stop,
-    validate,
-    status,
-    logs,
-    verify,
-    rerun,
-    compact,
-    export,
-    compare,
-    report,
-    sweep,
-    measure,
-    evaluate,
-    list_runs,
-    catchup,
-    prune,
-    manifest,
-    models,
-)
-"""The commands, in the order in which `draftmill --help` lists them."""
 
 COLLECT_AFTER = 100_000
 """Objects allocated between two garbage collections: with Python's default, 700, these take a tenth of the import time."""
@@ -139,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
-        command.add(commands, common)
+        command(commands, common)
     return top
 
 

@@ -1,1 +1,0 @@
-"""The options of every command, one file a command."""
