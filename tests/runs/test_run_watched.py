@@ -38,8 +38,9 @@ def test_the_metrics_of_a_real_run_are_served_and_agree_with_its_results(
     rows = write_rows(tmp_path / "rows.jsonl", 12)
     with rows.open("a") as file:
         file.write('{"id": "bad", "tokens": "no list"}\n')
+    # One worker: a second one would decode copies of the last units, whose tokens count as decoded, too.
     spec = write_spec(
-        tmp_path, rows=rows, name="watched", workers={"price_per_hour": 2.0}, errors={"max_rate": 0.5},
+        tmp_path, rows=rows, name="watched", workers={"price_per_hour": 2.0, "count": 1}, errors={"max_rate": 0.5},
     )  # fmt: skip
     assert main(["run", str(spec), "--quiet"]) == 0
     values = served(ray_session, "watched")

@@ -54,11 +54,16 @@ def not_ours(number: int, frame: FrameType | None) -> None:
     raise AssertionError("SIGTERM would have ended the process")
 
 
-@pytest.mark.parametrize("arguments", [["run", "none.yaml"], ["rerun", "none", "--failed"]])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("draftmill.jobs.running.run", ["run", "none.yaml"]),
+        ("draftmill.jobs.commands.rerun", ["rerun", "none", "--failed"]),
+    ],
+)
 def test_sigterm_while_the_command_is_still_being_imported_ends_with_4(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    name = f"draftmill.jobs.commands.{arguments[0]}"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Signalling(name), *sys.meta_path])
     before = signal.signal(signal.SIGTERM, not_ours)
