@@ -135,7 +135,7 @@ def bias_of(seen_NW: Tensor, shape: tuple[int, int], rectangle_N: Tensor | None,
 
     Places without a row see everything, since a softmax over nothing is NaN.
     """
-    bias_NW = torch.zeros(seen_NW.shape, dtype=dtype, device=seen_NW.device).masked_fill_(~seen_NW, -torch.inf)
+    bias_NW = torch.where(seen_NW, 0.0, -torch.inf).to(dtype)
     if rectangle_N is None:
         return bias_NW.view(*shape, -1)
     bias_PW = bias_NW.new_zeros(shape[0] * shape[1], bias_NW.shape[1])
@@ -156,16 +156,15 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers; returns ([1, N, H, d], no attention weights)."""
     query_NHd, key_NKd, value_NKd = (rows[0].transpose(0, 1) for rows in (query_1HNd, key_1KNd, value_1KNd))
-    mixed = attend_rows(int(module.layer_idx), query_NHd, key_NKd, value_NKd, scaling=scaling, layout=layout)
+    held_NXd = torch.cat([key_NKd, value_NKd], 1)
+    mixed = attend_rows(int(module.layer_idx), query_NHd, held_NXd, scaling=scaling, layout=layout)
     return mixed.unsqueeze(0), None
 
 
-def attend_rows(
-    layer: int, query_PHd: Tensor, key_PKd: Tensor, value_PKd: Tensor, *, scaling: float, layout: AnyLayout
-) -> Tensor:
-    """Write the keys and values of the valid rows, and attend; what padding rows get is 0. [P, H, d]."""
-    count = layout.places.shape[0] // (2 * key_PKd.shape[1])
-    layout.cache.write(layer, layout.places, torch.cat([key_PKd[:count], value_PKd[:count]], 1))
+def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scaling: float, layout: AnyLayout) -> Tensor:
+    """Write the valid rows' keys and, beside them, values (X = 2 K), and attend; what padding rows get is 0. [P, H, d]."""
+    count = layout.places.shape[0] // held_PXd.shape[1]
+    layout.cache.write(layer, layout.places, held_PXd[:count])
     window = layout.windows[layer]
     if isinstance(layout, FlatLayout):
         held_2SKWd = layout.cache.layers_2SKWd[layer]
@@ -299,7 +298,7 @@ def attend_grouped(
         # Rows that are too few are repeated, and what the others give is cut off.
         times = -(-rules.min_queries // rows)
         if times > 1:
-            query_CRd = query_CRd.repeat(1, times, 1)
+            query_CRd = query_CRd.unsqueeze(1).expand(-1, times, -1, -1).contiguous().flatten(1, 2)
         scores = torch.bmm(query_CRd, key_BKWd.flatten(0, 1).transpose(1, 2))
         if num_rows == 1:
             scores.view(num_slots, key_heads * times * rows, num_columns).add_(bias_BTW)

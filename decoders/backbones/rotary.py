@@ -75,7 +75,7 @@ class _Together:
     def apart(self, rows_PD: Tensor) -> list[Tensor] | tuple[Tensor, ...]:
         """One result after the other."""
         if self.joined is not None:
-            return self.joined(rows_PD).split(self.widths, 1)
+            return self.joined(rows_PD).split_with_sizes(self.widths, 1)
         return [product(rows_PD) for product in self.products]
 
     @property
@@ -152,6 +152,7 @@ class RotaryLayers:
         self.layers = [_Layer.of(layer) for layer in base.layers]
         self._num_heads, self._key_heads = int(config.num_attention_heads), key_value_heads(config)
         self._head_width = head_width(config)
+        self._turns_2Wd = torch.empty(2, 0, self._head_width)
 
     def join(self) -> None:
         """From now on run products of the same rows as one, where that gives the same bits. `base` cannot run any more."""
@@ -164,33 +165,36 @@ class RotaryLayers:
                 if tried[shape]:
                     together.join()
 
+    def _turns(self, num_positions: int) -> Tensor:
+        """Cosines and sines of so many positions or more, [2, W, d], computed once.
+
+        A head (a, b) turns to (a, b) * cos + (-b, a) * sin: the sign is put into the sine.
+        """
+        if self._turns_2Wd.shape[1] < num_positions:
+            cos_1Wd, sin_1Wd = self._angles(self._turns_2Wd, torch.arange(num_positions).unsqueeze(0))
+            sin_1Wd[:, :, : self._head_width // 2].neg_()
+            self._turns_2Wd = torch.cat([cos_1Wd, sin_1Wd])
+        return self._turns_2Wd
+
     @torch.inference_mode()
     def __call__(self, tokens_1P: Tensor, positions_1P: Tensor, layout: AnyLayout) -> Tensor:
         """Return the final hidden states (normed), [P, D]."""
-        states_1PD = self._embed(tokens_1P)
-        cos_1Pd, sin_1Pd = self._angles(states_1PD, positions_1P)
         half = self._head_width // 2
-        cos_P1d, sin_P1d = cos_1Pd[0].unsqueeze(1), sin_1Pd[0].unsqueeze(1)
-        # A head (a, b) turns to (a, b) * cos + (-b, a) * sin: the sign is put into the angle.
-        sin_P1d[:, :, :half].neg_()
+        cos_P1d, sin_P1d = self._turns(layout.cache.num_columns).index_select(1, positions_1P[0]).unsqueeze(2).unbind(0)
         num_heads, num_turned = self._num_heads, self._num_heads + self._key_heads
         all_heads = (-1, num_turned + self._key_heads, self._head_width)
-        states_PD = states_1PD[0]
+        states_PD = self._embed(tokens_1P[0])
         for index, layer in enumerate(self.layers):
             heads_PJd = layer.heads.whole(layer.attention_norm(states_PD)).view(all_heads)
-            both_PJd = heads_PJd[:, :num_turned]
+            turned_PJd = heads_PJd[:, :num_turned]
             if layer.head_norms is not None:
                 query_norm, key_norm = layer.head_norms
-                both_PJd = torch.cat([query_norm(both_PJd[:, :num_heads]), key_norm(both_PJd[:, num_heads:])], 1)
-            swapped_PJd = both_PJd.roll(half, -1).mul_(sin_P1d)
-            both_PJd = (both_PJd * cos_P1d).add_(swapped_PJd)
+                turned_PJd[:, :num_heads] = query_norm(turned_PJd[:, :num_heads])
+                turned_PJd[:, num_heads:] = key_norm(turned_PJd[:, num_heads:])
+            swapped_PJd = turned_PJd.roll(half, -1).mul_(sin_P1d)
+            turned_PJd.mul_(cos_P1d).add_(swapped_PJd)
             mixed_PHd = attend_rows(
-                index,
-                both_PJd[:, :num_heads],
-                both_PJd[:, num_heads:],
-                heads_PJd[:, num_turned:],
-                scaling=layer.scaling,
-                layout=layout,
+                index, heads_PJd[:, :num_heads], heads_PJd[:, num_heads:], scaling=layer.scaling, layout=layout
             )
             states_PD = states_PD + layer.output(mixed_PHd.flatten(1))
             gate_PI, up_PI = layer.inner.apart(layer.inner_norm(states_PD))

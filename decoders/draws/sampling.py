@@ -27,7 +27,7 @@ def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.temperature == 0.0:
         return _one_hot(logits_RV)
-    scaled = logits_RV / sampling.temperature
+    scaled = logits_RV if sampling.temperature == 1.0 else logits_RV / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scaled.shape[-1]:
         threshold = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < threshold, -torch.inf)

@@ -439,7 +439,7 @@ def steps(count_P: Ints) -> Ints:
 def _expanded(table_PF: Ints, count: int, owner_P: Ints) -> tuple[Ints, Ints, Ints]:
     """Each entry as often as its field `count` says; the number of each copy, and its owner."""
     count_P = table_PF[:, count]
-    if len(table_PF) == int(count_P.sum()) and (count_P == 1).all():
+    if (count_P == 1).all():
         return table_PF, np.zeros(len(table_PF), dtype=np.int64), owner_P
     return np.repeat(table_PF, count_P, axis=0), steps(count_P), np.repeat(owner_P, count_P)
 
@@ -452,9 +452,9 @@ def _lines(owner_N: Ints, num_groups: int) -> tuple[Ints, int]:
 
 def _as_slice(slots_G: Ints) -> slice | None:
     """Slots that follow each other as a slice; None for others."""
-    first, count = int(slots_G[0]), len(slots_G)
-    follow = int(slots_G[-1]) - first == count - 1 and bool((np.diff(slots_G) == 1).all())
-    return slice(first, first + count) if follow else None
+    slots = slots_G.tolist()
+    first, end = slots[0], slots[0] + len(slots)
+    return slice(first, end) if slots == list(range(first, end)) else None
 
 
 def _table(parts: Sequence[Sequence[int] | Ints], width: int) -> tuple[Ints, Ints]:
@@ -512,8 +512,12 @@ def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
         return []
     bad = set[int]()
     if b.layout.has_flags:
-        sum_G = record[len(record) - b.num_groups :][: len(b.sample_G)]
-        bad.update(b.sample_G[~np.isfinite(sum_G)].tolist())
+        owner_N, line_N = b.owner_N, b.line_N
+        if b.layout.streams:
+            owner_N, line_N = np.concatenate([owner_N, b.owner_Q]), np.concatenate([line_N, b.line_Q])
+        # What fills a captured forward up may be anything: it counts for nobody.
+        bad_G = owner_N[~np.isfinite(record[len(record) - len(owner_N) :]) & (line_N >= 0)]
+        bad.update(b.sample_G[bad_G].tolist())
     if np.isnan(record).any():
         told_AFR, _ = _told(b, record)
         rows = np.flatnonzero(np.isnan(told_AFR).any((0, 1)))

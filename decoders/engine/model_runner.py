@@ -3,8 +3,8 @@
     start     send the batch and run it, without waiting; where it can be captured, as one graph (cuda_graphs.py)
     wait      the record of a forward, on the host; others may be started before
 
-A record is flat float64: what is told of the sampled rows (sampler.py), then for each group of rows the sum of their hidden
-states, which is NaN or infinite if any of these is.
+A record is flat float64: what is told of the sampled rows (sampler.py), then the sum of the hidden states of each row, which is
+NaN or infinite if any of these is.
 
 Legend: see batch.py.
 """
@@ -212,13 +212,7 @@ class ModelRunner:
         told = self._sampler.record(self.logits, hidden_RD, sent, is_target=self.is_target)
         if not self.layout.has_flags:
             return told
-        owner_N = torch.cat([sent.owner_N, sent.owner_Q]) if self.layout.streams else sent.owner_N
-        if sent.is_padded:
-            # What fills up may be anything, another time something else: it counts for nobody.
-            line_N = torch.cat([sent.line_N, sent.line_Q]) if self.layout.streams else sent.line_N
-            owner_N = owner_N.where(line_N >= 0, sent.num_groups)
-        sum_G = torch.zeros(sent.num_groups + 1, dtype=torch.float64, device=self.device)
-        return torch.cat([told, sum_G.index_add_(0, owner_N, self.backbone.sums_N)[:-1]])
+        return torch.cat([told, self.backbone.sums_N])
 
     def size(self, count: int) -> int:
         """To how many rows of a captured forward so many are filled up."""
