@@ -10,7 +10,7 @@ from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.inputs.reader import InputFile
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerResources:
     """What each worker of a kind gets: Ray CPUs and GPUs (`gpus` may be a fraction), and torch threads.
 
     `labels` selects nodes, as pairs of Ray's label selectors. `max_rows` and `max_tokens` replace the job's, unless None.
@@ -85,7 +85,7 @@ class Seat:
         return self.cpus, self.gpus, self.labels, self.processes
 
     def job_on_ray(self, job: Job) -> Job:
-        """The job for an actor with this seat: `device: auto` is what Ray was asked for.
+        """The job for an actor with these resources: `device: auto` is what Ray was asked for.
 
         An actor that asked for no GPU may still see all of its node's, and one that has one must not decode on the CPU.
         """
@@ -102,10 +102,10 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
-    """How many workers (`counts`) have each kind of seat, in the order of the spec's `workers`."""
+class Allocation:
+    """How many workers (`counts`) there are of each kind, in the order of the spec's `workers`."""
 
-    seats: tuple[Seat, ...]
+    kinds: tuple[WorkerResources, ...]
     counts: tuple[int, ...]
 
     @property
@@ -114,10 +114,10 @@ class Crew:
         return sum(self.counts)
 
     @property
-    def largest(self) -> tuple[int, Seat]:
+    def largest(self) -> tuple[int, WorkerResources]:
         """The kind with the most workers, and how many."""
-        return max(zip(self.counts, self.seats, strict=True), key=lambda pair: pair[0])
+        return max(zip(self.counts, self.kinds, strict=True), key=lambda pair: pair[0])
 
-    def at_least(self, other: Crew) -> Crew:
+    def at_least(self, other: Allocation) -> Allocation:
         """The larger of both counts for each kind."""
         return replace(self, counts=tuple(map(max, self.counts, other.counts)))

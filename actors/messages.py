@@ -138,13 +138,13 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """The result of one call of a worker: news, and the effort and the ended samples since the last call.
+    """The result of one call of a worker: answers, and the effort and the ended samples since the last call.
 
     `spent` lists the leases most of whose samples have a slot: the worker could take another unit. `waiting` is a level, not a
     difference: the samples that have ended and whose units are not committed yet.
     """
 
-    news: tuple[Receipt | Failure, ...]
+    answers: tuple[Receipt | Failure, ...]
     effort: Effort
     decoded: Tally
     spent: tuple[int, ...] = ()
@@ -153,7 +153,7 @@ class TurnReport:
     @property
     def moved(self) -> bool:
         """Whether there was progress: a token was committed, or a sample or a unit ended."""
-        return bool(self.news or self.decoded.rows or self.effort.engine.committed)
+        return bool(self.answers or self.decoded.rows or self.effort.engine.committed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +202,4 @@ class HomeLeaving:
     left_s: float | None
 
 
-PoolNews = Up | Died | Reported | Leaving | HomeLeaving
+PoolEvent = Up | Died | Reported | Leaving | HomeLeaving

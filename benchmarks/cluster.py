@@ -37,7 +37,7 @@ from draftmill.actors.messages import (
     Died,
     Effort,
     Leaving,
-    PoolNews,
+    PoolEvent,
     Receipt,
     Reported,
     Tally,
@@ -209,11 +209,11 @@ class World:
             self._idle_machines.append(worker.machine)
             self._place()
 
-    def poll(self, timeout_s: float) -> list[PoolNews]:
+    def poll(self, timeout_s: float) -> list[PoolEvent]:
         """Let the time pass to the next thing that happens."""
         began_s = time.process_time()
         until_s = self.now_s + timeout_s
-        news: list[PoolNews] = []
+        news: list[PoolEvent] = []
         while self.queue and not news and self.queue[0][0] <= until_s:
             when_s, _, what, thing = heapq.heappop(self.queue)
             self.now_s = max(self.now_s, when_s)
@@ -225,42 +225,42 @@ class World:
 
     # ---- what happens
 
-    def _joins(self, machine: Machine) -> list[PoolNews]:
+    def _joins(self, machine: Machine) -> list[PoolEvent]:
         self._idle_machines.append(machine)
         self._place()
         return []
 
-    def _up(self, worker: SimWorker) -> list[PoolNews]:
+    def _up(self, worker: SimWorker) -> list[PoolEvent]:
         if self.workers.get(worker.name) is not worker:
             return []
         worker.up = True
         return [Up(worker.name, "node", 1)]
 
-    def _dies(self, machine: Machine) -> list[PoolNews]:
+    def _dies(self, machine: Machine) -> list[PoolEvent]:
         worker = self.workers.pop(machine.worker or "", None)
         machine.worker = None
         self._idle_machines.append(machine)
         self._place()
         return [Died(worker.name, "killed", not worker.units)] if worker is not None else []
 
-    def _fails(self, machine: Machine) -> list[PoolNews]:
+    def _fails(self, machine: Machine) -> list[PoolEvent]:
         if not machine.joins_s <= self.now_s < machine.leaves_s:
             return []
         self.lost["deaths"] += 1
         return self._dies(machine)
 
-    def _hangs(self, machine: Machine) -> list[PoolNews]:
+    def _hangs(self, machine: Machine) -> list[PoolEvent]:
         worker = self.workers.get(machine.worker or "")
         if worker is not None and worker.up:
             worker.hung = True
             self.lost["hangs"] += 1
         return []
 
-    def _notice(self, machine: Machine) -> list[PoolNews]:
+    def _notice(self, machine: Machine) -> list[PoolEvent]:
         self.lost["drained"] += 1
         return [Leaving(machine.worker, NOTICE_S)] if machine.worker in self.workers else []
 
-    def _leaves(self, machine: Machine) -> list[PoolNews]:
+    def _leaves(self, machine: Machine) -> list[PoolEvent]:
         return self._dies(machine)
 
     def _turn(self, worker: SimWorker) -> None:
@@ -269,7 +269,7 @@ class World:
             worker.turn_at_s = min(worker.ends[0], self.now_s + self.turn_s)
             self._at(max(self.now_s, worker.turn_at_s), "reports", (worker, worker.turn_at_s))
 
-    def _reports(self, given: tuple[SimWorker, float]) -> list[PoolNews]:
+    def _reports(self, given: tuple[SimWorker, float]) -> list[PoolEvent]:
         worker, turn_at_s = given
         if self.workers.get(worker.name) is not worker or worker.hung or worker.turn_at_s != turn_at_s:
             return []

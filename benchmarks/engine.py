@@ -24,10 +24,10 @@ from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.samples import Sample
 from draftmill.decoders.base import Request
-from draftmill.jobs.codes import OK
 from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.session import ray_session
 from draftmill.jobs.driving.totals import efficiency
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.jobs.running.run import run_job

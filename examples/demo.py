@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftmill.jobs.codes import OK
 from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions
 from draftmill.jobs.spec.job_spec import JobSpec, load_spec

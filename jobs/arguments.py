@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from draftmill.jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, named, seeds
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 if TYPE_CHECKING:
     from draftmill.jobs.recurring.pruning import Keep
@@ -232,10 +232,10 @@ def address_argument(command: argparse.ArgumentParser, default: str = f"${ADDRES
 
 def _submit(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.commands.submit import address_of, submit
-    from draftmill.jobs.submitting.request import Wishes, requirements
+    from draftmill.jobs.submitting.request import SubmitOptions, requirements
 
     address = address_of(arguments.address, os.environ.get(ADDRESS_VARIABLE))
-    wishes = Wishes(
+    options = SubmitOptions(
         code=arguments.code,
         working_dir=arguments.working_dir,
         excludes=tuple(arguments.exclude),
@@ -251,7 +251,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         arguments.spec,
         arguments.set,
         address,
-        wishes,
+        options,
         logical_date=arguments.logical_date,
         wait=not arguments.no_wait,
     )

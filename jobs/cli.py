@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from draftmill.jobs.arguments import COMMANDS
-from draftmill.jobs.codes import INTERRUPTED, OK, UNEXPECTED, code_of
 from draftmill.jobs.driving.events import json_streams, silence, unfailing_streams
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED, code_of
 from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, StoreFull, UserError
 from draftmill.storage.secrets import presentable
 

@@ -26,13 +26,13 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from draftmill.jobs.codes import OK
 from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 from recipes import (
     causal,
     causal_folder,

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.storage.soundness import THREADS
+from draftmill.storage.arrow_validation import THREADS
 
 KEY_PREFIX = "draftmill."
 """Prefix of our Parquet metadata keys: schema_version, fingerprint, unit, pass, code_version, counts."""

@@ -17,8 +17,8 @@ from draftmill.actors.checkpoints import adapters
 from draftmill.actors.checkpoints.gguf_files import gguf_folder, is_gguf
 from draftmill.actors.checkpoints.made_folders import cache_folder, made_whole, read_source, remembered
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.interface import S3Options, Stat, Store, about
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Stat, Store, about
 
 FIELD = "model.path"
 BUILTIN = Path(__file__).resolve().parents[2] / "decoders" / "builtin"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
-from draftmill.actors.loop.shelf import Shelf
+from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.actors.rows.text import Tokenizer, has_tokenizer, load_tokenizer
 from draftmill.actors.task import Score, Task
 from draftmill.decoders.backbones.head_files import check_heads, head_place, read_sizes
@@ -22,7 +22,7 @@ from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.base import Model, TokenBackbone
@@ -50,27 +50,27 @@ class Networks:
 
 
 def load_networks(
-    folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options, *, shelf: Shelf | None = None
+    folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options, *, model_cache: ModelCache | None = None
 ) -> Networks:
     """Load the model in `folder`, its draft heads and its drafter onto the device of `place`.
 
-    Networks that `shelf` holds are not loaded again; afterwards it holds the networks of this job and no others.
+    Networks that `model_cache` holds are not loaded again; afterwards it holds the networks of this job and no others.
     """
     from draftmill.decoders.backbones.load import inspect_model, load_backbone
     from draftmill.decoders.registry import find_heads
 
-    shelf = shelf or Shelf()
+    model_cache = model_cache or ModelCache()
     found = fetch_drafter(decoder, s3)
     keys = network_keys(folder, place, decoder, found)
-    shelf.keep_only(keys)
+    model_cache.keep_only(keys)
     how: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
-    backbone = shelf.take("model", keys, lambda: load_model(folder, place))
+    backbone = model_cache.take("model", keys, lambda: load_model(folder, place))
     if found is None:
-        return Networks(backbone, shelf.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
+        return Networks(backbone, model_cache.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
     how["device"] = str(backbone.device)
     # check_drafter has checked that this model's rows are all tokens.
-    drafter = shelf.take("drafter", keys, lambda: cast("TokenBackbone", load_backbone(found, **how)))
-    heads = shelf.take("heads", keys, lambda: find_heads(decoder, found, drafter))
+    drafter = model_cache.take("drafter", keys, lambda: cast("TokenBackbone", load_backbone(found, **how)))
+    heads = model_cache.take("heads", keys, lambda: find_heads(decoder, found, drafter))
     return Networks(backbone, heads, drafter, inspect_model(found))
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from draftmill.actors.checkpoints.models import FIELD, user_error
 from draftmill.actors.faults import DeviceLostError
-from draftmill.actors.job import Crew, Job, Seat
+from draftmill.actors.job import Allocation, Job, WorkerResources
+from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.loop.shelf import Shelf
 from draftmill.actors.loop.worker import Turns, build_runner
-from draftmill.actors.messages import Died, PoolNews, Reported, Up, WorkUnit
+from draftmill.actors.messages import Died, PoolEvent, Reported, Up, WorkUnit
 from draftmill.storage.errors import UserError
 
 Build = Callable[..., UnitRunner]
@@ -38,22 +38,29 @@ class Here:
 class LocalPool:
     """Has the methods of draftmill.actors.ray.pool.Pool that the driver needs. `build` makes a runner, like build_runner.
 
-    `shelf` has the networks that are in memory already, and keeps those of this job for the next one.
+    `model_cache` has the networks that are in memory already, and keeps those of this job for the next one.
     """
 
-    def __init__(self, job: Job, seat: Seat, *, build: Build = build_runner, shelf: Shelf | None = None) -> None:
-        self._job, self._threads = seat.job(job), seat.threads
-        self._build = build if shelf is None else partial(build, shelf=shelf)
-        self._shelf = shelf
+    def __init__(
+        self,
+        job: Job,
+        resources: WorkerResources,
+        *,
+        build: Build = build_runner,
+        model_cache: ModelCache | None = None,
+    ) -> None:
+        self._job, self._threads = resources.job(job), resources.threads
+        self._build = build if model_cache is None else partial(build, model_cache=model_cache)
+        self._model_cache = model_cache
         self._node = socket.gethostname()
         self._workers: dict[str, Here] = {}
-        self._news: list[PoolNews] = []
+        self._events: list[PoolEvent] = []
 
     def kind_of(self, name: str) -> int:
         """There is one kind of worker."""
         return 0
 
-    def resize(self, crew: Crew) -> None:
+    def resize(self, allocation: Allocation) -> None:
         """Workers of this process take no room of others."""
 
     def start(self, name: str) -> None:
@@ -65,11 +72,11 @@ class LocalPool:
         except ValueError as error:
             raise user_error(error, FIELD) from None
         except Exception as error:  # noqa: BLE001 - any error ends only this worker
-            self._clear_shelf()
-            self._news.append(Died(name, f"{type(error).__name__}: {error}"))
+            self._clear_model_cache()
+            self._events.append(Died(name, f"{type(error).__name__}: {error}"))
             return
         self._workers[name] = Here(runner, Turns(runner, self._node))
-        self._news.append(Up(name, *self._workers[name].turns.where()))
+        self._events.append(Up(name, *self._workers[name].turns.where()))
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         """Give a worker a unit with its next turn; ignores dead workers."""
@@ -84,7 +91,7 @@ class LocalPool:
             worker.forget.append(lease)
 
     def kill(self, name: str) -> None:
-        """Forget a worker; waits until its clerk has finished writing."""
+        """Forget a worker; waits until its UnitIO has finished writing."""
         worker = self._workers.pop(name, None)
         if worker is not None:
             worker.runner.close()
@@ -95,21 +102,21 @@ class LocalPool:
             self.kill(name)
 
     def release(self) -> list[Any]:
-        """Like `close`, but networks on the shelf stay; there are no processes to hand over."""
+        """Like `close`, but networks in the cache stay; there are no processes to hand over."""
         self.close()
-        if self._shelf is not None:
-            self._shelf.rest()
+        if self._model_cache is not None:
+            self._model_cache.rest()
         return []
 
-    def poll(self, timeout_s: float) -> list[PoolNews]:
+    def poll(self, timeout_s: float) -> list[PoolEvent]:
         """Run one turn of each worker that has work; if none has, wait."""
-        news, self._news = self._news, []
+        events, self._events = self._events, []
         busy = [name for name, worker in self._workers.items() if worker.runner.held or worker.add or worker.forget]
-        if not busy and not news:
+        if not busy and not events:
             time.sleep(timeout_s)
-        return news + [self._turn(name) for name in busy]
+        return events + [self._turn(name) for name in busy]
 
-    def _turn(self, name: str) -> PoolNews:
+    def _turn(self, name: str) -> PoolEvent:
         worker = self._workers[name]
         add, worker.add = worker.add, []
         forget, worker.forget = worker.forget, []
@@ -117,11 +124,11 @@ class LocalPool:
             return Reported(name, worker.turns.turn(add, forget))
         except Exception as error:  # noqa: BLE001 - any error ends the worker
             self.kill(name)
-            self._clear_shelf()
+            self._clear_model_cache()
             # A lost device stays lost for this process: the next worker can't start, and the run ends with the reason.
             return Died(name, f"{type(error).__name__}: {error}", device=isinstance(error, DeviceLostError))
 
-    def _clear_shelf(self) -> None:
+    def _clear_model_cache(self) -> None:
         """Load the networks again after any error, as a new process would."""
-        if self._shelf is not None:
-            self._shelf.clear()
+        if self._model_cache is not None:
+            self._model_cache.clear()

@@ -1,6 +1,6 @@
 """UnitRunner: the decode loop of a worker. It keeps the decoder's slots full from the units it holds.
 
-One thread decodes. Another thread, the clerk's, reads and tokenizes the rows of the next unit and writes the files of finished
+One thread decodes. Another, for the UnitIO, reads and tokenizes the rows of the next unit and writes the files of finished
 units, so that neither stalls the slots. The loop knows no text, no files and no Ray. It admits samples longest first, those
 that begin alike after one another (`in_order`), those of the older unit before those of the newer. When a unit runs out of
 samples, free slots are filled from the next unit.
@@ -31,7 +31,7 @@ from draftmill.decoders.base import HOLE, Decoder, Outcome
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, StoreFull, UserError
 
 
-class Clerk(Protocol):
+class UnitIO(Protocol):
     """The part of a worker that handles rows, text and files. Called from one thread only, never the decode loop's."""
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
@@ -45,9 +45,9 @@ class Clerk(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A unit that the runner holds. `left` counts its unfinished samples; `job` is the clerk's current work on it, if any.
+    """A unit that the runner holds. `left` counts its unfinished samples; `job` is the UnitIO's current work on it, if any.
 
-    `seated` counts its samples that hold a slot, `spent_s` is its share of the loop's time so far. `again` are samples that
+    `active` counts its samples that hold a slot, `spent_s` is its share of the loop's time so far. `again` are samples that
     returned their slot but have more holes to fill: they go before those in `waiting`.
     """
 
@@ -60,7 +60,7 @@ class Open:
     queued_at_s: float = 0.0
     opened: bool = False
     closing: bool = False
-    seated: int = 0
+    active: int = 0
     spent_s: float = 0.0
 
 
@@ -68,20 +68,20 @@ class UnitRunner:
     """Decodes a few units at once with one decoder; the owner calls `add` and `step`. `facts` are for the run's log."""
 
     def __init__(
-        self, decoder: Decoder, clerk: Clerk, *, worker: str = "worker", facts: dict[str, Any] | None = None
+        self, decoder: Decoder, unit_io: UnitIO, *, worker: str = "worker", facts: dict[str, Any] | None = None
     ) -> None:
         self.decoder = decoder
-        self.clerk = clerk
+        self.unit_io = unit_io
         self.worker = worker
         self.facts = facts or {}
         self.limit = RowLimit()
         self._open: dict[int, Open] = {}
         self._resident: dict[int, tuple[Open, Sample]] = {}
-        self._seated: dict[int, Open] = {}
+        self._active: dict[int, Open] = {}
         self._suspects: deque[tuple[Open, Sample]] = deque()
         self._handles = 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="clerk")
-        self._news: list[Receipt | Failure] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unit_io")
+        self._answers: list[Receipt | Failure] = []
         self._meter = Meter(decoder)
         self._weights: list[tuple[Open, int]] = []
 
@@ -104,7 +104,7 @@ class UnitRunner:
     def add(self, unit: WorkUnit) -> None:
         """Add a unit; its rows are read while the decoder continues."""
         assert self.held < MOST_UNITS, "more units than the scheduler may assign"
-        self._open[unit.lease] = Open(unit, self._thread.submit(self.clerk.open_unit, unit))
+        self._open[unit.lease] = Open(unit, self._thread.submit(self.unit_io.open_unit, unit))
 
     def drop(self, lease: int) -> None:
         """Forget a unit that is no longer needed; ignores the outcomes of its samples that hold a slot."""
@@ -117,22 +117,24 @@ class UnitRunner:
     def step(self) -> list[Receipt | Failure]:
         """Run one forward for all slots; returns the units that ended.
 
-        Waits only if there is nothing to decode and the clerk is still reading or writing.
+        Waits only if there is nothing to decode and the UnitIO is still reading or writing.
         """
         held = dict(self._open)
         self._meter.start(bool(held))
         self._collect(block=not self._resident and not self._ready)
         self._decode()
         self._share(held, self._meter.stop(drained=not self._ready))
-        news, self._news = self._news, []
-        return [replace(item, spent_s=held[item.lease].spent_s) if isinstance(item, Receipt) else item for item in news]
+        answers, self._answers = self._answers, []
+        return [
+            replace(item, spent_s=held[item.lease].spent_s) if isinstance(item, Receipt) else item for item in answers
+        ]
 
     def _share(self, held: dict[int, Open], took_s: float) -> None:
         """Divide a step's time among the units with samples in the slots, by their number; without such, among those held."""
-        seats = [(unit, count) for unit, count in self._weights if count]
-        seats = seats or [(unit, 1) for unit in held.values()]
-        total = sum(count for _, count in seats)
-        for unit, count in seats:
+        shares = [(unit, count) for unit, count in self._weights if count]
+        shares = shares or [(unit, 1) for unit in held.values()]
+        total = sum(count for _, count in shares)
+        for unit, count in shares:
             unit.spent_s += took_s * count / total
 
     def take_effort(self) -> tuple[Effort, Tally]:
@@ -140,10 +142,10 @@ class UnitRunner:
         return self._meter.take()
 
     def close(self) -> None:
-        """Wait for the clerk and end its thread."""
+        """Wait for the UnitIO and end its thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    # ---- the clerk's side
+    # ---- the side of the UnitIO
 
     @property
     def _ready(self) -> bool:
@@ -151,7 +153,7 @@ class UnitRunner:
         return bool(self._suspects) or any(unit.waiting or unit.again for unit in self._open.values())
 
     def _collect(self, *, block: bool) -> None:
-        """Process the clerk's finished work; with `block`, wait for it if the clerk is busy."""
+        """Process the UnitIO's finished work; with `block`, wait for it if the UnitIO is busy."""
         jobs = [unit.job for unit in self._open.values() if unit.job is not None]
         if block and jobs:
             wait(jobs, return_when=FIRST_COMPLETED)
@@ -165,7 +167,7 @@ class UnitRunner:
         if error is not None:
             self._fail_unit(unit, error)
         elif unit.closing:
-            self._news.append(job.result())
+            self._answers.append(job.result())
             self._open.pop(unit.unit.lease)
         else:
             self._opened(unit, job.result())
@@ -181,7 +183,7 @@ class UnitRunner:
     def _close_if_ended(self, unit: Open) -> None:
         if unit.left == 0 and unit.unit.lease in self._open:
             unit.closing = True
-            unit.job = self._thread.submit(self.clerk.close_unit, unit.unit, unit.samples)
+            unit.job = self._thread.submit(self.unit_io.close_unit, unit.unit, unit.samples)
 
     def _fail_unit(self, unit: Open, error: BaseException) -> None:
         self._open.pop(unit.unit.lease)
@@ -197,7 +199,7 @@ class UnitRunner:
             stage="store" if unit.closing else "read",
             error=str(error) if isinstance(error, StoreError | UserError) else f"{type(error).__name__}: {error}",
         )
-        self._news.append(failure)
+        self._answers.append(failure)
 
     # ---- the decoder's side
 
@@ -206,7 +208,7 @@ class UnitRunner:
         self._weights = []
         try:
             self._admit()
-            self._weights = [(unit, unit.seated) for unit in self._seated.values()]
+            self._weights = [(unit, unit.active) for unit in self._active.values()]
             rows = len(self._resident)
             outcomes = self.decoder.step() if self._resident else []
         except Exception as error:  # noqa: BLE001 - a decoder may raise anything; the failing sample is then found
@@ -247,8 +249,8 @@ class UnitRunner:
             self._resident[self._handles] = (unit, sample)
             requests.append(sample.request(self._handles))
             self._handles += 1
-            unit.seated += 1
-            self._seated[unit.unit.lease] = unit
+            unit.active += 1
+            self._active[unit.unit.lease] = unit
         queued = [unit.queued_at_s if sample.queued_at_s is None else sample.queued_at_s for unit, sample in samples]
         self.decoder.admit(requests, queued_at_s=queued)
 
@@ -277,15 +279,15 @@ class UnitRunner:
 
     def _empty_slots(self) -> None:
         self._resident.clear()
-        for unit in self._seated.values():
-            unit.seated = 0
-        self._seated.clear()
+        for unit in self._active.values():
+            unit.active = 0
+        self._active.clear()
 
     def _stand_up(self, unit: Open) -> None:
         """Note that a sample of the unit has left its slot."""
-        unit.seated -= 1
-        if not unit.seated:
-            del self._seated[unit.unit.lease]
+        unit.active -= 1
+        if not unit.active:
+            del self._active[unit.unit.lease]
 
     def _let_go(self, error: Exception) -> None:
         try:

@@ -1,6 +1,6 @@
 """DecodeWorker: a Ray actor around a UnitRunner. Tests and benchmarks use the UnitRunner without Ray.
 
-A turn takes new units, decodes until there is news or for a fifth of a second, and reports. The driver keeps two turns queued,
+A turn takes new units, decodes until a unit ends or for a fifth of a second, and reports. The driver keeps two turns queued,
 so the worker never waits for the driver. Ray does not restart a dead worker; its uncommitted work is lost.
 """
 
@@ -18,12 +18,12 @@ from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.job import Job
 from draftmill.actors.loop.loading import build, load_networks, most_canvases
 from draftmill.actors.loop.memory import fit, limit_gpu
+from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.loop.shelf import Shelf
 from draftmill.actors.messages import LEAST_S, Failure, Receipt, TurnReport, WorkUnit
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.rows.unit_io import RowClerk
+from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Request
 from draftmill.storage.failpoints import failpoint
 
@@ -42,18 +42,18 @@ class Turns:
         return self._node, os.getpid(), self._runner.facts
 
     def turn(self, add: Sequence[WorkUnit], forget: Sequence[int], for_s: float = LEAST_S) -> TurnReport:
-        """Forget leases, add units, then decode until there is news or `for_s` seconds have passed."""
+        """Forget leases, add units, then decode until there is an answer or `for_s` seconds have passed."""
         for lease in forget:
             self._runner.drop(lease)
         for unit in add:
             self._runner.add(unit)
         until_s = time.perf_counter() + for_s
-        news: list[Receipt | Failure] = []
-        while self._runner.held and not news and time.perf_counter() < until_s:
+        answers: list[Receipt | Failure] = []
+        while self._runner.held and not answers and time.perf_counter() < until_s:
             failpoint("worker.step")
-            news = self._runner.step()
+            answers = self._runner.step()
         effort, decoded = self._runner.take_effort()
-        return TurnReport(tuple(news), effort, decoded, self._runner.spent, self._runner.waiting)
+        return TurnReport(tuple(answers), effort, decoded, self._runner.spent, self._runner.waiting)
 
 
 class DecodeWorker(Turns):
@@ -64,13 +64,13 @@ class DecodeWorker(Turns):
     """
 
     def __init__(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> None:
-        self._shelf = Shelf()
+        self._model_cache = ModelCache()
         self.begin(name, job, threads, gpus)
 
     def begin(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
         """Load what the job needs; returns the same as `where`."""
         node = socket.gethostname()
-        runner = build_runner(job, name=name, node=node, threads=threads, gpus=gpus, shelf=self._shelf)
+        runner = build_runner(job, name=name, node=node, threads=threads, gpus=gpus, model_cache=self._model_cache)
         super().__init__(runner, node)
         return self.where()
 
@@ -78,7 +78,7 @@ class DecodeWorker(Turns):
         """Forget the job but keep the networks. Returns after the last write: the worker then does nothing until it begins."""
         self._runner.close()
         del self._runner
-        self._shelf.rest()
+        self._model_cache.rest()
 
 
 class EarlyWorker(DecodeWorker):
@@ -86,7 +86,7 @@ class EarlyWorker(DecodeWorker):
 
     def __init__(self, family: str, decoder: str) -> None:
         import_for_decoding(family, decoder)
-        self._shelf = Shelf()
+        self._model_cache = ModelCache()
 
 
 COLLECT_AFTER = 100_000
@@ -109,20 +109,20 @@ def import_for_decoding(family: str, decoder: str) -> None:
 
 
 def build_runner(
-    job: Job, *, name: str, node: str, threads: int, gpus: float = 1.0, shelf: Shelf | None = None
+    job: Job, *, name: str, node: str, threads: int, gpus: float = 1.0, model_cache: ModelCache | None = None
 ) -> UnitRunner:
     """A runner with the job's model loaded, within its share of the machine's memory; see `build_parts`."""
     from draftmill.actors.loop.device_facts import device_facts
 
     began_s = time.perf_counter()
     limit_gpu(gpus)
-    shelf = shelf or Shelf()
-    decoder, clerk = build_parts(job, name=name, node=node, threads=threads, shelf=shelf)
+    model_cache = model_cache or ModelCache()
+    decoder, unit_io = build_parts(job, name=name, node=node, threads=threads, model_cache=model_cache)
     room = fit(decoder, threads=threads, gpus=gpus)
-    facts: dict[str, Any] = {"loaded": shelf.loaded} | ({"memory": room.facts()} if room else {})
+    facts: dict[str, Any] = {"loaded": model_cache.loaded} | ({"memory": room.facts()} if room else {})
     facts["device"] = device_facts(decoder)
     facts["load_s"] = round(time.perf_counter() - began_s, 3)
-    return UnitRunner(decoder, clerk, worker=name, facts=facts)
+    return UnitRunner(decoder, unit_io, worker=name, facts=facts)
 
 
 class NoDecoder:
@@ -156,16 +156,16 @@ def reading_runner(
     job: Job, *, name: str, node: str, threads: int, info: ModelInfo, tokenizer: Tokenizer | None
 ) -> UnitRunner:
     """A runner without a model, for a job of which no row can be decoded: it reads the rows and writes why they failed."""
-    clerk = RowClerk(job, tokenizer=tokenizer, info=info, worker=name, node=node)
-    return UnitRunner(NoDecoder(), clerk, worker=name, facts={"loaded": []})
+    unit_io = RowUnitIO(job, tokenizer=tokenizer, info=info, worker=name, node=node)
+    return UnitRunner(NoDecoder(), unit_io, worker=name, facts={"loaded": []})
 
 
 def build_parts(
-    job: Job, *, name: str, node: str, threads: int, shelf: Shelf | None = None
-) -> tuple[Decoder, RowClerk]:
+    job: Job, *, name: str, node: str, threads: int, model_cache: ModelCache | None = None
+) -> tuple[Decoder, RowUnitIO]:
     """Load the model and everything else that a worker needs; raises UserError or ValueError if that fails.
 
-    `shelf` holds the networks that are in memory already.
+    `model_cache` holds the networks that are in memory already.
     """
     import torch
 
@@ -176,7 +176,7 @@ def build_parts(
     folder = fetch_model(place.path, revision=place.revision, adapter=place.adapter, s3=job.s3)
     info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-    networks = load_networks(folder, place, job.decoder, job.s3, shelf=shelf)
+    networks = load_networks(folder, place, job.decoder, job.s3, model_cache=model_cache)
     on_gpu = networks.backbone.device.type != "cpu"
     max_rows = job.max_rows or auto_rows(most_canvases(job.task, job.decoder, job.unit_rows), on_gpu=on_gpu)
     stops = stops_of(job.task, folder, tokenizer, info)
@@ -193,7 +193,7 @@ def build_parts(
         trace=job.trace,
     )
     has_head = networks.heads is not None
-    clerk = RowClerk(
+    unit_io = RowUnitIO(
         job,
         tokenizer=tokenizer,
         info=info,
@@ -203,7 +203,7 @@ def build_parts(
         exact=networks.exact,
         ends=stops.ids if stops else (),
     )
-    return decoder, clerk
+    return decoder, unit_io
 
 
 def auto_rows(unit_rows: int, *, on_gpu: bool) -> int:

@@ -17,8 +17,8 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, plain, told
 from draftmill.storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
 from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 
 COLUMNS = ("id", "sample", "status", "text", "tokens", KEEP)
 """The result columns that metrics read; a user's file gets all columns."""

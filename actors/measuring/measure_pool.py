@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from draftmill.actors.job import Seat
+from draftmill.actors.job import WorkerResources
 from draftmill.actors.measuring.measure import MeasureJob, MeasureWorker, UnitMeasured, UnitToMeasure
 from draftmill.actors.ray.pool import actor_class, end_workers, reason_of
 from draftmill.storage.errors import StoreError, UserError
@@ -32,10 +32,10 @@ class _Member:
 
 @dataclass(slots=True)
 class MeasurePool:
-    """Measures all units with `count` actors; `poll` moves it on. `early` are actors of an earlier pool, with the same seat."""
+    """Measures all units with `count` actors; `poll` moves it on. `early` are spare actors with the same resources."""
 
     job: MeasureJob
-    seat: Seat
+    resources: WorkerResources
     count: int
     units: Iterable[UnitToMeasure]
     early: list[Any] = field(default_factory=list)
@@ -54,12 +54,12 @@ class MeasurePool:
         wanted = min(self.count, len(self._waiting))
         end_workers(self.early[wanted:])
         for actor in self.early[:wanted]:
-            self._members.append(_Member(actor, actor.take.remote(self._job, self.seat.threads)))
+            self._members.append(_Member(actor, actor.take.remote(self._job, self.resources.threads)))
         for _ in range(wanted - len(self._members)):
             self._add()
 
     def _add(self) -> None:
-        actor = actor_class(MeasureWorker, self.seat).remote(self._job, self.seat.threads)
+        actor = actor_class(MeasureWorker, self.resources).remote(self._job, self.resources.threads)
         self._members.append(_Member(actor, actor.where.remote()))
 
     @property

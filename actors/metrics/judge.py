@@ -21,7 +21,7 @@ from draftmill.decoders.base import Decoder, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.storage.errors import RowError
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from draftmill.actors.metrics.settings import (
 )
 from draftmill.actors.sandbox.sandbox import Kind, Sandbox
 from draftmill.storage.runs.metric_files import MeasuredMetric
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 
 @dataclass(frozen=True, slots=True)

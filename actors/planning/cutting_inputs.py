@@ -14,7 +14,7 @@ from draftmill.actors.planning.surveying import Piece
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.inputs.slices import Slice, count_lines, group_slices, has_lines
-from draftmill.storage.stores.verbs import S3Options, about
+from draftmill.storage.stores.interface import S3Options, about
 
 CHUNK_BYTES = 8 * 2**20
 """About how many bytes of input a task reads: some seconds of work."""

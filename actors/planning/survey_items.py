@@ -21,7 +21,7 @@ from draftmill.actors.task import Side
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
-from draftmill.storage.inputs.kept import KeptNews, KeptTypes
+from draftmill.storage.inputs.kept import KeptTypes, NewTypes
 
 ITEM_TABLES = 8
 """Tables of an item, at most: 8,192 rows, or 32 million characters."""
@@ -45,7 +45,7 @@ class Item:
     """Rows in order (SURVEYED, and HASH), and what they say of the types of copied columns; `pid` is the task's process."""
 
     table: pa.Table
-    news: KeptNews | None
+    new_types: NewTypes | None
     pid: int = 0
 
 
@@ -92,7 +92,7 @@ def _item(tables: list[pa.Table], kept: KeptTypes | None) -> Item:
     hashes = pa.FixedSizeBinaryArray.from_buffers(
         HASH.type, table.num_rows, [None, pa.py_buffer(id_hashes(table["id"].to_pylist()))]
     )
-    return Item(table.append_column(HASH, hashes), None if kept is None else kept.news())
+    return Item(table.append_column(HASH, hashes), None if kept is None else kept.new_types())
 
 
 _MODEL_FILES = ("config.json", "generation_config.json")

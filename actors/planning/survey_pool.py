@@ -52,7 +52,7 @@ def survey_chunk(key: str, job: list[Any], chunk: Chunk, skip: int) -> Iterator[
             _makers.clear()
             _makers[key] = maker_of(it)
         for item in islice(items(it.reading, _makers[key], chunk.pieces), skip, None):
-            yield Item(item.table, item.news, os.getpid())
+            yield Item(item.table, item.new_types, os.getpid())
     except Exception as error:  # noqa: BLE001 - the planner finds out what it is
         yield Broken(" ".join(str(error).split())[:500] or type(error).__name__)
 
@@ -98,8 +98,8 @@ class SurveyPool:
                 for item in self._items(stream, maker, begun):
                     if left is not None and item.table.num_rows >= left:
                         item = self._last(stream, maker, begun)  # noqa: PLW2901
-                    if kept is not None and item.news is not None:
-                        kept.hear(item.news)
+                    if kept is not None and item.new_types is not None:
+                        kept.add_types(item.new_types)
                     yield item.table
                     left = None if left is None else left - item.table.num_rows
                     if left == 0:

@@ -26,8 +26,8 @@ from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
 from draftmill.storage.inputs.slices import WHOLE, Slice
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
-from draftmill.storage.stores.promises import side_by_side
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.parallel import side_by_side
 
 SURVEYED: pa.Schema = pa.schema([*ROW_SCHEMA, BEGINNING])
 

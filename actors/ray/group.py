@@ -18,28 +18,28 @@ from ray.util import get_current_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.job import Job, ModelPlace, Seat
+from draftmill.actors.job import Job, ModelPlace, WorkerResources
 from draftmill.actors.loop.loading import load_model
 from draftmill.actors.loop.worker import DecodeWorker
 from draftmill.decoders.backbones.families.shares import Share
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 GRACE_S = 3.0
 """Seconds for the first process to report why it fails itself, before another one's death ends it."""
 
 
-def open_group(name: str, job: Any, seat: Seat) -> tuple[Any, Any]:
+def open_group(name: str, job: Any, resources: WorkerResources) -> tuple[Any, Any]:
     """Ask Ray for the processes of one worker, all on one node; returns the placement group and the first actor."""
-    part = _part(seat)
+    part = _part(resources)
     bundle = {key: amount for key, amount in (("CPU", part["num_cpus"]), ("GPU", part["num_gpus"])) if amount}
-    selectors = {"bundle_label_selector": [dict(seat.labels)] * seat.processes} if seat.labels else {}
-    group = placement_group([bundle] * seat.processes, strategy="STRICT_PACK", **selectors)
-    return group, _actor(LeadWorker, group, 0, part).remote(name, job, seat.threads, seat.processes, part)
+    selectors = {"bundle_label_selector": [dict(resources.labels)] * resources.processes} if resources.labels else {}
+    group = placement_group([bundle] * resources.processes, strategy="STRICT_PACK", **selectors)
+    return group, _actor(LeadWorker, group, 0, part).remote(name, job, resources.threads, resources.processes, part)
 
 
-def _part(seat: Seat) -> dict[str, float]:
+def _part(resources: WorkerResources) -> dict[str, float]:
     """The resources of one process."""
-    return {"num_cpus": seat.cpus / seat.processes, "num_gpus": seat.gpus / seat.processes}
+    return {"num_cpus": resources.cpus / resources.processes, "num_gpus": resources.gpus / resources.processes}
 
 
 def _actor(actor_class: type, group: Any, bundle: int, part: dict[str, float]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from draftmill.actors.messages import HomeLeaving, Leaving, PoolNews
+from draftmill.actors.messages import HomeLeaving, Leaving, PoolEvent
 from draftmill.actors.ray.ray_inside import ACTORS, DRAINING, inside
 
 # Errors of another Ray version, or of a Ray that does not answer: a job must not end because notices are unavailable.
@@ -29,25 +29,25 @@ class Notices:
         self._next_s = 0.0
         self._told: set[str | None] = set()
 
-    def of(self, actors: Mapping[str, Any]) -> list[PoolNews]:
-        """News about the nodes of the workers (actors by name) and of the driver; nothing between two checks."""
+    def of(self, actors: Mapping[str, Any]) -> list[PoolEvent]:
+        """Events of the nodes of the workers (actors by name) and of the driver; nothing between two checks."""
         if time.monotonic() < self._next_s:
             return []
         self._next_s = time.monotonic() + EVERY_S
         left_s = draining()
         if not left_s:
             return []
-        news: list[PoolNews] = []
+        events: list[PoolEvent] = []
         home = ray.get_runtime_context().get_node_id()
         if home in left_s and None not in self._told:
             self._told.add(None)
-            news.append(HomeLeaving(left_s[home]))
+            events.append(HomeLeaving(left_s[home]))
         for name in sorted(actors.keys() - self._told):
             node = node_of(actors[name])
             if node in left_s:
                 self._told.add(name)
-                news.append(Leaving(name, left_s[node]))
-        return news
+                events.append(Leaving(name, left_s[node]))
+        return events
 
 
 def draining() -> dict[str, float | None]:

@@ -20,16 +20,16 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import remove_placement_group
 
 from draftmill.actors.faults import DeviceLostError
-from draftmill.actors.job import Crew, Job, Seat
+from draftmill.actors.job import Allocation, Job, WorkerResources
 from draftmill.actors.loop.worker import DecodeWorker, EarlyWorker
-from draftmill.actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit, turn_s
+from draftmill.actors.messages import Died, PoolEvent, Reported, TurnReport, Up, WorkUnit, turn_s
 from draftmill.actors.ray.group import open_group
 from draftmill.actors.ray.notices import Notices
 
-__all__ = ["RayPool", "Seat", "Spare", "early_workers", "end_workers"]
+__all__ = ["RayPool", "Spare", "WorkerResources", "early_workers", "end_workers"]
 
 Spare = tuple[tuple[Any, ...], Any]
-"""A worker without a job: its seat's place, and its actor."""
+"""A worker without a job: the place of its resources, and its actor."""
 
 IN_FLIGHT = 2
 """Turns queued at a busy worker: one that runs and one that follows it at once."""
@@ -64,47 +64,49 @@ class Member:
 class RayPool:
     """Workers by name. Call all methods from the driver's thread; only `poll` waits."""
 
-    def __init__(self, job: Job, crew: Crew, *, worker_class: type = DecodeWorker, early: Sequence[Spare] = ()) -> None:
+    def __init__(
+        self, job: Job, allocation: Allocation, *, worker_class: type = DecodeWorker, early: Sequence[Spare] = ()
+    ) -> None:
         """`early` are workers that have no job, from `early_workers` or from another pool's `release`; `start` uses those of the
         same place before it starts others.
         """
         self._members: dict[str, Member] = {}
-        self._crew = crew
-        self._jobs = [ray.put(seat.job_on_ray(job)) for seat in crew.seats]
+        self._allocation = allocation
+        self._jobs = [ray.put(resources.job_on_ray(job)) for resources in allocation.kinds]
         self._notices = Notices()
         self._early = list(early)
-        self._actors = [actor_class(worker_class, seat) for seat in crew.seats]
+        self._actors = [actor_class(worker_class, resources) for resources in allocation.kinds]
         self._kinds: dict[str, int] = {}
 
     def start(self, name: str) -> None:
         """Ask Ray for a worker, of the kind that lacks most; `Up` or `Died` follows."""
         kind = self._lacking()
-        seat = self._crew.seats[kind]
-        share = {"gpus": seat.gpus} if 0 < seat.gpus < 1 else {}
+        resources = self._allocation.kinds[kind]
+        share = {"gpus": resources.gpus} if 0 < resources.gpus < 1 else {}
         self._kinds[name] = kind
-        if seat.processes > 1:
-            group, actor = open_group(name, self._jobs[kind], seat)
+        if resources.processes > 1:
+            group, actor = open_group(name, self._jobs[kind], resources)
             self._members[name] = Member(actor, actor.where.remote(), kind=kind, group=group)
             return
-        fitting = next((spare for spare in self._early if spare[0] == seat.place), None)
+        fitting = next((spare for spare in self._early if spare[0] == resources.place), None)
         if fitting is not None:
             self._early.remove(fitting)
             actor = fitting[1]
-            ready = actor.begin.remote(name, self._jobs[kind], seat.threads, **share)
+            ready = actor.begin.remote(name, self._jobs[kind], resources.threads, **share)
         else:
-            actor = self._actors[kind].remote(name, self._jobs[kind], seat.threads, **share)
+            actor = self._actors[kind].remote(name, self._jobs[kind], resources.threads, **share)
             ready = actor.where.remote()
         self._members[name] = Member(actor, ready, kind=kind)
 
     def _lacking(self) -> int:
         """The kind of worker that lacks most of its number, the first of several."""
         present = Counter(member.kind for member in self._members.values())
-        missing = [count - present[kind] for kind, count in enumerate(self._crew.counts)]
+        missing = [count - present[kind] for kind, count in enumerate(self._allocation.counts)]
         return missing.index(max(missing))
 
-    def resize(self, crew: Crew) -> None:
+    def resize(self, allocation: Allocation) -> None:
         """There is room for so many workers now; kinds that have lost room keep their number: it may come back."""
-        self._crew = self._crew.at_least(crew)
+        self._allocation = self._allocation.at_least(allocation)
 
     def kind_of(self, name: str) -> int:
         """The kind of a worker that was started, as an index into the spec's `workers`."""
@@ -176,10 +178,10 @@ class RayPool:
             except RayError:  # it has died
                 del resting[ref]
         early, self._early = self._early, []
-        return [(self._crew.seats[member.kind].place, member.actor) for member in resting.values()] + early
+        return [(self._allocation.kinds[member.kind].place, member.actor) for member in resting.values()] + early
 
-    def poll(self, timeout_s: float) -> list[PoolNews]:
-        """Wait for news, at most `timeout_s`; returns the news, in order per worker."""
+    def poll(self, timeout_s: float) -> list[PoolEvent]:
+        """Wait for events, at most `timeout_s`; returns the events, in order per worker."""
         owners = {ref: name for name, member in self._members.items() for ref in (member.ready, *member.turns) if ref}
         if not owners:  # nothing can happen
             time.sleep(timeout_s)
@@ -187,56 +189,56 @@ class RayPool:
         if ready:
             ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
         arrived = set(ready)
-        news: list[PoolNews] = []
+        events: list[PoolEvent] = []
         for name in sorted({owners[ref] for ref in arrived}):
-            news += self._read(name, arrived)
-        return news + self._notices.of({name: member.actor for name, member in self._members.items() if member.place})
+            events += self._read(name, arrived)
+        return events + self._notices.of({name: member.actor for name, member in self._members.items() if member.place})
 
     def _turn(self, member: Member, units: list[WorkUnit]) -> None:
         member.turns.append(member.actor.turn.remote(units, member.forget, turn_s(len(self._members))))
         member.forget = []
 
-    def _read(self, name: str, arrived: set[Any]) -> list[PoolNews]:
+    def _read(self, name: str, arrived: set[Any]) -> list[PoolEvent]:
         member = self._members[name]
-        news: list[PoolNews] = []
+        events: list[PoolEvent] = []
         try:
             if member.ready in arrived:
                 node, pid, facts = ray.get(member.ready)
                 member.place, member.ready = (node, pid), None
-                news.append(Up(name, node, pid, facts))
+                events.append(Up(name, node, pid, facts))
             while member.turns and member.turns[0] in arrived:
                 turn = member.turns.popleft()
                 report: TurnReport = ray.get(turn)
-                member.leases -= {item.lease for item in report.news}
-                news.append(Reported(name, report))
+                member.leases -= {item.lease for item in report.answers}
+                events.append(Reported(name, report))
                 if turn == member.knock:
                     self._turn(member, member.unsent)
                     member.unsent, member.knock = [], None
         except RayError as error:
             self.kill(name)
             idle = member.leases == {unit.lease for unit in member.unsent}
-            return [*news, Died(name, reason_of(error), idle, isinstance(error, DeviceLostError))]
+            return [*events, Died(name, reason_of(error), idle, isinstance(error, DeviceLostError))]
         while member.leases and len(member.turns) < IN_FLIGHT:
             self._turn(member, [])
-        return news
+        return events
 
 
-def actor_class(worker_class: type, seat: Seat) -> Any:
-    """A worker class as a Ray actor class with the seat's resources, without restarts and retries."""
-    options = {"label_selector": dict(seat.labels)} if seat.labels else {}
+def actor_class(worker_class: type, resources: WorkerResources) -> Any:
+    """A worker class as a Ray actor class with these resources, without restarts and retries."""
+    options = {"label_selector": dict(resources.labels)} if resources.labels else {}
     return ray.remote(worker_class).options(
-        num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0, **options
+        num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=0, max_task_retries=0, **options
     )
 
 
-def early_workers(crew: Crew, family: str, decoder: str) -> list[Spare]:
+def early_workers(allocation: Allocation, family: str, decoder: str) -> list[Spare]:
     """Start workers that import what a model family and a decoder (`module:class`) need, before they receive a job."""
     found: list[Spare] = []
-    for seat, count in zip(crew.seats, crew.counts, strict=True):
-        if seat.processes > 1:
+    for resources, count in zip(allocation.kinds, allocation.counts, strict=True):
+        if resources.processes > 1:
             continue
-        worker = actor_class(EarlyWorker, seat)
-        found += [(seat.place, worker.remote(family, decoder)) for _ in range(count)]
+        worker = actor_class(EarlyWorker, resources)
+        found += [(resources.place, worker.remote(family, decoder)) for _ in range(count)]
     return found
 
 

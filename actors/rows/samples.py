@@ -24,7 +24,7 @@ class Sample:
 
     `index` is its place in the unit. `score_from` is the first position to score, None if tokens are generated; `scored` are all
     of them, if not all from there on.
-    `settings` are the row's own; `note` is the clerk's data. With an `infilling`, holes are filled one after another:
+    `settings` are the row's own; `note` is the UnitIO's data. With an `infilling`, holes are filled one after another:
     `canvas` is the current hole's canvas, `parts` are the holes decoded so far, and `outcome` is their combined outcome.
     """
 

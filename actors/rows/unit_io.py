@@ -1,4 +1,4 @@
-"""RowClerk: the part of a worker that handles rows, text and files.
+"""RowUnitIO: the part of a worker that handles rows, text and files.
 
 Opening a unit reads its rows from the inputs, tokenizes them and makes their canvases. Closing it turns outcomes into
 result rows and commits the unit's file. An exception of one row becomes that row's error and affects no other row.
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Note:
-    """The clerk's data on a row between opening and closing: the plan's entry, its canvas if it has one, and the values of
+    """The UnitIO's data on a row between opening and closing: the plan's entry, its canvas if it has one, and the values of
     the columns that are copied into the results. `request_model` is the model that an OpenAI request names.
     """
 
@@ -51,8 +51,8 @@ class Note:
     request_model: str | None = None
 
 
-class RowClerk:
-    """Opens and closes the units of one job; see draftmill.actors.loop.runner.Clerk."""
+class RowUnitIO:
+    """Opens and closes the units of one job; see draftmill.actors.loop.runner.UnitIO."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class RowClerk:
         self._made: tuple[Row, int, Canvas] | None = None
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
-        """Read the unit's rows and make their canvases; a failed or condemned row is a Sample with its error."""
+        """Read the unit's rows and make their canvases; a failed or quarantined row is a Sample with its error."""
         failpoint("worker.open_unit")
         planned = self._plan.unit_rows(unit.unit)[unit.start : unit.stop]
-        samples = [self._condemned(unit, unit.start + n, row) for n, row in enumerate(planned)]
+        samples = [self._quarantined(unit, unit.start + n, row) for n, row in enumerate(planned)]
         wanted = [sample for sample in samples if sample.error is None]
         rows = self._read([sample.note.planned for sample in wanted])
         for sample, row in zip(wanted, rows, strict=True):
@@ -139,7 +139,7 @@ class RowClerk:
 
     # ---- rows in
 
-    def _condemned(self, unit: WorkUnit, index: int, planned: PlannedRow) -> Sample:
+    def _quarantined(self, unit: WorkUnit, index: int, planned: PlannedRow) -> Sample:
         key = nth_key(sample_key(self._job.seed, planned.id), planned.sample)
         sample = Sample(index, key=key, note=Note(planned))
         for verdict in unit.verdicts:

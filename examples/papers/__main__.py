@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftmill.jobs.analysis.comparison import figures_of
-from draftmill.jobs.codes import OK
+from draftmill.jobs.exit_codes import OK
 from draftmill.storage.errors import UserError
 from examples.papers.claims import PAPERS, Paper
 from examples.papers.figures import Results

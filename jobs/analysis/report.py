@@ -19,7 +19,7 @@ from draftmill.jobs.analysis.statistics import LEVEL
 from draftmill.jobs.analysis.svg import inline_svg, plotting
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.finished.summary import is_small
-from draftmill.jobs.notes import counted, duration, rate_text
+from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.jobs.watching.cost import PURPOSES, cost_rows, hours_text, mean_price, money_cells, purposes_of
 from draftmill.jobs.watching.estimate import estimate_rows
 from draftmill.storage.errors import UserError, printable

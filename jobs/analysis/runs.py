@@ -13,8 +13,8 @@ from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.sweep_spec import short_names
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs.commit import MANIFEST
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Store
 
 SWEEP = "sweep.json"
 CASES = "cases/"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from draftmill.actors.checkpoints.models import builtin_models
 from draftmill.decoders.backbones.families.table import FAMILIES
 from draftmill.decoders.settings import DECODERS, decoders_of
-from draftmill.jobs.codes import OK
+from draftmill.jobs.exit_codes import OK
 
 
 def print_catalog() -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
-from draftmill.jobs.codes import INTERRUPTED, OK, code_of, severest
 from draftmill.jobs.driving.session import ray_session
-from draftmill.jobs.notes import counted
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, code_of, severest
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.recurring.catching_up import Due, dates_of
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions

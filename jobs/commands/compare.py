@@ -9,8 +9,8 @@ from typing import Literal
 from draftmill.jobs.analysis.comparison import compare_runs
 from draftmill.jobs.analysis.comparison_text import as_data, as_markdown, as_text
 from draftmill.jobs.analysis.runs import find_runs
-from draftmill.jobs.codes import OK
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.jobs.exit_codes import OK
+from draftmill.storage.stores.interface import S3Options
 
 Form = Literal["text", "json", "markdown"]
 

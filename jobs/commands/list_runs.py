@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from draftmill.jobs.codes import OK
-from draftmill.jobs.notes import counted
+from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
 from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.levels import level_of
-from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Store
 
 
 def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None) -> int:
     """Print the runs below a folder; returns the exit code. UserError if nothing is there."""
     store = open_store(folder, s3=s3)
-    found = [promise.result() for _, promise in promised(store, found_in(store, s3), lambda run: facts_of(run, s3=s3))]
+    found = [
+        promise.result() for _, promise in parallel_map(store, found_in(store, s3), lambda run: facts_of(run, s3=s3))
+    ]
     if as_json:
         print(json.dumps([facts.data() for facts in found], indent=1))
     else:

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from draftmill.jobs.codes import OK
 from draftmill.jobs.driving.events import time_text
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.passes import FOLDER, NoPlanYet, require_plan
 from draftmill.storage.errors import StoreError, printable
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
+from draftmill.storage.stores.interface import S3Options, Stat, Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Stat, Store
 
 POLL_S = 2.0
 

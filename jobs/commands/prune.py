@@ -6,16 +6,16 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from draftmill.jobs.codes import INTERRUPTED, OK
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.notes import counted, size_text
-from draftmill.jobs.recurring.name_lease import Held, name_lease
+from draftmill.jobs.exit_codes import INTERRUPTED, OK
+from draftmill.jobs.formatting import counted, size_text
+from draftmill.jobs.recurring.base_lease import Held, base_lease
 from draftmill.jobs.recurring.pruning import Candidate, Keep, candidates, prune_run
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, LeaseLost
 from draftmill.storage.runs.unit_table import PLAN
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Store
 
 
 def prune(base: str, keep: Keep, *, yes: bool = False, unfinished: bool = False, s3: S3Options | None = None) -> int:
@@ -28,7 +28,7 @@ def prune(base: str, keep: Keep, *, yes: bool = False, unfinished: bool = False,
         return OK
     stop = StopFlag()
     try:
-        with name_lease(store, stop.set):
+        with base_lease(store, stop.set):
             found = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
             print("\n".join(lines_of(store, keep, found, verb="pruned")), flush=True)
             return delete(found, stop, s3)

@@ -8,10 +8,10 @@ from pathlib import Path
 from draftmill.jobs.analysis.page import MADE_BY
 from draftmill.jobs.analysis.report import report_page
 from draftmill.jobs.analysis.runs import SWEEP, find_runs
-from draftmill.jobs.codes import OK
+from draftmill.jobs.exit_codes import OK
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 
 OUT = "--out"
 

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from draftmill.jobs.codes import INTERRUPTED
+from draftmill.jobs.driving.backend import backend_of
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.lease_keeper import kept_lease
 from draftmill.jobs.driving.progress import Display, make_display
-from draftmill.jobs.driving.site import site_of
+from draftmill.jobs.exit_codes import INTERRUPTED
 from draftmill.jobs.finished.measure_session import measure_run
 from draftmill.jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, create_plan
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import prepare
@@ -27,8 +27,8 @@ from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import broken_off, judge, print_metrics, print_table
 from draftmill.jobs.spec.job_spec import JobSpec, check_overridden
 from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store, probe
-from draftmill.storage.stores.verbs import S3Options
 
 
 def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s3: S3Options | None = None) -> int:
@@ -41,8 +41,8 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     finished(passes_of(store, s3=s3))
     with make_display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display)
-    site = site_of(address=options.ray_address, local=options.local)
-    site.check(spec)
+    backend = backend_of(address=options.ray_address, local=options.local)
+    backend.check(spec)
     conditional = probe(store)
     stop = StopFlag()
     try:
@@ -53,7 +53,9 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
                 print(f"{store.url}: no failed samples")
                 return judge(spec, passes)
             inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
-            finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, site))
+            finish = decode(
+                Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, backend)
+            )
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from draftmill.jobs.codes import OK
 from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.device_time import DeviceSums
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.metric_figures import metric_lines
 from draftmill.jobs.finished.passes import PRUNED, NoPlanYet, Pass, left_failed, passes_of, require_plan
-from draftmill.jobs.notes import duration, rate_text
+from draftmill.jobs.formatting import duration, rate_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.watching.cost import cost_rows, mean_price
 from draftmill.jobs.watching.estimate import estimate_rows, read_estimate
 from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Store
 
 
 def status(run_dir: str, *, s3: S3Options | None = None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from draftmill.jobs.codes import OK, UNEXPECTED
+from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import at_date, load_spec, with_logical_date
@@ -17,8 +17,8 @@ from draftmill.jobs.submitting.names import run_of
 from draftmill.jobs.submitting.stopping import jobs_of, stop_driver, stop_jobs
 from draftmill.jobs.submitting.tokens import token_headers
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 
 
 def stop(

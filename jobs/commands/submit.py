@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import draftmill
-from draftmill.jobs.codes import INTERRUPTED, OK
 from draftmill.jobs.driving.driver import interruptible
-from draftmill.jobs.notes import counted, size_text
+from draftmill.jobs.exit_codes import INTERRUPTED, OK
+from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden, with_logical_date
 from draftmill.jobs.spec.spec_file import read_mapping
@@ -24,7 +24,7 @@ from draftmill.jobs.submitting.address import FIELD, Cluster, reached
 from draftmill.jobs.submitting.client import Exists, JobClient, NotReady, RayJobs, Unreachable
 from draftmill.jobs.submitting.following import POLL_S, Follower
 from draftmill.jobs.submitting.names import RUN, SPEC, digest_of, is_over, next_name, numbered, run_of, stem_of
-from draftmill.jobs.submitting.request import Request, Wishes, request_of
+from draftmill.jobs.submitting.request import Request, SubmitOptions, request_of
 from draftmill.jobs.submitting.tokens import token_headers
 from draftmill.storage.errors import UserError
 
@@ -36,7 +36,7 @@ def submit(
     path: str,
     overrides: Sequence[str],
     address: str,
-    wishes: Wishes,
+    options: SubmitOptions,
     *,
     logical_date: str | None = None,
     wait: bool = True,
@@ -52,7 +52,7 @@ def submit(
     if has_date(spec.output.path):  # the one reading of the clock: the driver gets the date with the spec
         spec = at_date(spec, datetime.now(UTC))
         data["output"]["logical_date"] = spec.output.logical_date
-    request = request_of(data, wishes)
+    request = request_of(data, options)
     headers = token_headers()
     cluster = reached(address, headers)
     client = RayJobs(cluster, headers)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from draftmill.actors.rows.unit_io import guarded
-from draftmill.jobs.codes import OK
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.summary import EXAMPLES, Results, error_rows
 from draftmill.jobs.forecasting.forecast import (
     FAIL,
@@ -33,7 +33,7 @@ from draftmill.jobs.forecasting.trial import (
     take_sample,
     try_out,
 )
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.prepare import Prepared, prepare
 from draftmill.jobs.recurring.new_inputs import new_files
 from draftmill.jobs.running.run import ready_for

@@ -24,7 +24,7 @@ from draftmill.jobs.driving.totals import Totals, add_effort
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.secrets import redacted
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 FLUSH_EVERY_S = 10.0
 

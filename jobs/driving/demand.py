@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from draftmill.actors.job import Crew, Seat
+from draftmill.actors.job import Allocation, WorkerResources
 from draftmill.actors.ray.ray_inside import CLUSTER_CONFIG, CLUSTER_STATUS, IS_AUTOSCALER_V2, KV_GET, inside
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.spec.worker_shape import WorkerShape
@@ -30,16 +30,16 @@ Request = Callable[[Bundles, Selectors], None]
 
 @dataclass(slots=True)
 class Demand:
-    """Asks for room. `crew_for` gives the workers that so many units need on all nodes that the autoscaler may bring."""
+    """Asks for room. `allocate_for` gives the workers that so many units need on all nodes that the autoscaler may bring."""
 
-    crew_for: Callable[[int], Crew]
+    allocate_for: Callable[[int], Allocation]
     request: Request
     _asked: tuple[Bundles, Selectors] | None = None
 
     def need(self, units: int) -> None:
         """So many units are left."""
-        crew = self.crew_for(units) if units else None
-        self._ask(*bundles_of(crew) if crew else ([], []))
+        allocation = self.allocate_for(units) if units else None
+        self._ask(*bundles_of(allocation) if allocation else ([], []))
 
     def close(self) -> None:
         """The job needs nothing any more."""
@@ -52,18 +52,18 @@ class Demand:
                 self._asked = bundles, selectors
 
 
-def bundles_of(crew: Crew) -> tuple[Bundles, Selectors]:
-    """The resources of all workers of a crew, whether they run already or not, and the labels of their nodes."""
+def bundles_of(allocation: Allocation) -> tuple[Bundles, Selectors]:
+    """The resources of all workers of an allocation, whether they run already or not, and the labels of their nodes."""
     bundles: Bundles = []
     selectors: Selectors = []
-    for seat, count in zip(crew.seats, crew.counts, strict=True):
-        bundles += [_bundle(seat) for _ in range(count)]
-        selectors += [dict(seat.labels) for _ in range(count)]
+    for resources, count in zip(allocation.kinds, allocation.counts, strict=True):
+        bundles += [_bundle(resources) for _ in range(count)]
+        selectors += [dict(resources.labels) for _ in range(count)]
     return bundles, selectors
 
 
-def _bundle(seat: Seat) -> dict[str, float]:
-    return {name: amount for name, amount in (("CPU", seat.cpus), ("GPU", seat.gpus)) if amount}
+def _bundle(resources: WorkerResources) -> dict[str, float]:
+    return {name: amount for name, amount in (("CPU", resources.cpus), ("GPU", resources.gpus)) if amount}
 
 
 def request_of_ray(bundles: Bundles, selectors: Selectors) -> None:
@@ -107,7 +107,7 @@ def _rooms(group: Any) -> list[NodeRoom]:
 
 
 def _fitting(shapes: Sequence[WorkerShape], now: Sequence[NodeRoom]) -> list[NodeRoom]:
-    """Nodes of one worker each, in the order in which crew.py serves the kinds."""
+    """Nodes of one worker each, in the order in which allocation.py serves the kinds."""
     served = sorted(shapes, key=lambda shape: shape.count == "auto")
     return [room for shape in served for room in [_just(shape, now)] * _most(shape)]
 

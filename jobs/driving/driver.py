@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
-from draftmill.actors.messages import Died, Failure, HomeLeaving, Leaving, PoolNews, Receipt, Reported, Up, WorkUnit
+from draftmill.actors.messages import Died, Failure, HomeLeaving, Leaving, PoolEvent, Receipt, Reported, Up, WorkUnit
 from draftmill.jobs.driving.attempts import AttemptsLog
 from draftmill.jobs.driving.events import Level
 from draftmill.jobs.driving.progress import Display
@@ -74,7 +74,7 @@ class Workers(Protocol):
 
     def kill(self, name: str) -> None: ...
 
-    def poll(self, timeout_s: float) -> list[PoolNews]: ...
+    def poll(self, timeout_s: float) -> list[PoolEvent]: ...
 
 
 @dataclass(slots=True)
@@ -162,8 +162,8 @@ class Driver:
             self._look_for_room()
             if self.stop.reason is not None and self._deadline_s is None:
                 self._drain(self.stop.reason)
-            for news in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
-                self._take(news)
+            for event in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
+                self._take(event)
             self.totals.loading = len(self._loading)
             self._count_held()
             self.display.show(self.totals)
@@ -192,7 +192,7 @@ class Driver:
         """Count the units that workers hold, once a second: with many workers, the count takes as long as a report."""
         if self._watched_s >= self._held_at_s or self.scheduler.finished is not None:
             self._held_at_s = self._watched_s + HELD_EVERY_S
-            self.totals.units_held = len({lease.unit for lease in self.scheduler.books.leases.values()})
+            self.totals.units_held = len({lease.unit for lease in self.scheduler.state.leases.values()})
 
     def _look_for_room(self) -> None:
         """Report room only when it has grown: do not ask again for workers given up because of a bad machine."""
@@ -210,10 +210,10 @@ class Driver:
         self.display.note(f"{reason}: finishing the running units, for at most {run_on_s:.0f} s")
         self._tell(Drain())
 
-    # ---- news in
+    # ---- events in
 
-    def _take(self, news: PoolNews) -> None:
-        match news:
+    def _take(self, event: PoolEvent) -> None:
+        match event:
             case Up(worker, node, pid, facts):
                 self._loading.discard(worker)
                 self.totals.worker_up(facts.get("device"))
@@ -221,7 +221,7 @@ class Driver:
                 self._event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
             case Died():
-                self._worker_died(news)
+                self._worker_died(event)
             case Leaving(worker, left_s):
                 message = f"worker {worker} is on a node that is being drained{within(left_s)}"
                 self._event("worker_leaving", message, worker=worker, left_s=left_s)
@@ -234,14 +234,14 @@ class Driver:
                 self.totals.waiting[worker] = report.waiting
                 self.totals.devices.heard(worker, report.effort.wall_s)
                 self.watchers.reported(worker, report)
-                for item in report.news:
+                for item in report.answers:
                     self._answer(item)
                 self._tell(Heard(worker, report.spent, report.moved, report.effort.engine.committed))
 
     def _worker_died(self, died: Died) -> None:
         self._loading.discard(died.worker)
         self.totals.waiting.pop(died.worker, None)
-        held = self.scheduler.books.workers.get(died.worker)
+        held = self.scheduler.state.workers.get(died.worker)
         self.totals.devices.gone(died.worker, lost=held is not None and bool(held.leases))
         if self.scheduler.finished is None:
             self.totals.worker_died()

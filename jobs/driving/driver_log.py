@@ -15,7 +15,7 @@ from draftmill.jobs.driving.line_files import LineFiles
 from draftmill.jobs.driving.progress import Display, progress_facts
 from draftmill.jobs.driving.totals import Totals
 from draftmill.storage.errors import StoreError
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 FLUSH_EVERY_S = 10.0
 PROGRESS_EVERY_S = 60.0

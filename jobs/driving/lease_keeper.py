@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import Lease, LeaseLost, acquire, this_process
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import tidy
-from draftmill.storage.stores.verbs import Store
 
 TTL_S = 60.0
 RENEWALS_PER_TTL = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 LINES_PER_FILE = 2000
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from draftmill.jobs.driving.events import JsonStream, Level
 from draftmill.jobs.driving.totals import Totals, ratio
-from draftmill.jobs.notes import Notes, Unnoted, counted, duration, rate_text, size_text
+from draftmill.jobs.formatting import Notes, Unnoted, counted, duration, rate_text, size_text
 from draftmill.storage.secrets import presentable
 
 LINE_EVERY_S = 30.0

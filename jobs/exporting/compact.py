@@ -20,16 +20,16 @@ from typing import Any
 import pyarrow as pa
 
 import draftmill
-from draftmill.jobs.codes import INTERRUPTED, OK
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.exit_codes import INTERRUPTED, OK
 from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_groups, parquet_writer
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Store
 
 FOLDER = "compact/"
 MANIFEST = f"{FOLDER}_manifest.json"

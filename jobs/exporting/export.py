@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftmill.jobs.codes import OK
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.exporting.openai import OPENAI_COLUMNS, OpenAISink
 from draftmill.jobs.exporting.places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
 from draftmill.jobs.exporting.rows import CsvSink, LineSink, ParquetSink, Sink, Target
@@ -23,8 +23,8 @@ from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_o
 from draftmill.jobs.plan.plan import Plan
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import KEEP
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 
 FORMATS = ("openai", "jsonl", "csv", "parquet")
 ORDERS = ("plan", "input")

@@ -16,8 +16,8 @@ from typing import IO
 from draftmill.jobs.exporting.rows import Target
 from draftmill.jobs.spec.places import path_problem
 from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores.interface import AlreadyExists, S3Options
 from draftmill.storage.stores.local import linked, sync_folder
-from draftmill.storage.stores.verbs import AlreadyExists, S3Options
 
 STDOUT = "-"
 OUT, ERRORS = "--out", "--errors"

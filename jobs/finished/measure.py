@@ -11,21 +11,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import draftmill
-from draftmill.actors.job import Seat
+from draftmill.actors.job import WorkerResources
 from draftmill.actors.measuring.measure import MeasureJob, UnitMeasured, UnitMeasurer, UnitToMeasure
 from draftmill.actors.metrics.base import Stopping
+from draftmill.jobs.driving.backend import Backend
 from draftmill.jobs.driving.driver import CLOSING_S, POLL_S, StopFlag
 from draftmill.jobs.driving.progress import Display
-from draftmill.jobs.driving.site import Site
 from draftmill.jobs.driving.totals import ratio
 from draftmill.jobs.finished.metric_ready import Ready, check_columns
 from draftmill.jobs.finished.passes import Pass, finished
-from draftmill.jobs.notes import counted, duration
+from draftmill.jobs.formatting import counted, duration
 from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.metric_files import MetricSet, measured_units, metric_sets, record_set
-from draftmill.storage.stores.verbs import S3Options, Store
+from draftmill.storage.stores.interface import S3Options, Store
 
 
 @dataclass(slots=True)
@@ -84,13 +84,13 @@ class SpareMeasurers:
 
     here: UnitMeasurer | None = None
     actors: list[Any] = field(default_factory=list)
-    seat: Seat | None = None
+    resources: WorkerResources | None = None
 
-    def take(self, seat: Seat) -> list[Any]:
+    def take(self, resources: WorkerResources) -> list[Any]:
         """The actors, which the caller owns from now on; those that have other resources are ended instead."""
-        if (self.seat is None) or (self.seat.cpus, self.seat.gpus) != (seat.cpus, seat.gpus):
+        if (self.resources is None) or (self.resources.cpus, self.resources.gpus) != (resources.cpus, resources.gpus):
             self.end()
-        found, self.actors, self.seat = self.actors, [], seat
+        found, self.actors, self.resources = self.actors, [], resources
         return found
 
     def end(self) -> None:
@@ -133,7 +133,7 @@ def measure_units(
     passes: Sequence[Pass],
     ready: Ready,
     *,
-    site: Site,
+    backend: Backend,
     local: bool,
     display: Display,
     stop: StopFlag,
@@ -166,13 +166,13 @@ def measure_units(
 
     grace = Grace(stop, grace_s, display)
     workers = spare or SpareMeasurers()
-    with site.opened(display), stop.on_signals():
-        count, seat = _seats(site, spec, ready, len(units))
+    with backend.opened(display), stop.on_signals():
+        count, resources = _measurers(backend, spec, ready, len(units))
         try:
             if local:
-                _measure_here(job, seat, units, moved, grace, spare=workers)
+                _measure_here(job, resources, units, moved, grace, spare=workers)
             else:
-                _measure_on_ray(job, seat, count, units, moved, grace, spare=workers)
+                _measure_on_ray(job, resources, count, units, moved, grace, spare=workers)
         finally:
             if spare is None:  # a unit that failed leaves workers, too
                 workers.end()
@@ -191,22 +191,30 @@ def _job_of(store: Store, passes: Sequence[Pass], ready: Ready, s3: S3Options) -
     )
 
 
-def _seats(site: Site, spec: JobSpec, ready: Ready, units: int) -> tuple[int, Seat]:
+def _measurers(backend: Backend, spec: JobSpec, ready: Ready, units: int) -> tuple[int, WorkerResources]:
     """As many workers as the run's own `workers` allow, of one kind; they get GPUs only if there is a judge."""
     if any(metric.place is not None for metric in ready.metrics):
-        return site.crew(spec, units=units).largest
+        return backend.allocate(spec, units=units).largest
     workers = spec.shapes[0].model_copy(update={"gpus": 0, "gpus_per_model": 1, "labels": {}})
     bare = spec.model_copy(update={"workers": workers, "model": spec.model.model_copy(update={"device": "cpu"})})
-    return site.crew(bare, units=units).largest
+    return backend.allocate(bare, units=units).largest
 
 
 Moved = Callable[[Sequence[UnitMeasured]], None]
 
 
 def _measure_here(
-    job: MeasureJob, seat: Seat, units: Sequence[UnitToMeasure], moved: Moved, grace: Grace, *, spare: SpareMeasurers
+    job: MeasureJob,
+    resources: WorkerResources,
+    units: Sequence[UnitToMeasure],
+    moved: Moved,
+    grace: Grace,
+    *,
+    spare: SpareMeasurers,
 ) -> None:
-    measurer = UnitMeasurer(job, seat.threads) if spare.here is None else spare.here.for_job(job, seat.threads)
+    measurer = (
+        UnitMeasurer(job, resources.threads) if spare.here is None else spare.here.for_job(job, resources.threads)
+    )
     spare.here = measurer
     for unit in units:
         if grace.stop.reason is not None:
@@ -220,7 +228,7 @@ def _measure_here(
 
 def _measure_on_ray(
     job: MeasureJob,
-    seat: Seat,
+    resources: WorkerResources,
     count: int,
     units: Sequence[UnitToMeasure],
     moved: Moved,
@@ -230,7 +238,7 @@ def _measure_on_ray(
 ) -> None:
     from draftmill.actors.measuring.measure_pool import MeasurePool
 
-    pool = MeasurePool(job, replace(seat, threads=max(1, seat.threads)), count, units, spare.take(seat))
+    pool = MeasurePool(job, replace(resources, threads=max(1, resources.threads)), count, units, spare.take(resources))
     pool.start()
     try:
         while pool.busy:

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from draftmill.jobs.driving.backend import backend_of
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.lease_keeper import kept_lease
 from draftmill.jobs.driving.progress import make_display
 from draftmill.jobs.driving.session import RayDidNotStart
-from draftmill.jobs.driving.site import site_of
 from draftmill.jobs.finished.measure import measure_units, units_to_measure
 from draftmill.jobs.finished.metric_ready import Ready
 from draftmill.jobs.finished.passes import finished, passes_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import sweep
-from draftmill.storage.stores.verbs import S3Options, Store
 
 
 class Options(Protocol):
@@ -53,7 +53,7 @@ def measure_run(
     """
     if not units_to_measure(store, passes_of(store, s3=s3), ready):
         return True
-    site = site_of(address=options.ray_address, local=options.local)
+    backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
         with lease(store, stop.set), make_display(quiet=options.quiet) as display:
@@ -63,7 +63,7 @@ def measure_run(
                 spec,
                 passes_of(store, s3=s3),  # read again: under the lease, no other driver adds a pass
                 ready,
-                site=site,
+                backend=backend,
                 local=options.local,
                 display=display,
                 stop=stop,

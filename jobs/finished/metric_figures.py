@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.storage.errors import printable
 from draftmill.storage.runs.metric_files import KEYS, MetricError, metric_sets, read_metric_errors, read_metrics
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 EXAMPLES = 3
 SHOWN_CHARS = 160

@@ -22,7 +22,7 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.spec.metric_rules import metric_problem, reference_of
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from draftmill.storage.runs.commit import Manifest, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.levels import Level, level_of
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Store
 
 FOLDER = "passes/"
 

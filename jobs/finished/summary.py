@@ -17,13 +17,13 @@ import pyarrow.compute as pc
 from draftmill.actors.messages import Tally
 from draftmill.jobs.driving.attempts import Sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
-from draftmill.jobs.notes import counted, duration, rate_text
+from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.jobs.watching.cost import cost_rows, mean_price
 from draftmill.jobs.watching.estimate import Estimate, estimate_rows
 from draftmill.storage.errors import printable
 from draftmill.storage.runs.commit import Manifest
 from draftmill.storage.runs.records import read_results
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 COUNTED = (
     "prompt_tokens",

@@ -20,7 +20,7 @@ from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE, Request
 from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.totals import exactness
-from draftmill.jobs.notes import counted, device_text, duration
+from draftmill.jobs.formatting import counted, device_text, duration
 from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.prepare import Prepared
@@ -29,7 +29,7 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.watching.cost import hours_text, money_text, purposes_text
 from draftmill.jobs.watching.estimate import Estimate, estimate_from, per_million_text
 from draftmill.storage.errors import printable
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 SHOWN_CHARS = 1200
 BATCH = 32

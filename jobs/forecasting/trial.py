@@ -14,23 +14,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftmill.actors.checkpoints.models import user_error
-from draftmill.actors.job import Seat
+from draftmill.actors.job import WorkerResources
 from draftmill.actors.loop.loading import build, load_networks, most_canvases
 from draftmill.actors.loop.memory import fit
-from draftmill.actors.loop.shelf import Shelf
+from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.actors.rows.canvas import Canvas, runs
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import guarded
 from draftmill.decoders.base import HOLE, Decoder, Request
-from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.forecasting.forecast import (
     Made,
     Trial,
     TrialSample,
 )
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import lacks_a_column, make_maker, no_column
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.plan.survey import each_sample, survey
@@ -125,11 +125,13 @@ def canvas_of(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
     return Made(name, key, maker.make(values, key))
 
 
-def try_out(prepared: Prepared, rows: Sequence[Made], *, trial_s: float = TRIAL_S, shelf: Shelf | None = None) -> Trial:
+def try_out(
+    prepared: Prepared, rows: Sequence[Made], *, trial_s: float = TRIAL_S, model_cache: ModelCache | None = None
+) -> Trial:
     """Load the model and decode these rows for about `trial_s`; raises UserError if the weights are unusable.
 
     Takes short rows first and cuts long ones, so that no forward takes long on a slow machine; checks the clock after each
-    step. `shelf` holds networks that are in memory already.
+    step. `model_cache` holds networks that are in memory already.
     """
     _use_threads(prepared.info.num_parameters)
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
@@ -137,7 +139,7 @@ def try_out(prepared: Prepared, rows: Sequence[Made], *, trial_s: float = TRIAL_
     first = int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters)))
     at_once = _rows_at_once(prepared.spec, [len(row.canvas.tokens) for row in cut], first)
     try:
-        decoder, exact = _build(prepared, max_rows=at_once, shelf=shelf)
+        decoder, exact = _build(prepared, max_rows=at_once, model_cache=model_cache)
     except ValueError as error:
         raise user_error(error, "model.path") from None
     room = fit(decoder, threads=_num_threads())
@@ -195,13 +197,15 @@ def _use_threads(num_parameters: int) -> None:
     """Set the number of torch threads that a worker of a run would have."""
     import torch
 
-    torch.set_num_threads(fitting_threads(Seat(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
+    torch.set_num_threads(fitting_threads(WorkerResources(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
 
 
-def _build(prepared: Prepared, *, max_rows: int, shelf: Shelf | None) -> tuple[Decoder, bool]:
+def _build(prepared: Prepared, *, max_rows: int, model_cache: ModelCache | None) -> tuple[Decoder, bool]:
     """The job's decoder, and whether its results are bit-identical in any batch."""
     spec, batching = prepared.spec, prepared.spec.batching
-    networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options(), shelf=shelf)
+    networks = load_networks(
+        prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options(), model_cache=model_cache
+    )
     decoder = build(
         networks,
         prepared.info,

@@ -20,7 +20,7 @@ from lm_eval.loggers import EvaluationTracker
 from draftmill.jobs.harness.model import Notes
 from draftmill.jobs.harness.rows import document
 from draftmill.storage.errors import StoreError
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 KEY: Final = "draftmill"
 """The key of a sample, and of the results, that holds what lm_eval does not know."""

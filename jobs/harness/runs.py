@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftmill.jobs.codes import OK
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.jobs.harness.rows import Rows
 from draftmill.jobs.harness.spec import EvalSpec, Kind
@@ -24,8 +24,8 @@ from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.unit_table import PLAN
+from draftmill.storage.stores.interface import AlreadyExists
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import AlreadyExists
 
 LETTERS: Final = 12
 """Hexadecimal digits of a job's name."""

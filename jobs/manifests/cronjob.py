@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftmill.jobs.codes import FINAL
+from draftmill.jobs.exit_codes import FINAL
 from draftmill.jobs.manifests.commented import Comments, documents
 from draftmill.jobs.manifests.job import GRACE_S, Job
 from draftmill.jobs.manifests.pods import (

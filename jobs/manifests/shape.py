@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.manifests.job import Job
 from draftmill.jobs.manifests.options import option_name
-from draftmill.jobs.notes import counted
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from draftmill.jobs.codes import FINAL, OK
+from draftmill.jobs.exit_codes import FINAL, OK
 from draftmill.jobs.manifests.commented import comment
 from draftmill.jobs.manifests.job import GRACE_S, Job
 from draftmill.jobs.manifests.options import size_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 
-from draftmill.jobs.codes import FINAL
+from draftmill.jobs.exit_codes import FINAL
 from draftmill.jobs.manifests.commented import comment
 from draftmill.jobs.manifests.job import GRACE_S, KILL_S, Job
 from draftmill.jobs.manifests.one_machine import check_places, run_words

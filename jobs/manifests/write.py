@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from draftmill.jobs.codes import OK
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.manifests.cron import cron
 from draftmill.jobs.manifests.cronjob import cronjob
 from draftmill.jobs.manifests.job import Job, read_job

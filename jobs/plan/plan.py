@@ -27,7 +27,7 @@ from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.decoders.base import ModelInfo
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.duplicates import DuplicateFinder, Place
 from draftmill.jobs.plan.fingerprint import (
     Hashes,
@@ -50,7 +50,7 @@ from draftmill.storage.inputs.kept import read as read_kept
 from draftmill.storage.inputs.reader import InputFile, Row, default_id, delimiter_hint, iterate, read_rows
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
-from draftmill.storage.stores.verbs import AlreadyExists, NotFound, Store
+from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store
 
 LOOKED_AT: Final = 1000
 """Rows among which a message looks for a value of a column."""

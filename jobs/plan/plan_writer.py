@@ -27,7 +27,7 @@ from draftmill.storage.runs.unit_table import (
     part_bytes,
     part_name,
 )
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 PART_UNITS = 256
 """Units per part: keeps a part's footer, which a worker reads whole, to a few hundred kilobytes."""

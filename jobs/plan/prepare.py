@@ -30,7 +30,7 @@ from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Complete, Infill, Task, today
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS, check_model
-from draftmill.jobs.notes import Notes, Unnoted, counted, size_text
+from draftmill.jobs.formatting import Notes, Unnoted, counted, size_text
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
 from draftmill.jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
 from draftmill.jobs.plan.survey import Survey, survey
@@ -41,7 +41,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.contents import hashed, num_bytes_to_hash, recognised
 from draftmill.storage.inputs.reader import InputFile, iterate, list_inputs
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000
@@ -275,7 +275,7 @@ def make_plan(
 ) -> Plan:
     """Read and measure every row of the inputs and write the plan; call it only under the lease, whose epoch is `epoch`.
 
-    `survey` reads the rows: in this process, or by tasks of a cluster (`Site.survey`). `sift` leaves rows out (see build_plan).
+    `survey` reads the rows: in this process, or by tasks of a cluster (Backend.survey). `sift` leaves rows out (see build_plan).
 
     If another driver has planned since `prepare`, its plan is compared and returned.
     """

@@ -22,7 +22,7 @@ from draftmill.jobs.plan.prepare import Prepared, begins_with_request
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.reader import InputFile
 from draftmill.storage.runs.unit_table import part_name
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 OF_DRAWING = ("temperature", "top_k", "top_p", "acceptance")
 """Keys of `sampling` that no canvas depends on."""

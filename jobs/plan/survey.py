@@ -24,7 +24,7 @@ MOST_THREADS = 16
 
 
 class Survey(Protocol):
-    """A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/driving/site.py)."""
+    """A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/driving/backend.py)."""
 
     def __call__(
         self, spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None

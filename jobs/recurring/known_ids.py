@@ -14,15 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftmill.jobs.finished.passes import PRUNED, latest_rows, passes_of
-from draftmill.jobs.notes import Notes, counted
+from draftmill.jobs.formatting import Notes, counted
 from draftmill.jobs.plan.plan import Sift
 from draftmill.jobs.recurring.id_index import HASH_BYTES, IdIndex, column_of, hashes_in, hashes_of
 from draftmill.jobs.recurring.ledger import cache, cached
 from draftmill.jobs.recurring.runs_below import FoundRun
 from draftmill.storage.parquet import read_parquet
 from draftmill.storage.runs.commit import MANIFEST
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.levels import level_of
-from draftmill.storage.stores.verbs import S3Options, Store
 
 IDS = "_ids.parquet"
 """In a pruned run: the hashes of its ids that are ok."""

@@ -16,8 +16,8 @@ from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.reader import InputFile
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
-from draftmill.storage.stores.promises import promised
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.parallel import parallel_map
 
 FOLDER = "_ledger/"
 FORMAT = "1"
@@ -37,7 +37,7 @@ LEDGER = pa.schema(
 def done_inputs(base: Store, runs: Sequence[FoundRun], *, keep: bool) -> pa.Table:
     """A table of LEDGER with the inputs of these runs, which are finished. With `keep`, plans that are read enter the cache."""
     tables = [LEDGER.empty_table()]
-    for _, table in promised(base, runs, lambda run: _inputs_of(base, run, keep=keep)):
+    for _, table in parallel_map(base, runs, lambda run: _inputs_of(base, run, keep=keep)):
         tables.append(table.result())
     return pa.concat_tables(tables)
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.prepare import Loaders
 from draftmill.jobs.recurring.ledger import done_inputs, table_of
 from draftmill.jobs.recurring.runs_below import finished_below
@@ -27,8 +27,8 @@ from draftmill.storage.inputs.contents import hashed
 from draftmill.storage.inputs.inputs import NothingThere
 from draftmill.storage.inputs.reader import InputFile, list_inputs
 from draftmill.storage.runs.unit_table import PLAN
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
+from draftmill.jobs.recurring.base_lease import run_lease
 from draftmill.jobs.recurring.known_ids import IDS, ok_ids
-from draftmill.jobs.recurring.name_lease import run_lease
 from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
 from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
 from draftmill.jobs.spec.dated_path import read_date, written
@@ -26,9 +26,9 @@ from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import LEASE
 from draftmill.storage.runs.unit_table import PLAN
+from draftmill.storage.stores.interface import AlreadyExists, S3Options, Stat, Store
 from draftmill.storage.stores.levels import Level, level_of
 from draftmill.storage.stores.store import remove_empty_folders
-from draftmill.storage.stores.verbs import AlreadyExists, S3Options, Stat, Store
 
 FOLDERS = ("data/", "traces/", "commits/", "compact/", "metrics/", "passes/", "plan/", "attempts/", "log/")
 """What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""

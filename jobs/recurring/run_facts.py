@@ -17,7 +17,7 @@ from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs.commit import done_units
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 State = Literal["finished", "failed", "running", "interrupted", "damaged"]
 """failed: too many samples failed (exit code 3). interrupted: not finished, and no driver works on it."""

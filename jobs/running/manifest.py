@@ -13,7 +13,7 @@ from draftmill.storage.runs.commit import (
     write_manifest,
 )
 from draftmill.storage.runs.unit_facts import CommittedUnits
-from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.parallel import parallel_map
 
 if TYPE_CHECKING:
     from draftmill.jobs.running.session import Run
@@ -26,7 +26,7 @@ SETTLE_S = 1.0
 def write_run_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str]) -> None:
     """Write the manifest: this session's units come from the receipts, earlier ones are read from the store."""
     units = committed.facts
-    for _, facts in promised(run.store, earlier, lambda name: committed_facts(run, name), reads=True):
+    for _, facts in parallel_map(run.store, earlier, lambda name: committed_facts(run, name), reads=True):
         units.add(facts.result())
     if not run.conditional:
         _sweep(run, units)

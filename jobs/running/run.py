@@ -10,21 +10,21 @@ from __future__ import annotations
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
-from draftmill.jobs.codes import INTERRUPTED, OK, UNEXPECTED
+from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.driver_log import LoggedDisplay
 from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.session import RayDidNotStart
-from draftmill.jobs.driving.site import Site, site_of
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
 from draftmill.jobs.finished.measure import measure_units
 from draftmill.jobs.finished.measure_session import measure_run, say_interrupted
 from draftmill.jobs.finished.metric_ready import Ready, kept_in, ready_metrics
 from draftmill.jobs.finished.passes import PRUNED, passes_of
 from draftmill.jobs.plan.plan import NothingLeft, Plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
+from draftmill.jobs.recurring.base_lease import Held, base_lease, run_lease, wait_until_free
 from draftmill.jobs.recurring.earlier_cost import earlier_estimate
 from draftmill.jobs.recurring.known_ids import sifting
-from draftmill.jobs.recurring.name_lease import Held, name_lease, run_lease, when_free
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.runs_below import finished_below
 from draftmill.jobs.running.session import Run, RunOptions, decode
@@ -37,8 +37,8 @@ from draftmill.storage.runs.commit import (
     is_closed,
 )
 from draftmill.storage.runs.lease import LeaseLost
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store, probe, sweep
-from draftmill.storage.stores.verbs import Store
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
@@ -48,7 +48,7 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     of the base path is held, too.
     """
     dated = at_date(spec, datetime.now(UTC))
-    return when_free(lambda: _in_name(spec, dated, options), options.if_running)
+    return wait_until_free(lambda: _in_name(spec, dated, options), options.if_running)
 
 
 def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
@@ -56,7 +56,7 @@ def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
     if not has_date(spec.output.path):
         return _run(dated, options, stop)
     check_places(dated)
-    with name_lease(open_store(base_of(spec.output.path), s3=spec.s3.options()), stop.set):
+    with base_lease(open_store(base_of(spec.output.path), s3=spec.s3.options()), stop.set):
         return _run(dated, options, stop, path=spec.output.path)
 
 
@@ -91,8 +91,8 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
         s3 = spec.s3.options()
         is_measured = ready is None or measure_run(store, spec, ready, options, s3=s3, lease=run_lease)
         return close(spec, store) if is_measured else INTERRUPTED
-    site = site_of(address=options.ray_address, local=options.local)
-    site.check(spec)
+    backend = backend_of(address=options.ray_address, local=options.local)
+    backend.check(spec)
     conditional = probe(store)
     try:
         with run_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
@@ -103,10 +103,10 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
             with ExitStack() as stack:
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
                 if prepared.plan is None and spec.input.dedupe is None:
-                    stack.enter_context(site.opening(display, prepared))
-                plan = prepared.plan or planned(site, prepared, store, display, epoch=lease.epoch, path=path)
+                    stack.enter_context(backend.opening(display, prepared))
+                plan = prepared.plan or planned(backend, prepared, store, display, epoch=lease.epoch, path=path)
                 earlier = None if path is None else earlier_estimate(path, spec, plan.results, plan.tokens)
-                run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site)
+                run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
                 run.ending, run.earlier = ending, earlier
                 finish = decode(run)
                 is_measured = finish.how != "done" or ready is None or measured(run, ready)
@@ -120,11 +120,13 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
     return close(spec, store) if is_measured else INTERRUPTED
 
 
-def planned(site: Site, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None) -> Plan:
+def planned(
+    backend: Backend, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None
+) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
     spec, s3 = prepared.spec, prepared.spec.s3.options()
     if spec.input.dedupe is None:
-        return make_plan(prepared, store, display, epoch=epoch, survey=site.survey(prepared, display))
+        return make_plan(prepared, store, display, epoch=epoch, survey=backend.survey(prepared, display))
     path = base_path(spec, path)
     with sifting(open_store(base_of(path), s3=s3), finished_below(path, s3=s3), display, s3=s3) as sift:
         return make_plan(prepared, store, display, epoch=epoch, sift=sift)
@@ -147,7 +149,7 @@ def measured(run: Run, ready: Ready) -> bool:
         run.spec,
         passes_of(run.store, s3=s3),
         ready,
-        site=run.site,
+        backend=run.backend,
         local=run.options.local,
         display=run.display,
         stop=run.stop,

@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import draftmill
-from draftmill.actors.job import Crew
+from draftmill.actors.job import Allocation
+from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
-from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.jobs.driving.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.driving.device_time import DeviceTime
 from draftmill.jobs.driving.driver import Driver, StopFlag
 from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.session import is_connected
-from draftmill.jobs.driving.site import ReadingSite, Site, WorkerPool
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.driving.watchers import Watcher, Watchers
-from draftmill.jobs.notes import counted, size_text
+from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.recurring.name_lease import IfRunning
+from draftmill.jobs.recurring.base_lease import IfRunning
 from draftmill.jobs.running.manifest import write_run_manifest
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -44,7 +44,7 @@ from draftmill.storage.runs.commit import (
 )
 from draftmill.storage.runs.lease import Lease, this_process
 from draftmill.storage.runs.unit_facts import CommittedUnits
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Run:
     lease: Lease
     stop: StopFlag
     display: Display
-    site: Site
+    backend: Backend
     loads: bool = True
     ending: Ending | None = None
     earlier: Estimate | None = None
@@ -122,9 +122,9 @@ def _decoded(run: Run) -> Finish:
     finish = Finish("done")
     if left and not run.plan.is_readable:
         run.display.note("no row can be decoded: the model is not loaded, and the results say why")
-        run = replace(run, site=ReadingSite(run.prepared.info, run.prepared.tokenizer), loads=False)
+        run = replace(run, backend=ReadingBackend(run.prepared.info, run.prepared.tokenizer), loads=False)
     if left:
-        with run.site.opened(run.display), run.stop.on_signals():
+        with run.backend.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals)
     if finish.how == "done":
         write_run_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
@@ -132,22 +132,22 @@ def _decoded(run: Run) -> Finish:
 
 
 def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, CommittedUnits]:
-    crew = crew_of(run, len(left))
-    for note in run.site.lacking(run.spec, crew):
+    allocation = allocate_workers(run, len(left))
+    for note in run.backend.lacking(run.spec, allocation):
         run.display.note(note)
     log = AttemptsLog(run.store, run.lease.epoch)
     if run.loads:
         size = size_text(weight_bytes(run.prepared.folder))
-        run.display.note(f"loading the model on {counted(crew.count, 'worker')}: {size}")
+        run.display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
     job = make_job(run.spec, run.plan, conditional=run.conditional, inputs=run.prepared.inputs)
-    pool = run.site.pool(job, crew)
-    demand = run.site.demand(run.spec)
+    pool = run.backend.pool(job, allocation)
+    demand = run.backend.demand(run.spec)
     limits = limits_of(run.spec)
     if demand is not None:
         limits = replace(limits, idle_s=IDLE_S)
     totals.devices = DeviceTime(price_of=lambda worker: run.spec.shapes[pool.kind_of(worker)].price_per_hour)
     driver = Driver(
-        scheduler=Scheduler(left, workers=crew.count, limits=limits, pass_=run.plan.pass_),
+        scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=run.plan.pass_),
         pool=pool,
         display=run.display,
         totals=totals,
@@ -171,7 +171,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
         log.flush(totals)
         driver.watchers.over(totals, driver.scheduler)
         if is_over:
-            run.site.retire(pool)
+            run.backend.retire(pool)
         else:
             pool.close()
     return finish, driver.committed
@@ -189,17 +189,17 @@ def watchers_of(run: Run) -> list[Watcher]:
     return watchers
 
 
-def crew_of(run: Run, units: int) -> Crew:
+def allocate_workers(run: Run, units: int) -> Allocation:
     """The workers that fit now, with no more threads than the model can use."""
-    found = run.site.crew(run.spec, units=units)
+    found = run.backend.allocate(run.spec, units=units)
     size = run.prepared.info.num_parameters
-    return replace(found, seats=tuple(fitting_threads(seat, size) for seat in found.seats))
+    return replace(found, kinds=tuple(fitting_threads(resources, size) for resources in found.kinds))
 
 
 def room_for(run: Run, pool: WorkerPool, units: int) -> int:
     """How many workers fit now, which the pool is told, too; 0 if the cluster has lost too many resources for even one."""
     try:
-        found = crew_of(run, units)
+        found = allocate_workers(run, units)
     except UserError:
         return 0
     pool.resize(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from draftmill.jobs.finished.metric_figures import metric_lines
 from draftmill.jobs.finished.passes import Pass, finished, left_failed, passes_of
 from draftmill.jobs.finished.summary import read_summary, table_lines
@@ -21,7 +21,7 @@ from draftmill.storage.runs.commit import (
     done_units,
     read_manifest,
 )
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 
 def close(spec: JobSpec, store: Store) -> int:

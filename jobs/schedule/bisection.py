@@ -1,7 +1,7 @@
 """Finds, by bisection, the rows of a unit that make it fail or kill its workers. Pure bookkeeping.
 
 A range of rows that failed while it ran alone is `accused`: it is halved, and a probe decodes each half again. A single
-row is condemned only after it failed alone twice, since a machine may also die for unrelated reasons.
+row is quarantined only after it failed alone twice, since a machine may also die for unrelated reasons.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from draftmill.actors.messages import Verdict
 
 STRIKES = 2
-"""Failures of a row on its own before it is condemned."""
+"""Failures of a row on its own before it is quarantined."""
 
 MAX_ROUNDS = 2
-"""Inquests into the same unit before all of its rows are condemned together."""
+"""Bisections into the same unit before all of its rows are quarantined together."""
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a range failed; becomes the error of the condemned rows."""
+    """Why a range failed; becomes the error of the quarantined rows."""
 
     kind: str
     stage: str
@@ -33,10 +33,10 @@ class Cause:
 
 
 @dataclass(slots=True)
-class Inquest:
+class Bisection:
     """The open questions about one unit.
 
-    `waiting` holds ranges that still need a probe, `asked` the ranges that a probe is decoding. The inquest is closed when
+    `waiting` holds ranges that still need a probe, `asked` the ranges that a probe is decoding. The bisection is closed when
     both are empty. Ranges of the two lists never overlap.
     """
 
@@ -49,7 +49,7 @@ class Inquest:
         """Whether no range needs a probe or is being probed."""
         return not self.waiting and not self.asked
 
-    def accuse(self, rows: Range, cause: Cause) -> Verdict | None:
+    def suspect(self, rows: Range, cause: Cause) -> Verdict | None:
         """Note that `rows` failed alone. Returns a verdict if that settles it; otherwise queues further probes."""
         start, stop = rows
         if stop - start > 1:

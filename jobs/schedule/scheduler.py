@@ -8,7 +8,7 @@ The states of a unit:
 * waiting   no worker holds it, and it may be leased now
 * held      one worker holds a lease on it, or two if an idle worker took a copy at the end of the job
 * resting   the store or a machine failed; the unit becomes waiting again after a pause
-* inquest   it killed its workers or kept raising; probes look for the guilty rows (jobs/schedule/bisection.py)
+* bisection   it killed its workers or kept raising; probes look for the guilty rows (jobs/schedule/bisection.py)
 * done      its file is committed; only the unit's number is kept
 
 A unit that was once suspected stays `alone`: its worker holds nothing else, so that no other unit is blamed for its failures.
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Verdict
-from draftmill.jobs.schedule.bisection import MAX_ROUNDS, Cause, Inquest, Range
+from draftmill.jobs.schedule.bisection import MAX_ROUNDS, Bisection, Cause, Range
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
@@ -50,7 +50,7 @@ from draftmill.jobs.schedule.events import (
     WorkerUp,
 )
 from draftmill.jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
-from draftmill.jobs.schedule.unit_leases import COPIES, Limits, Unit, UnitLease, UnitLedger, Worker
+from draftmill.jobs.schedule.unit_leases import COPIES, Limits, SchedulerState, Unit, UnitLease, Worker
 from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
 
 DEFAULT = Limits()
@@ -74,7 +74,7 @@ class Scheduler:
         assert workers > 0
         self.limits = limits
         self.staffing = Staffing(limits, workers)
-        self.books = UnitLedger(units, pass_, workers)
+        self.state = SchedulerState(units, pass_, workers)
         self.now_s = 0.0
         self.draining = False
         self.finished: Finish | None = None
@@ -99,19 +99,19 @@ class Scheduler:
     @property
     def remaining(self) -> int:
         """Number of units that are not done."""
-        return len(self.books.sizes) - len(self.books.done)
+        return len(self.state.sizes) - len(self.state.done)
 
     # ---- events
 
     def _handle(self, event: Event) -> None:
         match event:
-            case WorkerUp(name) if name in self.books.workers:
-                self.books.workers[name].up = True
+            case WorkerUp(name) if name in self.state.workers:
+                self.state.workers[name].up = True
                 self.staffing.came_up()
             case WorkerDied(name, reason, idle, device):
                 self._worker_died(name, reason, idle=idle, device=device)
-            case WorkerLeaving(name, left_s) if name in self.books.workers:
-                self._leaves(self.books.workers[name], left_s)
+            case WorkerLeaving(name, left_s) if name in self.state.workers:
+                self._leaves(self.state.workers[name], left_s)
             case MoreRoom(workers):
                 self.staffing.wanted = max(self.staffing.wanted, workers)
             case UnitDone(number, unit):
@@ -122,31 +122,31 @@ class Scheduler:
                 self._unit_failed(event)
             case Drain():
                 self.draining = True
-                for worker in self.books.workers.values():
+                for worker in self.state.workers.values():
                     self._unburden(worker)
 
     def _heard(self, event: Heard) -> bool:
         """Renew a worker's leases if it made progress; returns whether it may now have room for other units."""
         if event.moved:
-            self.books.renew(event.worker, self.now_s + self.limits.lease_s)
-        self.books.note_tokens(event.worker, event.tokens, self.now_s)
-        return self.books.note_spent(event.worker, event.spent)
+            self.state.renew(event.worker, self.now_s + self.limits.lease_s)
+        self.state.note_tokens(event.worker, event.tokens, self.now_s)
+        return self.state.note_spent(event.worker, event.spent)
 
     def _tick(self, now_s: float) -> bool:
         """Let the time pass; returns whether units should be assigned. Looks for workers that hang once in LOOK_EVERY_S."""
         self.now_s = max(self.now_s, now_s)
-        woke = self.books.wake(self.now_s)
+        woke = self.state.wake(self.now_s)
         if self.now_s < self._look_at_s:
             return woke
         self._look_at_s = (self.now_s // LOOK_EVERY_S + 1) * LOOK_EVERY_S
-        for name, reason in self.books.overdue(self.now_s, self.limits):
+        for name, reason in self.state.overdue(self.now_s, self.limits):
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
-        for name in self.books.out_of_time(self.now_s):
+        for name in self.state.out_of_time(self.now_s):
             self._let_go(name)
         if self.limits.idle_s < math.inf and not self.draining:
-            for name in self.books.unneeded(self.now_s, self.limits.idle_s):
-                if self.books.num_staying > self.remaining:
+            for name in self.state.unneeded(self.now_s, self.limits.idle_s):
+                if self.state.num_staying > self.remaining:
                     self._let_go(name)
         return True
 
@@ -159,18 +159,18 @@ class Scheduler:
 
     def _let_go(self, name: str) -> None:
         """End a worker; units that it still holds are queued again, without suspicion."""
-        known = self.books.dismiss(name)
+        known = self.state.dismiss(name)
         assert known is not None
         for lease in known[1]:
             self._give_back(lease)
         self._out.append(LetGo(name, lost=bool(known[1])))
 
     def _worker_died(self, name: str, reason: str, *, idle: bool = False, device: bool = False) -> None:
-        known = self.books.dismiss(name)
+        known = self.state.dismiss(name)
         if known is None:
             return
         worker, leases = known
-        hopeless = "" if worker.leaving else self.staffing.lost(was_up=worker.up, left=self.books.num_up)
+        hopeless = "" if worker.leaving else self.staffing.lost(was_up=worker.up, left=self.state.num_up)
         if hopeless:
             self._finish("failed", f"{hopeless}: {reason}")
         cause = Cause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
@@ -184,7 +184,7 @@ class Scheduler:
 
     def _lost_device(self, lease: UnitLease, cause: Cause) -> None:
         """A worker lost its device: blame the machine, unless it happens to this unit on several workers."""
-        unit = self.books.touched[lease.unit]
+        unit = self.state.touched[lease.unit]
         unit.lost_devices += 1
         if unit.alone or lease.rows is not None or unit.lost_devices > self.limits.devices:
             self._failed(lease, cause, death=True)
@@ -192,23 +192,23 @@ class Scheduler:
             self._rest(lease, cause.message)
 
     def _unit_done(self, number: int, unit: int) -> None:
-        """Enter a committed unit as done. After a late answer it may be done already, waiting, resting or in an inquest."""
-        if unit in self.books.done or unit not in self.books.sizes:
+        """Enter a committed unit as done. After a late answer it may be done already, waiting, resting or in a bisection."""
+        if unit in self.state.done or unit not in self.state.sizes:
             return
         self.staffing.worked()
-        for lease in self.books.finish(unit):
+        for lease in self.state.finish(unit):
             if lease.number != number:
                 self._out.append(Revoke(lease.worker, lease.number))
 
     def _probe_done(self, number: int) -> None:
-        if number in self.books.leases:
+        if number in self.state.leases:
             self.staffing.worked()
-            self._answered(self.books.release(number), None)
+            self._answered(self.state.release(number), None)
 
     def _unit_failed(self, event: UnitFailed) -> None:
-        if event.lease not in self.books.leases:
+        if event.lease not in self.state.leases:
             return
-        lease = self.books.release(event.lease)
+        lease = self.state.release(event.lease)
         if event.kind == "TASK":
             self._failed(lease, Cause(event.error_kind, event.stage, event.error), death=False)
         else:
@@ -216,14 +216,14 @@ class Scheduler:
 
     def _unburden(self, worker: Worker) -> None:
         """Take back the leases that a worker has not begun, and its probes, which may never end."""
-        for number in [n for n in worker.leases if not worker.runs(n) or self.books.leases[n].rows is not None]:
+        for number in [n for n in worker.leases if not worker.runs(n) or self.state.leases[n].rows is not None]:
             self._out.append(Revoke(worker.name, number))
-            self._give_back(self.books.release(number))
+            self._give_back(self.state.release(number))
 
     # ---- what follows a failure
 
     def _failed(self, lease: UnitLease, cause: Cause, *, death: bool) -> None:
-        unit = self.books.touched[lease.unit]
+        unit = self.state.touched[lease.unit]
         if lease.rows is not None:
             return self._answered(lease, cause)
         unit.deaths += death
@@ -231,12 +231,12 @@ class Scheduler:
         if unit.leases:  # another worker still decodes a copy
             return None
         if (death and unit.alone) or unit.task_failures >= self.limits.attempts:
-            return self._open_inquest(unit, cause)
+            return self._open_bisection(unit, cause)
         unit.alone = unit.alone or unit.deaths >= self.limits.deaths
-        return self.books.enqueue(lease.unit)
+        return self.state.enqueue(lease.unit)
 
     def _rest(self, lease: UnitLease, message: str, kind: str = "store") -> None:
-        unit = self.books.touched[lease.unit]
+        unit = self.state.touched[lease.unit]
         unit.infra_failures += 1
         full = kind == STORE_FULL
         if kind == CHANGED_INPUT:
@@ -244,16 +244,16 @@ class Scheduler:
         elif unit.infra_failures >= (self.limits.full if full else self.limits.infra):
             told = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
             self._finish("full" if full else "failed", told)
-        if unit.inquest is not None and lease.rows is not None:
-            unit.inquest.unanswered(lease.rows)
+        if unit.bisection is not None and lease.rows is not None:
+            unit.bisection.unanswered(lease.rows)
         elif unit.leases:  # another worker still decodes a copy
             return
         pause_s = min(self.limits.rest_s * 2.0 ** (unit.infra_failures - 1), self.limits.max_rest_s)
         unit.resting_until_s = self.now_s + pause_s
-        self.books.resting.add(lease.unit)
-        self.books.delicate.discard(lease.unit)
+        self.state.resting.add(lease.unit)
+        self.state.delicate.discard(lease.unit)
 
-    def _open_inquest(self, unit: Unit, cause: Cause) -> None:
+    def _open_bisection(self, unit: Unit, cause: Cause) -> None:
         number, everything = unit.size.unit, (0, unit.size.rows)
         unit.rounds += 1
         unit.alone = True
@@ -262,22 +262,22 @@ class Scheduler:
         elif unit.rounds > MAX_ROUNDS:
             self._condemn(unit, cause.verdict(everything))
         else:
-            unit.inquest = Inquest()
-            unit.inquest.accuse(everything, cause)
-        self.books.enqueue(number)
+            unit.bisection = Bisection()
+            unit.bisection.suspect(everything, cause)
+        self.state.enqueue(number)
 
     def _answered(self, lease: UnitLease, cause: Cause | None) -> None:
         """A probe has ended: its rows are cleared if `cause` is None."""
-        unit = self.books.touched[lease.unit]
-        assert unit.inquest is not None and lease.rows is not None
-        unit.inquest.answered(lease.rows)
-        verdict = unit.inquest.accuse(lease.rows, cause) if cause else None
+        unit = self.state.touched[lease.unit]
+        assert unit.bisection is not None and lease.rows is not None
+        unit.bisection.answered(lease.rows)
+        verdict = unit.bisection.suspect(lease.rows, cause) if cause else None
         if verdict is not None:
             self._condemn(unit, verdict)
-        if unit.inquest.closed:
-            unit.inquest = None
+        if unit.bisection.closed:
+            unit.bisection = None
         if unit.resting_until_s is None:
-            self.books.enqueue(lease.unit)
+            self.state.enqueue(lease.unit)
 
     def _condemn(self, unit: Unit, verdict: Verdict) -> None:
         unit.verdicts += (verdict,)
@@ -286,36 +286,36 @@ class Scheduler:
     # ---- assignment
 
     def _settle(self) -> None:
-        for worker in [w for w in self.books.workers.values() if w.leaving and not w.leases]:
+        for worker in [w for w in self.state.workers.values() if w.leaving and not w.leases]:
             self._let_go(worker.name)
         if not self.remaining:
             self._finish("done")
-        elif self.draining and not self.books.leases:
+        elif self.draining and not self.state.leases:
             self._finish("drained")
         elif not self.draining:
             self._staff()
             self._assign()
 
     def _staff(self) -> None:
-        while self.books.num_staying < min(self.staffing.wanted, self.remaining):
-            self._out.append(StartWorker(self.books.hire(self.now_s).name))
+        while self.state.num_staying < min(self.staffing.wanted, self.remaining):
+            self._out.append(StartWorker(self.state.hire(self.now_s).name))
 
     def _assign(self) -> None:
         """Assign delicate units first, to workers that hold nothing else; then the waiting units; then copies."""
-        hands = deque(self.books.hands(busy=bool(self.books.delicate)))
-        for number in sorted(self.books.delicate):
-            while hands and number in self.books.delicate:
+        hands = deque(self.state.hands(busy=bool(self.state.delicate)))
+        for number in sorted(self.state.delicate):
+            while hands and number in self.state.delicate:
                 worker = hands.popleft()  # reserved for this unit, even while the worker still holds others
                 if not worker.leases:
                     self._lease_delicate(worker, number)
         idle = self._deal(hands)
-        if idle and not self.books.waiting and not self.books.delicate:
+        if idle and not self.state.waiting and not self.state.delicate:
             self._copy(idle)
 
     def _deal(self, hands: deque[Worker]) -> list[Worker]:
         """Assign the waiting units, to workers with the fewest leases first; returns the workers that have none afterwards."""
         idle: list[Worker] = []
-        view = outlook(self.books, self.books.staying(), self.now_s) if hands and self._is_near_end() else None
+        view = outlook(self.state, self.state.staying(), self.now_s) if hands and self._is_near_end() else None
         while hands:
             worker = hands.popleft()
             number = self._chosen(worker, view) if worker.has_room else None
@@ -328,24 +328,24 @@ class Scheduler:
 
     def _is_near_end(self) -> bool:
         """Whether so little waits that speeds matter: before that, the next unit fits into every worker's share."""
-        waiting = self.books.waiting
-        return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * self.books.num_up
+        waiting = self.state.waiting
+        return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * self.state.num_up
 
     def _chosen(self, worker: Worker, view: Outlook | None) -> int | None:
         """The unit for a worker that has room: the next one, or near the end one that fits its speed (see speeds.py)."""
-        waiting = self.books.waiting
+        waiting = self.state.waiting
         number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
         if number is not None and view is not None:
-            view.give(worker.name, self.books.sizes[number].tokens)
+            view.give(worker.name, self.state.sizes[number].tokens)
         return number
 
     def _copy(self, idle: list[Worker]) -> None:
         """Assign copies of other workers' units to idle workers."""
-        view = outlook(self.books, self.books.workers.values(), self.now_s)
+        view = outlook(self.state, self.state.workers.values(), self.now_s)
         if view is not None:
             return self._copy_sooner(view, idle)
-        for lease in self.books.slow():
-            if idle and len(self.books.touched[lease.unit].leases) < COPIES:
+        for lease in self.state.slow():
+            if idle and len(self.state.touched[lease.unit].leases) < COPIES:
                 self._lease(idle.pop(0), lease.unit, None)
 
     def _copy_sooner(self, view: Outlook, idle: list[Worker]) -> None:
@@ -353,13 +353,13 @@ class Scheduler:
 
         Where the fastest idle worker would not finish a unit sooner, no other one would.
         """
-        ends = {number: end_s for worker in self.books.workers.values() for number, end_s in self._ends(view, worker)}
-        holders = {lease.number: self.books.workers[lease.worker] for lease in self.books.slow()}
+        ends = {number: end_s for worker in self.state.workers.values() for number, end_s in self._ends(view, worker)}
+        holders = {lease.number: self.state.workers[lease.worker] for lease in self.state.slow()}
         stays = {number: not (one.leaving or is_silent(one, self.now_s)) for number, one in holders.items()}
         fast = deque(sorted(idle, key=lambda worker: (-view.speeds[worker.name], worker.name)))
         for number in sorted(stays, key=lambda number: (stays[number], -ends[number], -number)):
-            lease = self.books.leases[number]
-            unit = self.books.touched[lease.unit]
+            lease = self.state.leases[number]
+            unit = self.state.touched[lease.unit]
             if fast and len(unit.leases) < COPIES:
                 ours_s = view.finish_s(fast[0].name, unit.size.tokens)
                 if not stays[number] or ours_s < ends[number]:
@@ -370,27 +370,27 @@ class Scheduler:
         behind = 0
         for number in reversed(worker.leases):
             yield number, view.finish_s(worker.name, -behind)
-            behind += self.books.touched[self.books.leases[number].unit].size.tokens
+            behind += self.state.touched[self.state.leases[number].unit].size.tokens
 
     def _lease_delicate(self, worker: Worker, number: int) -> None:
-        inquest = self.books.touched[number].inquest
-        rows = inquest.ask() if inquest else None
-        if inquest is None or not inquest.waiting:
-            self.books.delicate.discard(number)
+        bisection = self.state.touched[number].bisection
+        rows = bisection.ask() if bisection else None
+        if bisection is None or not bisection.waiting:
+            self.state.delicate.discard(number)
         self._lease(worker, number, rows)
 
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
         self._out.append(
-            Assign(worker.name, self.books.lease(worker, number, rows, self.now_s + self.limits.lease_s, self.now_s))
+            Assign(worker.name, self.state.lease(worker, number, rows, self.now_s + self.limits.lease_s, self.now_s))
         )
 
     def _give_back(self, lease: UnitLease) -> None:
         """Queue the work of a lease that was released before it was done."""
-        unit = self.books.touched[lease.unit]
-        if unit.inquest is not None and lease.rows is not None:
-            unit.inquest.unanswered(lease.rows)
-        if unit.resting_until_s is None and (unit.inquest is not None or not unit.leases):
-            self.books.enqueue(lease.unit)
+        unit = self.state.touched[lease.unit]
+        if unit.bisection is not None and lease.rows is not None:
+            unit.bisection.unanswered(lease.rows)
+        if unit.resting_until_s is None and (unit.bisection is not None or not unit.leases):
+            self.state.enqueue(lease.unit)
 
     def _finish(self, how: Literal["done", "drained", "full", "failed"], message: str = "") -> None:
         if self.finished is None:

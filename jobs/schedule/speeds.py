@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from draftmill.jobs.schedule.unit_leases import UnitLedger, Worker
+from draftmill.jobs.schedule.unit_leases import SchedulerState, Worker
 from draftmill.jobs.schedule.waiting import Waiting
 
 EARLY_PART: Final = 0.8
@@ -91,7 +91,7 @@ def fitting_unit(waiting: Waiting, view: Outlook, name: str) -> int | None:
     return waiting.take() if view.is_first(name, waiting.next_tokens()) else None
 
 
-def outlook(books: UnitLedger, workers: Iterable[Worker], now_s: float) -> Outlook | None:
+def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> Outlook | None:
     """The outlook for these workers; None as long as no speed is known.
 
     A worker without a known speed counts as an average one, but gets long units only as one of the slowest would. The first to
@@ -103,13 +103,13 @@ def outlook(books: UnitLedger, workers: Iterable[Worker], now_s: float) -> Outlo
     if not known:
         return None
     usual, low = sum(known) / len(known), known[len(known) // SLOWEST]
-    scale = books.scale
+    scale = state.scale
     return Outlook(
-        books.waiting.tokens,
-        {worker.name: books.left(worker, scale) for worker in workers},
+        state.waiting.tokens,
+        {worker.name: state.left(worker, scale) for worker in workers},
         {name: speed or usual for name, speed in speeds.items()},
         guesses={name: low for name, speed in speeds.items() if not speed},
-        barred=[worker.name for worker in workers if is_silent(worker, now_s) or books.holds_alone(worker)],
+        barred=[worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)],
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS, Verdict, WorkUnit
-from draftmill.jobs.schedule.bisection import Inquest, Range
+from draftmill.jobs.schedule.bisection import Bisection, Range
 from draftmill.jobs.schedule.unit_sizes import UnitSet, UnitSize, UnitSizes
 from draftmill.jobs.schedule.waiting import Waiting
 
@@ -62,7 +62,7 @@ class Unit:
     alone: bool = False
     rounds: int = 0
     resting_until_s: float | None = None
-    inquest: Inquest | None = None
+    bisection: Bisection | None = None
     verdicts: tuple[Verdict, ...] = ()
 
     @property
@@ -125,7 +125,7 @@ class Worker:
         return lease == self.leases[0] or lease in self.spent
 
 
-class UnitLedger:
+class SchedulerState:
     """Every unit is in exactly one state: waiting, delicate, leased, resting, or done.
 
     `delicate` holds the units to lease that must run alone on their worker. `touched` has the history of every unit that
@@ -304,7 +304,7 @@ class UnitLedger:
     def enqueue(self, number: int) -> None:
         """Queue a unit, if it has work that no lease covers."""
         unit = self.touched[number]
-        if unit.inquest is not None and not unit.inquest.waiting:
+        if unit.bisection is not None and not unit.bisection.waiting:
             return
         if unit.alone:
             self.delicate.add(number)
@@ -362,14 +362,14 @@ class UnitLedger:
         assert set().union(*places) == set(self.sizes), "a unit is lost"
         for number in self.sizes:
             homes = [number in place for place in places]
-            probed = number in self.touched and self.touched[number].inquest is not None
+            probed = number in self.touched and self.touched[number].bisection is not None
             assert sum(homes) == 1 or (probed and not homes[0] and not homes[4]), f"unit {number} is in two places"
         self._check_leases()
 
     def _check_leases(self) -> None:
         for number, lease in self.leases.items():
             assert number in self.workers[lease.worker].leases and number in self.touched[lease.unit].leases
-            assert lease.rows is None or lease.rows in (self.touched[lease.unit].inquest or Inquest()).asked
+            assert lease.rows is None or lease.rows in (self.touched[lease.unit].bisection or Bisection()).asked
         for worker in self.workers.values():
             assert worker.up or not worker.leases
             assert len(worker.leases) <= (1 if any(self.is_alone(number) for number in worker.leases) else MOST_UNITS)
@@ -377,7 +377,7 @@ class UnitLedger:
             assert all(self.leases[number].worker == worker.name for number in worker.leases)
         for unit in self.touched.values():
             assert all(number in self.leases for number in unit.leases)
-            assert unit.inquest is not None or len(unit.leases) <= (1 if unit.alone else COPIES)
-            if unit.inquest is not None:
-                ranges = sorted(unit.inquest.waiting + unit.inquest.asked)
+            assert unit.bisection is not None or len(unit.leases) <= (1 if unit.alone else COPIES)
+            if unit.bisection is not None:
+                ranges = sorted(unit.bisection.waiting + unit.bisection.asked)
                 assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "probes overlap"

@@ -27,7 +27,7 @@ from draftmill.jobs.spec.spec_file import apply_change, apply_override, read_map
 from draftmill.jobs.spec.task_rules import task_problem, truncate_problem
 from draftmill.jobs.spec.worker_shape import Shapes, WorkerShape
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from draftmill.jobs.codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
 from draftmill.jobs.submitting.client import JobClient, Unreachable
 from draftmill.jobs.submitting.names import is_over
 from draftmill.storage.errors import StoreError

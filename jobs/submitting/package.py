@@ -14,7 +14,7 @@ from typing import Any
 
 from draftmill.actors.ray.ray_inside import PATHSPEC, required
 from draftmill.jobs.driving.session import ROOT
-from draftmill.jobs.notes import size_text
+from draftmill.jobs.formatting import size_text
 from draftmill.storage.errors import UserError
 
 MAX_BYTES = 200 * 2**20

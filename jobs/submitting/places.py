@@ -21,7 +21,7 @@ _FREE = {"model.path": (), "model.adapter": (), "model.tokenizer": ("auto", "non
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class PathMapping:
     """What the cluster can read: the shipped `folder` (None if there is none) with its `files` by name, and `shared` folders."""
 
     folder: Path | None = None
@@ -65,7 +65,7 @@ def _inside(path: str, folder: str) -> bool:
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
-def placed(data: Mapping[str, Any], reach: Reach) -> dict[str, Any]:
+def mapped(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
     """The mapping of a checked spec with paths as the cluster finds them; UserError if one can't be found there."""
     result = deepcopy(dict(data))
     for field, value, put in _paths(result):
@@ -73,7 +73,7 @@ def placed(data: Mapping[str, Any], reach: Reach) -> dict[str, Any]:
             continue
         if "://" in value:
             raise UserError(f"{value!r} ends with the driver; allowed: {_remote()}", field=field)
-        put(reach.path(value, field, written=field == "output.path"))
+        put(paths.path(value, field, written=field == "output.path"))
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from draftmill.jobs.submitting.package import Shipment, code_files, folder_files, shipment
-from draftmill.jobs.submitting.places import Reach, placed
+from draftmill.jobs.submitting.places import PathMapping, mapped
 from draftmill.storage.errors import UserError
 
 MARGIN_S = 15.0
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SubmitOptions:
     """What the user wants of a submitted job, beside its spec. `run` are further options of `draftmill run`."""
 
     code: Literal["ship", "installed"] | None = None
@@ -54,47 +54,47 @@ class Request:
     rest: Mapping[str, Any] = field(default_factory=dict)
 
 
-def request_of(data: Mapping[str, Any], wishes: Wishes) -> Request:
+def request_of(data: Mapping[str, Any], options: SubmitOptions) -> Request:
     """The request for the mapping of a checked spec; UserError for what the cluster could not find or would refuse."""
-    ships = wishes.code == "ship" or (wishes.code is None and wishes.image is None)
-    _check_image(wishes, ships=ships)
-    folder = None if wishes.working_dir is None else Path(wishes.working_dir).expanduser().absolute()
-    files = {} if folder is None else folder_files(folder, wishes.excludes)
-    reach = Reach(folder, frozenset(files), tuple(_shared(path) for path in wishes.shared))
-    spec = yaml.safe_dump(placed(data, reach), sort_keys=False, allow_unicode=True, width=120)
+    ships = options.code == "ship" or (options.code is None and options.image is None)
+    _check_image(options, ships=ships)
+    folder = None if options.working_dir is None else Path(options.working_dir).expanduser().absolute()
+    files = {} if folder is None else folder_files(folder, options.excludes)
+    paths = PathMapping(folder, frozenset(files), tuple(_shared(path) for path in options.shared))
+    spec = yaml.safe_dump(mapped(data, paths), sort_keys=False, allow_unicode=True, width=120)
     if len(spec) > MAX_SPEC or f"\n{_END}\n" in spec:
         raise UserError(f"a spec of {len(spec):,} characters; the maximum is {MAX_SPEC:,}", field="SPEC")
     return Request(
         spec,
-        entrypoint(spec, wishes, ships=ships),
-        environment(wishes),
+        entrypoint(spec, options, ships=ships),
+        environment(options),
         shipment(code_files(data) if ships else {}, files),
-        {"entrypoint_num_cpus": wishes.driver_cpus} if wishes.driver_cpus else {},
+        {"entrypoint_num_cpus": options.driver_cpus} if options.driver_cpus else {},
     )
 
 
-def entrypoint(spec: str, wishes: Wishes, *, ships: bool) -> str:
+def entrypoint(spec: str, options: SubmitOptions, *, ships: bool) -> str:
     """The command: writes the spec to a file of its own and becomes the driver, so that signals reach it."""
     command = "python -m draftmill.jobs.cli" if ships else "draftmill"
-    options = shlex.join(["--ray-address", "auto", "--grace-seconds", f"{wishes.grace_s:g}", *wishes.run])
+    run_options = shlex.join(["--ray-address", "auto", "--grace-seconds", f"{options.grace_s:g}", *options.run])
     return (
         f"folder=$(mktemp -d) && cat > \"$folder/job.yaml\" <<'{_END}' && "
-        f'exec {command} run "$folder/job.yaml" {options}\n{spec.rstrip()}\n{_END}'
+        f'exec {command} run "$folder/job.yaml" {run_options}\n{spec.rstrip()}\n{_END}'
     )
 
 
-def environment(wishes: Wishes) -> dict[str, Any]:
+def environment(options: SubmitOptions) -> dict[str, Any]:
     """Ray's runtime_env, without the working directory."""
     variables = {
         "PYTHONUNBUFFERED": "1",
         # Ray's own patience with a job that is stopped is 3 s.
-        "RAY_JOB_STOP_WAIT_TIME_S": f"{wishes.grace_s + MARGIN_S:.0f}",
+        "RAY_JOB_STOP_WAIT_TIME_S": f"{options.grace_s + MARGIN_S:.0f}",
     }
-    found: dict[str, Any] = {"env_vars": variables | dict(map(_variable, wishes.env))}
-    if wishes.image is not None:
-        found["image_uri"] = wishes.image
-    if wishes.pip:
-        found["pip"] = list(wishes.pip)
+    found: dict[str, Any] = {"env_vars": variables | dict(map(_variable, options.env))}
+    if options.image is not None:
+        found["image_uri"] = options.image
+    if options.pip:
+        found["pip"] = list(options.pip)
     return found
 
 
@@ -137,11 +137,11 @@ def _shared(path: str) -> Path:
     return Path(os.path.normpath(path))
 
 
-def _check_image(wishes: Wishes, *, ships: bool) -> None:
-    if wishes.excludes and wishes.working_dir is None:
+def _check_image(options: SubmitOptions, *, ships: bool) -> None:
+    if options.excludes and options.working_dir is None:
         raise UserError("nothing is shipped; it needs --working-dir", field="--exclude")
-    if wishes.image is None:
+    if options.image is None:
         return
-    for option, given in (("--working-dir", wishes.working_dir), ("--pip", wishes.pip), ("--code ship", ships)):
+    for option, given in (("--working-dir", options.working_dir), ("--pip", options.pip), ("--code ship", ships)):
         if given:
             raise UserError(f"Ray does not combine an image with {option}; use only one of the two", field="--image")

@@ -18,7 +18,7 @@ from draftmill.jobs.submitting.client import JobClient, NoSuchJob
 from draftmill.jobs.submitting.names import RUN, is_over
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 POLL_S = 0.5
 SPARE_S = 30.0

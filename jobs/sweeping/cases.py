@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftmill.actors.loop.loading import fetch_drafter, network_keys
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
+from draftmill.jobs.driving.backend import Backend
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.lease_keeper import kept_lease
 from draftmill.jobs.driving.progress import Display
-from draftmill.jobs.driving.site import Site
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
 from draftmill.jobs.finished.measure import units_to_measure
 from draftmill.jobs.finished.metric_ready import Ready
 from draftmill.jobs.finished.passes import passes_of
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.prepare import Loaders, Prepared, make_plan, prepare, remembering
 from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
@@ -26,8 +26,8 @@ from draftmill.jobs.spec.sweep_spec import Case
 from draftmill.storage.errors import UNUSABLE_ERRORS, UserError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 
 SHOWN_NAMES = 5
 """Cases with the same problem that are named; the others are counted."""
@@ -79,7 +79,7 @@ class SweepCase:
         return network_keys(self.prepared.folder, place_of(self.spec), self.spec.decoder, drafter)
 
 
-def check_cases(cases: Sequence[Case], site: Site, display: Display) -> tuple[list[SweepCase], dict[str, str]]:
+def check_cases(cases: Sequence[Case], backend: Backend, display: Display) -> tuple[list[SweepCase], dict[str, str]]:
     """The cases that can run, and what is wrong with the others, by name. Writes nothing and loads no model."""
     usable: list[SweepCase] = []
     problems: dict[str, str] = {}
@@ -89,18 +89,18 @@ def check_cases(cases: Sequence[Case], site: Site, display: Display) -> tuple[li
             if case.spec is None:
                 assert case.error is not None
                 raise case.error
-            usable.append(_checked(case, case.spec, site, display, loaders))
+            usable.append(_checked(case, case.spec, backend, display, loaders))
         except UNUSABLE_ERRORS as error:
             problems[case.name] = str(error)
     return usable, problems
 
 
-def _checked(case: Case, spec: JobSpec, site: Site, display: Display, loaders: Loaders) -> SweepCase:
+def _checked(case: Case, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
     store = open_store(spec.output.path, s3=spec.s3.options())
     prepared = prepare(spec, store, display, loaders=loaders)
     finished = prepared.plan is not None and is_closed(store)
     if not finished:
-        site.check(spec)
+        backend.check(spec)
     metrics = ready_for(spec, prepared.plan)
     return SweepCase(case.name, case.changes, spec, store, prepared, prepared.plan, finished, metrics)
 
@@ -131,13 +131,13 @@ def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
     before: dict[str, Hashable] = {}
     resources: Hashable = None
     for case in cases:
-        seat, keys = _resources(case), case.network_keys()
-        found.append([name for name in keys if seat != resources or before.get(name) != keys[name]])
-        before, resources = keys, seat
+        wanted, keys = _resources(case), case.network_keys()
+        found.append([name for name in keys if wanted != resources or before.get(name) != keys[name]])
+        before, resources = keys, wanted
     return found
 
 
-def plan_cases(cases: Sequence[SweepCase], site: Site, display: Display) -> None:
+def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -> None:
     """Plan the cases that have no plan; cases with the same rows and canvases are planned once.
 
     `cases` are all that can run: the plan of a finished one serves others too. A case that can't be planned fails, and so do
@@ -150,7 +150,7 @@ def plan_cases(cases: Sequence[SweepCase], site: Site, display: Display) -> None
         for case in (member for member in members if member.plan is None and member.is_ready):
             copies += donor is not None
             try:
-                case.plan = _planned(case, donor, site, display)
+                case.plan = _planned(case, donor, backend, display)
             except LeaseHeld as error:
                 case.fail(INTERRUPTED, error)
             except UserError as error:
@@ -163,10 +163,10 @@ def plan_cases(cases: Sequence[SweepCase], site: Site, display: Display) -> None
             display.note(f"planned: {counted(copies, 'more case')} with the same rows: the plan was copied")
 
 
-def _planned(case: SweepCase, donor: Plan | None, site: Site, display: Display) -> Plan:
+def _planned(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
     with kept_lease(case.store, StopFlag().set) as lease:
         if donor is None or load_plan(case.store) is not None:
-            survey = site.survey(case.prepared, display)
+            survey = backend.survey(case.prepared, display)
             return make_plan(case.prepared, case.store, display, epoch=lease.epoch, survey=survey)
         return copy_plan(case.prepared, donor, case.store, epoch=lease.epoch)
 

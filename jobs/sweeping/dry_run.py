@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from draftmill.actors.loop.shelf import Shelf
+from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.jobs.driving.totals import ratio
 from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample
 from draftmill.jobs.forecasting.trial import SAMPLE_ROWS, TRIAL_ROWS, TRIAL_S, first_canvases, take_sample, try_out
-from draftmill.jobs.notes import counted, duration, rate_text
+from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.jobs.spec.sweep_spec import Sweep, described
@@ -132,20 +132,20 @@ def _estimated(sample: TrialSample) -> Work:
 
 def _trials(cases: Sequence[SweepCase], trial_s: float) -> list[Trial | str]:
     """A trial of each case, or why there is none; the networks stay in memory from case to case."""
-    shelf = Shelf()
+    model_cache = ModelCache()
     canvases: dict[int, list[Made]] = {}
     for group in plan_groups([case.prepared for case in cases]):
         made = first_canvases(cases[group[0]].prepared, TRIAL_ROWS)
         canvases |= dict.fromkeys(group, made)
-    return [_trial(case, canvases[number], trial_s, shelf) for number, case in enumerate(cases)]
+    return [_trial(case, canvases[number], trial_s, model_cache) for number, case in enumerate(cases)]
 
 
-def _trial(case: SweepCase, canvases: Sequence[Made], trial_s: float, shelf: Shelf) -> Trial | str:
+def _trial(case: SweepCase, canvases: Sequence[Made], trial_s: float, model_cache: ModelCache) -> Trial | str:
     if not canvases:
         return "every sampled row fails"
     try:
-        return try_out(case.prepared, canvases, trial_s=trial_s, shelf=shelf)
+        return try_out(case.prepared, canvases, trial_s=trial_s, model_cache=model_cache)
     except UserError as error:
         return str(error)
     finally:
-        shelf.rest()
+        model_cache.rest()

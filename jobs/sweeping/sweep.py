@@ -14,15 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of, severest
+from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
 from draftmill.jobs.driving.lease_keeper import kept_lease
 from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.session import RayDidNotStart
-from draftmill.jobs.driving.site import Site, site_of
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of, severest
 from draftmill.jobs.finished.measure import SpareMeasurers, measure_units
 from draftmill.jobs.finished.passes import left_failed, passes_of
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import told_full
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
@@ -32,9 +32,9 @@ from draftmill.jobs.sweeping.table import sweep_lines
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
+from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.store import open_store, probe
 from draftmill.storage.stores.store import sweep as delete_stray_files
-from draftmill.storage.stores.verbs import NotFound, Store
 
 FORMAT = 1
 
@@ -58,9 +58,9 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     Raises UserError if the sweep file can't be used, or none of its cases can run; then nothing has been written.
     """
     made = load_sweep(path, overrides)
-    site = site_of(address=options.ray_address, local=options.local, keep=True)
+    backend = backend_of(address=options.ray_address, local=options.local, keep=True)
     with make_display(quiet=options.quiet) as display:
-        cases, problems = check_cases(made.cases, site, display)
+        cases, problems = check_cases(made.cases, backend, display)
     say_problems(problems, len(made.cases))
     if any(case.spec.notify for case in cases):
         print("draftmill: a sweep sends no notices: `notify` is not used", file=sys.stderr)
@@ -74,7 +74,7 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     ready = [case for case in cases if case.is_ready]
     if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, made, cases):
         try:
-            run_cases(made, cases, store, site, options)
+            run_cases(made, cases, store, backend, options)
         except (LeaseHeld, LeaseLost) as error:
             print(f"draftmill: {error}", file=sys.stderr)
             return INTERRUPTED
@@ -93,7 +93,7 @@ def say_problems(problems: dict[str, str], count: int) -> None:
     print(f"draftmill: {counted(len(problems), 'case')} of {count} can't run; the others do\n{lines}", file=sys.stderr)
 
 
-def run_cases(made: Sweep, cases: list[SweepCase], store: Store, site: Site, options: RunOptions) -> None:
+def run_cases(made: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
     """Plan and decode the cases that are not decoded yet, then measure what lacks metrics, under the sweep's lease."""
     stops = Stops()
     conditional = probe(store)
@@ -102,11 +102,11 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, site: Site, opt
         delete_stray_files(store)
         if not conditional:
             display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
-        with site.opening_for(display, [case.prepared for case in ready]) as refusals:
+        with backend.opening_for(display, [case.prepared for case in ready]) as refusals:
             for case, error in zip(ready, refusals, strict=True):
                 if error is not None:
                     case.fail(UNUSABLE, error)
-            plan_cases(cases, site, display)
+            plan_cases(cases, backend, display)
             late = {case.name: case.problem for case in ready if case.problem is not None and case.code == UNUSABLE}
             say_problems(late, len(cases))
             write_record(store, made, cases)
@@ -115,8 +115,8 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, site: Site, opt
                     return
                 display.heading = f"case {number} of {len(cases)}, {case.name}: "
                 display.note(f"case {number} of {len(cases)}: {case.name} ({described(case.changes)})")
-                decode_case(case, options, stops, display, site, conditional=conditional, loads=loads)
-            measure_cases(cases, options, stops, display, site)
+                decode_case(case, options, stops, display, backend, conditional=conditional, loads=loads)
+            measure_cases(cases, options, stops, display, backend)
 
 
 def orderly(ready: Iterable[SweepCase]) -> Iterable[tuple[SweepCase, bool]]:
@@ -130,7 +130,7 @@ def decode_case(
     options: RunOptions,
     stops: Stops,
     display: Display,
-    site: Site,
+    backend: Backend,
     *,
     conditional: bool,
     loads: bool,
@@ -149,7 +149,7 @@ def decode_case(
             lease,
             stop,
             display,
-            site,
+            backend,
             loads=loads,
         )
         finish = decode(run)
@@ -166,26 +166,28 @@ def decode_case(
                 case.code = INTERRUPTED
 
 
-def measure_cases(cases: Sequence[SweepCase], options: RunOptions, stops: Stops, display: Display, site: Site) -> None:
+def measure_cases(
+    cases: Sequence[SweepCase], options: RunOptions, stops: Stops, display: Display, backend: Backend
+) -> None:
     """Measure the metrics that decoded cases lack. It comes last, since the workers that decode must end first."""
     lacking = [case for case in cases if case.lacks_metrics()]
     if not lacking:
         return
-    site.end_spare()
+    backend.end_spare()
     spare = SpareMeasurers()
-    with site.opened(display):
+    with backend.opened(display):
         for number, case in enumerate(lacking, start=1):
             if stops.reason is not None:
                 case.code = INTERRUPTED
                 continue
             display.heading = f"metrics of case {number} of {len(lacking)}, {case.name}: "
             display.note(f"metrics of case {number} of {len(lacking)}: {case.name}")
-            measure_case(case, options, stops, display, site, spare)
+            measure_case(case, options, stops, display, backend, spare)
         spare.end()
 
 
 def measure_case(
-    case: SweepCase, options: RunOptions, stops: Stops, display: Display, site: Site, spare: SpareMeasurers
+    case: SweepCase, options: RunOptions, stops: Stops, display: Display, backend: Backend, spare: SpareMeasurers
 ) -> None:
     """Measure one case; a problem of this case alone does not end the sweep."""
     s3 = case.spec.s3.options()
@@ -196,7 +198,7 @@ def measure_case(
             case.spec,
             passes_of(case.store, s3=s3),
             case.metrics,
-            site=site,
+            backend=backend,
             local=options.local,
             display=display,
             stop=stop,

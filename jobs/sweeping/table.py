@@ -13,7 +13,7 @@ from draftmill.jobs.driving.totals import ratio
 from draftmill.jobs.finished.metric_figures import figure_text
 from draftmill.jobs.finished.passes import left_failed, passes_of
 from draftmill.jobs.finished.summary import read_summary
-from draftmill.jobs.notes import counted, rate_text
+from draftmill.jobs.formatting import counted, rate_text
 from draftmill.jobs.spec.sweep_spec import Sweep
 from draftmill.jobs.sweeping.cases import SweepCase
 from draftmill.storage.runs.commit import done_units, read_manifest

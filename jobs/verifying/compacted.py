@@ -20,7 +20,7 @@ from draftmill.jobs.finished.passes import Pass, PassRows, latest_rows
 from draftmill.storage.errors import StoreError
 from draftmill.storage.parquet import parquet_groups, parquet_metadata
 from draftmill.storage.runs.records import schema_of
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 
 def check_compact(store: Store, passes: Sequence[Pass]) -> tuple[str | None, list[str]]:

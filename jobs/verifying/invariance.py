@@ -20,7 +20,7 @@ from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.parquet import read_parquet
 from draftmill.storage.runs.commit import CommittedUnit, Manifest
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 Said = tuple[list[int], list[float] | None, float | None]
 """The tokens of a sample; if they were scored also the log-probability of each, where it is known, and of all together."""
@@ -29,10 +29,10 @@ Said = tuple[list[int], list[float] | None, float | None]
 def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
     """Decode `samples` stored samples alone; prints and returns the share with equal results."""
     job = replace(make_job(plan.spec, plan, conditional=True), store_url=store.url, max_rows=1, trace=False)
-    decoder, clerk = build_parts(job, name="verify", node="", threads=1)
+    decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
     for unit, index, stored in pick(store, manifest, samples, scores=isinstance(plan.spec.task, Score)):
-        (sample,) = clerk.open_unit(alone(unit, index))
+        (sample,) = unit_io.open_unit(alone(unit, index))
         if sample.canvas is None:
             continue
         compared += 1

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from draftmill.jobs.finished.passes import Pass
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.storage.errors import StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import CommittedUnit
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
 from draftmill.storage.runs.records import read_results
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 
 def check_metrics(store: Store, passes: Sequence[Pass]) -> tuple[str | None, list[str]]:

@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from draftmill.jobs.codes import OK, UNEXPECTED
+from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
-from draftmill.jobs.notes import counted
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.schedule.unit_sizes import UnitSet
 from draftmill.jobs.verifying.compacted import check_compact
@@ -33,9 +33,9 @@ from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, CommittedUnit, Manifest, unit_name, unit_number, unit_numbers
 from draftmill.storage.runs.done import DoneUnits
 from draftmill.storage.runs.records import REMEDY
-from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Store
 
 SHOWN = 20
 """Number of problems printed in full; the rest are only counted."""
@@ -142,7 +142,7 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     missing = np.flatnonzero(places < 0).tolist()
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
     left = UnitSet(map(int, numbers))
-    for (committed, names), file in promised(
+    for (committed, names), file in parallel_map(
         store, _planned(plan, manifest, places, left), lambda one: _read(store, one[0].object)
     ):
         findings.problems += check_unit(plan, committed, names, file, findings)

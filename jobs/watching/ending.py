@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
 from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.device_time import HOUR_S
 from draftmill.jobs.driving.driver_log import DriverLog
 from draftmill.jobs.driving.events import JsonStream, Level, say_in_events, time_text
 from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.watching.cost import MILLION, mean_price, money_text, purposes_of
@@ -23,7 +23,7 @@ from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import done_units, read_manifest
 from draftmill.storage.secrets import presentable
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 INTERRUPTED_S = 3.0
 """Most seconds that notices of an interruption may take: the machine may be about to go."""

@@ -19,7 +19,7 @@ from draftmill.jobs.driving.watchers import Watcher
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.watching.cost import MILLION, hours_text, money_text
 from draftmill.storage.errors import StoreError
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 NAME = "log/estimate.json"
 
@@ -128,7 +128,7 @@ class EstimateWatcher(Watcher):
         if self._is_done:
             return
         self._units += len(self._new)
-        self._tokens += sum(scheduler.books.sizes[unit].tokens for unit in self._new)
+        self._tokens += sum(scheduler.state.sizes[unit].tokens for unit in self._new)
         self._new.clear()
         if self._estimate is None and self._total and self._tokens >= SHARE * self._total:
             self._estimate = self._measured(totals)

@@ -190,7 +190,7 @@ class MetricsWatcher(Watcher):
         self._set("draftmill_slots_used", sum(one.used for one in self._slots.values()))
         for status, count in {"up": totals.workers if running else 0, "loading": totals.loading}.items():
             self._set("draftmill_workers", count, status=status)
-        for status, count in scheduler.books.states().items():
+        for status, count in scheduler.state.states().items():
             self._set("draftmill_units", count, status=status)
 
     def _spend(self, totals: Totals) -> None:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.inputs.inputs import STDLIB
 from draftmill.storage.inputs.sources import open_bytes
-from draftmill.storage.stores.promises import thread_pool
-from draftmill.storage.stores.verbs import about
+from draftmill.storage.stores.interface import about
+from draftmill.storage.stores.parallel import thread_pool
 
 _MOST_THREADS = 4
 """Hashing threads. Hashing releases the interpreter's lock; disks gain nothing from more threads."""

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.stores.interface import S3Options, Stat, about
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Stat, about
 
 STDLIB = "builtin:python-stdlib"
 STDLIB_CHUNK_CHARS = 384

@@ -40,7 +40,7 @@ _SCALARS: Final[Mapping[type, pa.DataType]] = {str: pa.string(), bool: pa.bool_(
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnNews:
+class ColumnTypes:
     """What rows say of the type of a column: the types that changed the type so far, in order, and the flags of _Column."""
 
     types: tuple[pa.DataType, ...]
@@ -49,8 +49,8 @@ class ColumnNews:
     is_wide: bool
 
 
-KeptNews = Mapping[str, ColumnNews]
-"""The news of each kept column, by name."""
+NewTypes = Mapping[str, ColumnTypes]
+"""The new types of each kept column, by name."""
 
 
 class KeptTypes:
@@ -73,14 +73,14 @@ class KeptTypes:
         for name, found in types.items():
             self._columns[name].see_type(found)
 
-    def news(self) -> KeptNews:
-        """What was seen since the last call, in a form that `hear` understands."""
-        return {name: column.news() for name, column in self._columns.items()}
+    def new_types(self) -> NewTypes:
+        """What was seen since the last call, in a form that `add_types` understands."""
+        return {name: column.new_types() for name, column in self._columns.items()}
 
-    def hear(self, news: KeptNews) -> None:
+    def add_types(self, types: NewTypes) -> None:
         """Add what another process saw in the rows that follow; the same as if this object had seen them."""
-        for name, told in news.items():
-            self._columns[name].hear(told)
+        for name, told in types.items():
+            self._columns[name].add_types(told)
 
     def absent(self) -> list[str]:
         """The columns that no input has."""
@@ -100,7 +100,7 @@ class _Column:
         self.is_wide = False  # a whole number that float64 does not hold
         self.found: pa.DataType | None = None
         self._scalars: set[type] = set()
-        self._news: list[pa.DataType] = []
+        self._new_types: list[pa.DataType] = []
 
     def see(self, value: Any) -> None:
         self.is_there = True
@@ -129,7 +129,7 @@ class _Column:
         before = self.found
         self._join(found)
         if self.found != before or self.as_json:
-            self._news.append(found)
+            self._new_types.append(found)
 
     def _join(self, found: pa.DataType) -> None:
         if self.found is not None and self.found != found:
@@ -145,11 +145,11 @@ class _Column:
         self.found = found
         self.as_json |= _num_fields(found) > MOST_FIELDS
 
-    def news(self) -> ColumnNews:
-        told, self._news = self._news, []
-        return ColumnNews(tuple(told), self.is_there, self.as_json, self.is_wide)
+    def new_types(self) -> ColumnTypes:
+        told, self._new_types = self._new_types, []
+        return ColumnTypes(tuple(told), self.is_there, self.as_json, self.is_wide)
 
-    def hear(self, told: ColumnNews) -> None:
+    def add_types(self, told: ColumnTypes) -> None:
         for found in told.types:
             if not self.as_json:
                 self._add(found)

@@ -26,8 +26,8 @@ from draftmill.storage.inputs.slices import WHOLE, Slice
 from draftmill.storage.inputs.sources import Stamp, blocks_at, open_bytes, open_stream, stamp_of
 from draftmill.storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
 from draftmill.storage.inputs.tables import pick_table_rows, table_rows, table_schema
+from draftmill.storage.stores.interface import S3Options, about
 from draftmill.storage.stores.object_parts import BLOCK_BYTES, Block, ahead
-from draftmill.storage.stores.verbs import S3Options, about
 
 __all__ = [
     "InputFile",

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from draftmill.storage.arrow_validation import THREADS, check_sound
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.fields import outer_columns
 from draftmill.storage.inputs.input_file import InputFile
 from draftmill.storage.inputs.portions import is_bytes
 from draftmill.storage.inputs.rows import damaged
 from draftmill.storage.inputs.sources import open_bytes
-from draftmill.storage.soundness import THREADS, check_sound
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 BATCH_BYTES = 8 * 2**20
 BATCH_ROWS = 4096

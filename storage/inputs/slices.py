@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from draftmill.storage.inputs.input_file import InputFile
 from draftmill.storage.inputs.row_groups import group_sizes
 from draftmill.storage.inputs.sources import open_bytes
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 READ_BYTES = 2**20
 

@@ -21,10 +21,10 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.rows import damaged
+from draftmill.storage.stores.interface import Conflict, NotFound, S3Options, Store
 from draftmill.storage.stores.local import translated
 from draftmill.storage.stores.object_parts import BLOCK_BYTES, BLOCKS, Block
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Conflict, NotFound, S3Options, Store
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.input_file import InputFile
 from draftmill.storage.inputs.sources import open_stream
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 KEPT_BYTES = 4 * 2**30
 """Bytes of temporary files per reading process."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from draftmill.storage.arrow_validation import THREADS, sound
 from draftmill.storage.inputs.fields import lifted_batch
 from draftmill.storage.inputs.input_file import InputFile
 from draftmill.storage.inputs.inputs import local_path
@@ -30,9 +31,8 @@ from draftmill.storage.inputs.row_groups import (
 from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, damaged, failed
 from draftmill.storage.inputs.slices import WHOLE, Slice
 from draftmill.storage.inputs.sources import check_same, open_bytes
-from draftmill.storage.soundness import THREADS, sound
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.local import translated
-from draftmill.storage.stores.verbs import S3Options
 
 _ARROW_FILE = b"ARROW1"
 _STRETCHES = Stretches()

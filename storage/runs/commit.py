@@ -40,7 +40,7 @@ from draftmill.storage.runs.manifest import (
 )
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
-from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, Stat, Store
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Stat, Store
 
 __all__ = [
     "MANIFEST",

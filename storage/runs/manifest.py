@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts
-from draftmill.storage.stores.verbs import Body, FileBody, Store
+from draftmill.storage.stores.interface import Body, FileBody, Store
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"

@@ -26,8 +26,8 @@ from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.commit import ForeignUnit
-from draftmill.storage.stores.promises import promised
-from draftmill.storage.stores.verbs import AlreadyExists, Store
+from draftmill.storage.stores.interface import AlreadyExists, Store
+from draftmill.storage.stores.parallel import parallel_map
 
 KEYS: Final = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("sample", pa.int32(), nullable=False)])
 """The first columns of every file; all others are float64, null where a row has no value."""
@@ -272,7 +272,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def _by_unit(store: Store) -> Iterator[tuple[tuple[int, int], list[pa.Table]]]:
     units = measured_units(store)
     names = [metrics_name(*place, one) for place, sets in units.items() for one in sets]
-    answers = promised(store, names, store.get)
+    answers = parallel_map(store, names, store.get)
     for place, sets in units.items():
         yield place, [_read(store, name, data.result()) for name, data in (next(answers) for _ in sets)]
 

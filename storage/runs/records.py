@@ -13,8 +13,8 @@ import pyarrow as pa
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.parquet import read_parquet
-from draftmill.storage.stores.promises import promised
-from draftmill.storage.stores.verbs import NotFound, Store
+from draftmill.storage.stores.interface import NotFound, Store
+from draftmill.storage.stores.parallel import parallel_map
 
 SCHEMA_VERSION = 6
 _ADDED = {
@@ -184,7 +184,7 @@ def read_results(
     DamagedRun, which names the file and a remedy, where one is damaged or missing.
     """
     names = objects if objects is not None else (stat.name for stat in store.list("data/"))
-    for name, data in promised(store, names, store.get):
+    for name, data in parallel_map(store, names, store.get):
         try:
             table = read_parquet(data.result(), columns=columns)
         except NotFound:

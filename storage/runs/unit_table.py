@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from draftmill.storage.arrow_validation import THREADS
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.sources import open_object
-from draftmill.storage.soundness import THREADS
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 PLAN = "_plan.json"
 FOLDER = "plan/"

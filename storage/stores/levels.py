@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from draftmill.storage.stores.verbs import Stat, Store
+from draftmill.storage.stores.interface import Stat, Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from threading import Lock
 from typing import ClassVar
 
-from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
 
 
 class MemoryStore:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 T = TypeVar("T")
 

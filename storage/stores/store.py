@@ -6,9 +6,9 @@ import os
 import secrets
 
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.interface import AlreadyExists, S3Options, Store, about
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.verbs import AlreadyExists, S3Options, Store, about
 
 
 def open_store(url: str, *, s3: S3Options | None = None) -> Store:

@@ -22,8 +22,8 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from draftmill.storage.errors import StoreError
+from draftmill.storage.stores.interface import AlreadyExists
 from draftmill.storage.stores.s3 import TOKEN, S3Store, sha256, status_of
-from draftmill.storage.stores.verbs import AlreadyExists
 
 PART_BYTES = 16 * 2**20
 MAX_PARTS = 10_000

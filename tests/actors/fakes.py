@@ -1,4 +1,4 @@
-"""A decoder without a model, and a clerk without files, for tests of the loop around them."""
+"""A decoder without a model, and a UnitIO without files, for tests of the loop around them."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ class FakeWorker(Turns):
     def begin(self, name: str, job: object, threads: int) -> tuple[str, int, dict[str, Any]]:
         if name == "w9":
             raise ValueError("the model is not there")
-        clerk = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6], LOSES_DEVICE: [LOSES_DEVICE]})
-        clerk.on_open = lambda unit: os._exit(7) if unit.unit == 99 else None
+        unit_io = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6], LOSES_DEVICE: [LOSES_DEVICE]})
+        unit_io.on_open = lambda unit: os._exit(7) if unit.unit == 99 else None
         decoder = FakeDecoder(trouble=lose_device)
-        super().__init__(UnitRunner(decoder, clerk, worker=name), node=socket.gethostname())
+        super().__init__(UnitRunner(decoder, unit_io, worker=name), node=socket.gethostname())
         return self.where()
 
     def rest(self) -> None:

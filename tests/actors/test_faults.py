@@ -98,12 +98,12 @@ def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
 
 
 def test_a_lost_device_ends_the_worker_and_no_row_is_blamed_for_it():
-    clerk = FakeClerk({0: [2, 97, 3]})
-    runner = UnitRunner(FakeDecoder(trouble=lose_device), clerk)
+    unit_io = FakeClerk({0: [2, 97, 3]})
+    runner = UnitRunner(FakeDecoder(trouble=lose_device), unit_io)
     runner.add(work(0, 3))
     with pytest.raises(DeviceLostError, match="illegal memory access") as caught:
         run_all(runner)
-    assert not clerk.closed
+    assert not unit_io.closed
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), DeviceLostError), "it has to reach the driver"
 
 

@@ -22,9 +22,9 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.driving import lease_keeper as keeper
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.lease import LEASE
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Store
 from tests.jobs.finished.test_measure import POINTS  # `draftmill measure` is killed there
 from tests.jobs.recurring.recurring_jobs import KILLS as RECURRING  # recurring jobs there
 from tests.runs.jobs_of_tests import forked, rows_of, write_rows, write_spec

@@ -18,7 +18,7 @@ from draftmill.actors.job import Job
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import Turns, build_runner
 from draftmill.actors.ray.pool import RayPool
-from draftmill.actors.rows.unit_io import RowClerk
+from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.decoders.base import Request
 from draftmill.jobs.cli import main
 from draftmill.jobs.running import session
@@ -53,8 +53,8 @@ def poisoned_runner(job: Job, *, name: str, node: str, threads: int) -> UnitRunn
     decoder: Any = runner.decoder
     decoder.backbone.embedding_VD = decoder.backbone.embedding_VD.clone()
     decoder.backbone.embedding_VD[NAN] = torch.nan
-    clerk: Any = runner.clerk
-    admit, step, make = decoder.admit, decoder.step, clerk._maker.make
+    unit_io: Any = runner.unit_io
+    admit, step, make = decoder.admit, decoder.step, unit_io._maker.make
     inside: dict[int, Request] = {}
 
     def poisoned_make(values: Any, key: int) -> Any:
@@ -74,7 +74,7 @@ def poisoned_runner(job: Job, *, name: str, node: str, threads: int) -> UnitRunn
             torch.empty(2**58, dtype=torch.int64)
         return step()
 
-    clerk._maker = SimpleNamespace(make=poisoned_make)
+    unit_io._maker = SimpleNamespace(make=poisoned_make)
     decoder.admit, decoder.step = poisoned_admit, poisoned_step
     return runner
 
@@ -109,8 +109,8 @@ class DeadlyWorker(Turns):
     """A worker without a model, which some rows kill, and others hold for ever; rows, units and files are real."""
 
     def __init__(self, name: str, job: Job, threads: int) -> None:
-        clerk = RowClerk(job, tokenizer=None, info=model_info(), worker=name, node=socket.gethostname())
-        super().__init__(UnitRunner(FakeDecoder(trouble=self.decode), clerk, worker=name), socket.gethostname())
+        unit_io = RowUnitIO(job, tokenizer=None, info=model_info(), worker=name, node=socket.gethostname())
+        super().__init__(UnitRunner(FakeDecoder(trouble=self.decode), unit_io, worker=name), socket.gethostname())
 
     def decode(self, requests: list[Request]) -> None:
         if has(requests, ABORT):

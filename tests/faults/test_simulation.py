@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from draftmill.jobs.schedule.unit_leases import Unit, UnitLedger
+from draftmill.jobs.schedule.unit_leases import SchedulerState, Unit
 from tests.runs.jobs_of_tests import soak
 from tests.simulation.disk import Broken, Handle
 from tests.simulation.schedules import drawn_job, play, simulated
@@ -90,24 +90,24 @@ def test_a_committer_that_writes_over_what_is_there_is_found(at_work: dict[str, 
 
 
 def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work: dict[str, Any]):
-    dismiss = UnitLedger.dismiss
+    dismiss = SchedulerState.dismiss
 
-    def forgetful(self: UnitLedger, name: str) -> Any:
+    def forgetful(self: SchedulerState, name: str) -> Any:
         known = dismiss(self, name)
         return known and (known[0], known[1][:1])
 
-    with patch.object(UnitLedger, "dismiss", forgetful):
+    with patch.object(SchedulerState, "dismiss", forgetful):
         assert broken_within(at_work, 300) == "the job does not end"
 
 
 def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work: dict[str, Any]):
-    dismiss = UnitLedger.dismiss
+    dismiss = SchedulerState.dismiss
 
-    def careless(self: UnitLedger, name: str) -> Any:
+    def careless(self: SchedulerState, name: str) -> Any:
         known = dismiss(self, name)
         return known and (known[0], [] if known[0].leaving else known[1])
 
-    with patch.object(UnitLedger, "dismiss", careless):
+    with patch.object(SchedulerState, "dismiss", careless):
         assert broken_within(at_work, 2000) == "the job does not end"
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from draftmill.actors.rows.prompts import PromptMaker
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.actors.rows.unit_io import RowClerk
+from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.actors.task import Columns, Complete
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.progress import LineDisplay
@@ -27,8 +27,8 @@ from draftmill.storage.inputs import sources
 from draftmill.storage.inputs.reader import iterate, list_inputs
 from draftmill.storage.secrets import HIDDEN, redacted
 from draftmill.storage.stores import s3 as s3_module
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.actors.tokenizers_for_tests import model_info
 from tests.runs.causal_jobs import TOKENIZER
 from tests.runs.jobs_here import without_ray
@@ -88,23 +88,23 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
         tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 12), output={"path": s3_url, "unit_rows": 4}, s3=place
     )
     options = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", str(s3_options.region)]
-    canvas, close = RowClerk._canvas, RowClerk.close_unit
+    canvas, close = RowUnitIO._canvas, RowUnitIO.close_unit
     failures = iter([True])
 
-    def failing_row(self: RowClerk, sample: Any, values: Any) -> Any:
+    def failing_row(self: RowUnitIO, sample: Any, values: Any) -> Any:
         if sample.note.planned.id in {"row-1", "row-5"}:
             raise ValueError(f"the tokenizer could not reach https://user:{said}@host: {said}")
         return canvas(self, sample, values)
 
-    def failing_unit(self: RowClerk, *arguments: Any) -> Any:
+    def failing_unit(self: RowUnitIO, *arguments: Any) -> Any:
         if next(failures, False):
             raise RuntimeError(f"could not write with {said}")
         return close(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
-        patch.setattr(RowClerk, "_canvas", failing_row)
-        patch.setattr(RowClerk, "close_unit", failing_unit)
+        patch.setattr(RowUnitIO, "_canvas", failing_row)
+        patch.setattr(RowUnitIO, "close_unit", failing_unit)
         s3_server.fail("503", part="unit-0000", times=2)
         assert main(["run", str(spec)]) == 3
         assert main(["rerun", s3_url, *options, "--failed"]) == 3

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from tests.runs.local_pool import SiteHere
+from tests.runs.local_pool import BackendHere
 
 
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, `draftmill run` and `rerun` decode in this process."""
     for module in ("draftmill.jobs.running.run", "draftmill.jobs.commands.rerun"):
-        monkeypatch.setattr(f"{module}.site_of", lambda **_: SiteHere())
+        monkeypatch.setattr(f"{module}.backend_of", lambda **_: BackendHere())
 
 
 def run(spec: dict[str, Any], file: Path, command: str = "run") -> int:

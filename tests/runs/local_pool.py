@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
-from draftmill.actors.job import Crew, Job
+from draftmill.actors.job import Allocation, Job
 from draftmill.actors.loop.local_pool import LocalPool
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import build_runner
 from draftmill.jobs.commands import rerun as jobs_rerun
-from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.allocation import allocate
+from draftmill.jobs.driving.backend import LocalBackend, WorkerPool
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.driving.progress import Display
-from draftmill.jobs.driving.site import LocalSite, WorkerPool
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.running import run as running
 from draftmill.jobs.spec.job_spec import JobSpec
@@ -24,36 +24,36 @@ from draftmill.jobs.spec.job_spec import JobSpec
 Build = Callable[..., UnitRunner]
 
 
-class SiteHere(LocalSite):
+class BackendHere(LocalBackend):
     """A cluster of so many CPUs and no GPU, all of whose workers are in this process, with one thread each."""
 
     def __init__(self, workers: int = 1, build: Build = build_runner) -> None:
         self._workers, self._build = workers, build
 
     def check(self, spec: JobSpec) -> None:
-        """See Site."""
+        """See Backend."""
 
     def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
-        """See Site; what the cluster lacks is missed before anything is written, as with Ray."""
-        self.crew(prepared.spec, units=1)
+        """See Backend; what the cluster lacks is missed before anything is written, as with Ray."""
+        self.allocate(prepared.spec, units=1)
         return nullcontext()
 
-    def crew(self, spec: JobSpec, *, units: int) -> Crew:
-        """See Site."""
-        found = crew(spec.shapes, [NodeRoom(self._workers, 0)], units=units, device=spec.model.device)
-        return replace(found, seats=tuple(replace(seat, threads=1) for seat in found.seats))
+    def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
+        """See Backend."""
+        found = allocate(spec.shapes, [NodeRoom(self._workers, 0)], units=units, device=spec.model.device)
+        return replace(found, kinds=tuple(replace(resources, threads=1) for resources in found.kinds))
 
-    def pool(self, job: Job, crew: Crew) -> WorkerPool:
-        """See Site."""
-        return LocalPool(job, crew.seats[0], build=partial(self._build))
+    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+        """See Backend."""
+        return LocalPool(job, allocation.kinds[0], build=partial(self._build))
 
 
 @contextmanager
 def without_ray(*, workers: int = 1, build: Build = build_runner) -> Iterator[None]:
     """For the time of the block jobs run without Ray, on so many CPUs."""
-    site = partial(SiteHere, workers, build)
+    backend = partial(BackendHere, workers, build)
     with (
-        patch.object(running, "site_of", lambda **_: site()),
-        patch.object(jobs_rerun, "site_of", lambda **_: site()),
+        patch.object(running, "backend_of", lambda **_: backend()),
+        patch.object(jobs_rerun, "backend_of", lambda **_: backend()),
     ):
         yield

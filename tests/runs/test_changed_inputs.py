@@ -24,10 +24,10 @@ from draftmill.storage.errors import ChangedInput, UserError
 from draftmill.storage.inputs import reader, row_groups, sources, tables
 from draftmill.storage.inputs.last_read import Stretches
 from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.object_parts import ObjectParts
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.runs.causal_jobs import job_spec, results_of, save_model
 
 PLANNED = [{"id": f"old-{number}", "prompt": f"x = {number}"} for number in range(8)]

@@ -20,8 +20,8 @@ from draftmill.jobs.exporting.compact import MANIFEST, Parts, read_compact
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.storage.parquet import parquet_groups
 from draftmill.storage.runs.records import SCHEMA, table_from_rows
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
 from tests.storage.inputs.tables import result_row, unit_table

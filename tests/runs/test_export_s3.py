@@ -16,8 +16,8 @@ from draftmill.jobs.exporting.places import check_places, errors_beside
 from draftmill.jobs.finished.passes import latest_rows
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores import upload
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.verbs import S3Options
 from tests.runs.test_export import PROMPTS, batch
 from tests.storage.stores.s3_forward import VARIABLE
 from tests.storage.stores.s3_server import S3Server

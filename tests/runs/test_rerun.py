@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.rows.unit_io import RowClerk
+from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.jobs.cli import main
 from draftmill.jobs.finished.passes import Pass, PassRows, latest_rows, passes_of
 from draftmill.storage.errors import RowError, StoreError
@@ -28,14 +28,14 @@ STILL_SICK = {"row-4", "row-23"}
 
 def sicken(monkeypatch: pytest.MonkeyPatch, names: set[str]) -> None:
     """Rows of these names fail when a worker makes their canvas, though the plan found nothing wrong with them."""
-    healthy = RowClerk._canvas
+    healthy = RowUnitIO._canvas
 
-    def canvas(self: RowClerk, sample: Any, values: Any) -> Any:
+    def canvas(self: RowUnitIO, sample: Any, values: Any) -> Any:
         if sample.note.planned.id in names:
             raise RowError("out_of_memory", "decode", "too little of it today")
         return healthy(self, sample, values)
 
-    monkeypatch.setattr(RowClerk, "_canvas", canvas)
+    monkeypatch.setattr(RowUnitIO, "_canvas", canvas)
 
 
 def run_with(names: set[str], *arguments: str) -> int:

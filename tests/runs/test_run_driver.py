@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
+from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Receipt, Reported, TurnReport, Up, WorkUnit
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.driver import TOO_MANY, Driver, StopFlag
@@ -21,9 +21,9 @@ from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.unit_sizes import UnitSize
 from draftmill.storage.runs.commit import commit_unit, done_units, record_commit
 from draftmill.storage.runs.records import read_results, table_from_rows
+from draftmill.storage.stores.interface import Body, Stat, Store
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.store import open_store, probe
-from draftmill.storage.stores.verbs import Body, Stat, Store
 from tests.actors.fakes import FakeClerk, FakeDecoder
 
 ROWS = 4
@@ -73,15 +73,15 @@ class StoreClerk(FakeClerk):
 class FakePool:
     """Workers that decode in `poll`, one step each."""
 
-    def __init__(self, clerk: Callable[[], StoreClerk]) -> None:
-        self.clerk = clerk
+    def __init__(self, unit_io: Callable[[], StoreClerk]) -> None:
+        self.unit_io = unit_io
         self.runners: dict[str, UnitRunner] = {}
-        self.news: list[PoolNews] = []
+        self.events: list[PoolEvent] = []
         self.deaths = 0
 
     def start(self, name: str) -> None:
-        self.runners[name] = UnitRunner(FakeDecoder(), self.clerk(), worker=name)
-        self.news.append(Up(name, "node", 1))
+        self.runners[name] = UnitRunner(FakeDecoder(), self.unit_io(), worker=name)
+        self.events.append(Up(name, "node", 1))
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         self.runners[name].add(unit)
@@ -92,13 +92,13 @@ class FakePool:
     def kill(self, name: str) -> None:
         self.runners.pop(name).close()
 
-    def poll(self, timeout_s: float) -> list[PoolNews]:
-        news, self.news = self.news, []
+    def poll(self, timeout_s: float) -> list[PoolEvent]:
+        events, self.events = self.events, []
         for name in list(self.runners):
-            news += self.turn(name)
-        return news
+            events += self.turn(name)
+        return events
 
-    def turn(self, name: str) -> list[PoolNews]:
+    def turn(self, name: str) -> list[PoolEvent]:
         items = self.runners[name].step()
         if any(getattr(item, "error", "").startswith("SystemExit") for item in items):
             self.kill(name)
@@ -175,7 +175,7 @@ def test_a_unit_that_does_not_end_is_given_up_after_the_grace_or_a_second_signal
     job.grace_s = grace_s
     pool = job.pool
 
-    def nothing_ends(timeout_s: float) -> list[PoolNews]:
+    def nothing_ends(timeout_s: float) -> list[PoolEvent]:
         for _ in range(signals):
             job.stop.set("SIGINT")
         pool.poll = lambda timeout_s: []  # type: ignore[method-assign]

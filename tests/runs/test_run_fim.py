@@ -154,9 +154,9 @@ def test_a_sample_decoded_alone_is_the_same(sequential: tuple[JobSpec, dict[str,
     plan = load_plan(open_store(spec.output.path))
     assert plan is not None
     job = make_job(spec, plan, conditional=True)
-    decoder, clerk = build_parts(job, name="verify", node="", threads=1)
+    decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     for index, planned in enumerate(plan.unit_rows(0)):
-        (sample,) = clerk.open_unit(WorkUnit(0, 0, 8, 0, 1, 1, index, index + 1, probe=True))
+        (sample,) = unit_io.open_unit(WorkUnit(0, 0, 8, 0, 1, 1, index, index + 1, probe=True))
         assert decode_alone(decoder, sample).tokens.tolist() == rows[planned.id]["tokens"]
 
 

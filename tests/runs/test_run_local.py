@@ -13,10 +13,10 @@ from threading import Barrier
 import pytest
 from ray._private.node import Node
 
-from draftmill.actors.job import Seat
+from draftmill.actors.job import WorkerResources
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving import session
-from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.running import manifest
 from draftmill.jobs.running.session import Run
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
@@ -121,9 +121,9 @@ def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_sta
 
 
 def test_a_small_model_gets_one_thread() -> None:
-    seat = Seat(cpus=1.0, gpus=0.0, threads=16)
+    resources = WorkerResources(cpus=1.0, gpus=0.0, threads=16)
     wanted = {0: 1, 3_700_000: 1, 135_000_000: 6, 8_000_000_000: 16}
-    assert {size: fitting_threads(seat, size).threads for size in wanted} == wanted
+    assert {size: fitting_threads(resources, size).threads for size in wanted} == wanted
 
 
 def test_a_run_is_resumed_with_inputs_that_have_moved(tmp_path: Path):

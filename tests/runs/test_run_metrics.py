@@ -18,8 +18,8 @@ from draftmill.actors.sandbox.self_test import problem
 from draftmill.decoders.common_settings import Sampling
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.metric_files import measured_units, read_metric_errors, read_metrics
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 from tests.jobs.finished.test_measure import by_id, contents, right_but_f, write
 from tests.jobs.finished.written_runs import spec_for, write_run
 from tests.runs.causal_jobs import World, job_spec, make_world, run_here

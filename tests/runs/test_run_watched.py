@@ -23,8 +23,8 @@ from draftmill.jobs.driving.events import event_line
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.watching.metrics import METRICS
 from draftmill.storage.runs.lease import LeaseLost
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 
 EXPORT_S = 60.0

@@ -19,15 +19,15 @@ import yaml
 
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.actors.rows.unit_io import RowClerk
+from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import read_metrics
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import GOLDEN, forked, rows_of, unequal, write_rows
 
 CASES: dict[str, dict[str, Any]] = {
@@ -196,13 +196,13 @@ def canvases(run: Path) -> dict[str, tuple[int, list[int]]]:
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     job = make_job(spec, plan, conditional=True)
-    clerk = RowClerk(
+    unit_io = RowUnitIO(
         job, tokenizer=load_tokenizer(folder, spec.model.tokenizer), info=inspect_model(folder), worker="w", node="n"
     )
     found = {}
     for size in plan.sizes():
         unit = WorkUnit(1, size.unit, size.rows, size.tokens, attempt=1, pass_=1, start=0, stop=size.rows)
-        for sample in clerk.open_unit(unit):
+        for sample in unit_io.open_unit(unit):
             assert sample.canvas is not None
             found[sample.note.planned.id] = (sample.key, np.asarray(sample.canvas).tolist())
     return found

@@ -15,7 +15,7 @@ from draftmill.jobs.schedule.unit_sizes import UnitSize
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import LEASE
-from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, NotFound, Stat
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -198,7 +198,7 @@ class Handle:
 def check_promise(disk: Disk, *, disturbed: bool) -> None:
     """Every row once, with a reason where it failed, in the files that the manifest lists, and no others.
 
-    Undisturbed, no row is condemned but the poisoned ones.
+    Undisturbed, no row is quarantined but the poisoned ones.
     """
     units = json.loads(disk.objects[MANIFEST][0])["units"]
     listed = {unit["object"] for unit in units}
@@ -216,4 +216,4 @@ def _check_unit(job: Job, unit: dict[str, Any], rows: list[list[str]], disturbed
     hold(all(bool(reason) == (status == "failed") for _, status, reason in rows), "a failed row without a reason")
     guilty = {row for poisoned, row in job.poison if poisoned == number}
     hold(failed >= guilty, f"unit {number}: a row that can't be decoded is ok")
-    hold(disturbed or failed == guilty, f"unit {number}: a row was condemned for another's fault")
+    hold(disturbed or failed == guilty, f"unit {number}: a row was quarantined for another's fault")

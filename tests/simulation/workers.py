@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from draftmill.actors.job import Crew
-from draftmill.actors.messages import Effort, Failure, PoolNews, Receipt, Reported, Tally, TurnReport, WorkUnit
-from draftmill.jobs.driving.crew import crew
+from draftmill.actors.job import Allocation
+from draftmill.actors.messages import Effort, Failure, PoolEvent, Receipt, Reported, Tally, TurnReport, WorkUnit
+from draftmill.jobs.driving.allocation import allocate
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import CommittedUnit, commit_unit
@@ -52,7 +52,7 @@ class Worker:
     process: Process
     store: Handle
     units: list[WorkUnit] = field(default_factory=list)
-    mail: list[PoolNews] = field(default_factory=list)
+    mail: list[PoolEvent] = field(default_factory=list)
     up: bool = False
     silent: bool = False
     """Stopped: says nothing until it is killed, and may write afterwards."""
@@ -74,23 +74,23 @@ class SimSite:
         """There is nothing to start."""
         return nullcontext()
 
-    def crew(self, spec: Any, *, units: int) -> Crew:
-        """See draftmill.jobs.driving.site.Site."""
-        return crew(spec.shapes, [NodeRoom(self.world.cpus(), 0)], units=units, device="cpu")
+    def allocate(self, spec: Any, *, units: int) -> Allocation:
+        """See draftmill.jobs.driving.backend.Backend."""
+        return allocate(spec.shapes, [NodeRoom(self.world.cpus(), 0)], units=units, device="cpu")
 
-    def lacking(self, spec: Any, found: Crew) -> list[str]:
-        """See draftmill.jobs.driving.site.Site."""
+    def lacking(self, spec: Any, found: Allocation) -> list[str]:
+        """See draftmill.jobs.driving.backend.Backend."""
         return []
 
     def demand(self, spec: Any) -> None:
-        """See draftmill.jobs.driving.site.Site."""
+        """See draftmill.jobs.driving.backend.Backend."""
 
-    def pool(self, job: tuple[World, Process], crew: Crew) -> SimPool:
-        """See draftmill.jobs.driving.site.Site; the job is who hires, as `make_job` is faked."""
+    def pool(self, job: tuple[World, Process], allocation: Allocation) -> SimPool:
+        """See draftmill.jobs.driving.backend.Backend; the job is who hires, as `make_job` is faked."""
         return SimPool(job)
 
     def retire(self, pool: SimPool) -> None:
-        """See draftmill.jobs.driving.site.Site."""
+        """See draftmill.jobs.driving.backend.Backend."""
         pool.close()
 
 
@@ -105,7 +105,7 @@ class SimPool:
     def kind_of(self, name: str) -> int:
         return 0
 
-    def resize(self, crew: Crew) -> None:
+    def resize(self, allocation: Allocation) -> None:
         pass
 
     def start(self, name: str) -> None:
@@ -132,7 +132,7 @@ class SimPool:
         if self in self.world.pools:
             self.world.pools.remove(self)
 
-    def poll(self, timeout_s: float) -> list[PoolNews]:
+    def poll(self, timeout_s: float) -> list[PoolEvent]:
         if not self.driver.alive:
             raise Crash(self.driver.name)
         return self.world.turn(self)
@@ -145,9 +145,9 @@ def reported(worker: Worker, *items: Receipt | Failure, spent: tuple[int, ...] =
 
 def result_of(world: World, worker: Worker, unit: WorkUnit) -> Receipt | Failure:
     """The unit's rows decoded, and committed unless it is a probe; poison kills the worker (Crash), or raises."""
-    condemned = {row: verdict.kind for verdict in unit.verdicts for row in range(verdict.start, verdict.stop)}
+    quarantined = {row: verdict.kind for verdict in unit.verdicts for row in range(verdict.start, verdict.stop)}
     for row in range(unit.start, unit.stop):
-        kind = None if row in condemned else world.job.poison.get((unit.unit, row))
+        kind = None if row in quarantined else world.job.poison.get((unit.unit, row))
         if kind == "kill":
             worker.process.die()
         if kind == "raise":
@@ -155,16 +155,16 @@ def result_of(world: World, worker: Worker, unit: WorkUnit) -> Receipt | Failure
     if world.misfortune(0.01, f"{worker.name} raises"):
         return Failure(unit.lease, unit.unit, worker.name, "TASK", "odd", "decode", "an exception of no row's")
     try:
-        committed = None if unit.probe else commit(worker.store, world.job, unit, condemned)
+        committed = None if unit.probe else commit(worker.store, world.job, unit, quarantined)
     except StoreError as error:
         return Failure(unit.lease, unit.unit, worker.name, "INFRA", "store", "store", str(error))
     return Receipt(unit.lease, unit.unit, worker.name, "node", committed, Tally(rows=unit.rows))
 
 
-def commit(store: Handle, job: Job, unit: WorkUnit, condemned: dict[int, str]) -> CommittedUnit:
-    """Commit a unit's rows, of which the condemned ones are failed."""
+def commit(store: Handle, job: Job, unit: WorkUnit, quarantined: dict[int, str]) -> CommittedUnit:
+    """Commit a unit's rows, of which the quarantined ones are failed."""
     names = enumerate(job.ids(unit.unit))
-    rows = [(name, "failed" if row in condemned else "ok", condemned.get(row, "")) for row, name in names]
+    rows = [(name, "failed" if row in quarantined else "ok", quarantined.get(row, "")) for row, name in names]
     return commit_unit(
         store,
         unit=unit.unit,

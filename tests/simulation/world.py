@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolNews, Reported, Up
+from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Reported, Up
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.lease_keeper import give_back, keep_once
 from draftmill.jobs.driving.progress import Silence
@@ -189,7 +189,7 @@ class World:
             lease=lease,
             stop=stop,
             display=Silence(),
-            site=SimSite(self),
+            backend=SimSite(self),
             loads=True,
             ending=None,
             earlier=None,
@@ -212,7 +212,7 @@ class World:
 
     # ---- workers
 
-    def turn(self, pool: SimPool) -> list[PoolNews]:
+    def turn(self, pool: SimPool) -> list[PoolEvent]:
         """Time passes, and some of the pool's workers do something; zombies do, too."""
         self.turns += 1
         hold(self.turns < MOST_TURNS, "the job does not end")
@@ -223,13 +223,13 @@ class World:
             self.stops[-1].set("SIGTERM")
         self.keep()
         self.haunt()
-        news: list[PoolNews] = []
+        events: list[PoolEvent] = []
         if self.misfortune(0.005, "the driver's node is to go"):
-            news.append(HomeLeaving(self.rng.choice((None, 1.0))))
+            events.append(HomeLeaving(self.rng.choice((None, 1.0))))
         for worker in list(pool.workers.values()):
             self.act(worker)
-            news += self.delivered(worker)
-        return news
+            events += self.delivered(worker)
+        return events
 
     def haunt(self) -> None:
         """Whoever is written off, or has a driver that is gone or stands still, may still commit what it holds."""
@@ -273,7 +273,7 @@ class World:
         if self.chance(0.1):
             worker.mail.append(reported(worker, item))
 
-    def delivered(self, worker: Worker) -> list[PoolNews]:
+    def delivered(self, worker: Worker) -> list[PoolEvent]:
         """The reports that arrive now; a worker's come in order, some of them late."""
         if self.chance(0.2) and not (worker.mail and isinstance(worker.mail[-1], Died)):
             return []

@@ -8,7 +8,7 @@ import pytest
 
 from draftmill.storage.errors import RowError, UserError, brief, listed
 from draftmill.storage.runs.lease import LeaseHeld
-from draftmill.storage.stores.verbs import AlreadyExists, Stat
+from draftmill.storage.stores.interface import AlreadyExists, Stat
 
 
 def test_a_user_error_leads_with_its_field() -> None:

@@ -21,8 +21,8 @@ from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.verbs import S3Options
 
 ASARM = BUILTIN / "asarm-tiny"
 

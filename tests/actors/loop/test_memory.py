@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.job import Seat
+from draftmill.actors.job import WorkerResources
 from draftmill.actors.loop import memory
 from draftmill.actors.loop.memory import fit, free_bytes, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
@@ -27,7 +27,7 @@ from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
-from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.allocation import allocate
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
@@ -147,8 +147,8 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
     )
     decoder.fit(8_000)
     assert decoder.most_rows(6) == 0 and decoder.most_rows(3) == 1
-    clerk = FakeClerk({0: [6, 3, 2, 3]})
-    made = clerk.sample
+    unit_io = FakeClerk({0: [6, 3, 2, 3]})
+    made = unit_io.sample
 
     def prompted(unit: Any, index: int) -> Any:
         sample = made(unit, index)
@@ -156,15 +156,15 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
         sample.canvas[0] = np.int32(1)
         return sample
 
-    clerk.sample = prompted  # type: ignore[method-assign]
-    runner = UnitRunner(decoder, clerk)
+    unit_io.sample = prompted  # type: ignore[method-assign]
+    runner = UnitRunner(decoder, unit_io)
     runner.add(work(0, 4))
     news: list[Receipt | Failure] = []
     while runner.held:
         news += runner.step()
     (receipt,) = news
     assert isinstance(receipt, Receipt) and (receipt.tally.ok, receipt.tally.failed) == (3, 1)
-    (failed,) = [sample for sample in clerk.closed[0] if sample.error]
+    (failed,) = [sample for sample in unit_io.closed[0] if sample.error]
     assert failed.index == 0 and failed.error is not None and failed.error.kind == "out_of_memory"
     assert "a canvas of 6 tokens does not fit into memory" in failed.error.message
     assert runner.limit.rows is None, "nothing ran out: the rows of the others are not halved"
@@ -193,10 +193,10 @@ def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name: str):
 def test_under_ray_a_gpu_by_its_number_is_refused_before_anything_starts():
     nodes = [NodeRoom(8, 2)]
     with pytest.raises(UserError, match=r"model\.device: 'cuda:1' .*CUDA_VISIBLE_DEVICES=1"):
-        crew([WorkerShape()], nodes, units=9, device="cuda:1")
+        allocate([WorkerShape()], nodes, units=9, device="cuda:1")
     for device in ("cuda", "cuda:0"):
-        assert crew([WorkerShape()], nodes, units=9, device=device).count == 2
-    assert crew([WorkerShape(gpus=2.0)], nodes, units=9, device="cuda:1").count == 1
+        assert allocate([WorkerShape()], nodes, units=9, device=device).count == 2
+    assert allocate([WorkerShape(gpus=2.0)], nodes, units=9, device="cuda:1").count == 1
 
 
 def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -307,9 +307,9 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     auto = make_job(spec, make_plan(prepare(spec, store), store, Silence()), conditional=True)
     fixed = replace(auto, model=replace(auto.model, device="cuda:0"))
     assert auto.model.device == "auto"
-    found = [Seat(1.0, gpus, 1).job_on_ray(auto).model.device for gpus in (0.0, 0.5, 2.0)]
+    found = [WorkerResources(1.0, gpus, 1).job_on_ray(auto).model.device for gpus in (0.0, 0.5, 2.0)]
     assert found == ["cpu", "cuda", "cuda"]
-    assert Seat(1.0, 1.0, 1).job_on_ray(fixed).model.device == "cuda:0"
+    assert WorkerResources(1.0, 1.0, 1).job_on_ray(fixed).model.device == "cuda:0"
     without = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny"}, workers={"gpus": 0})
     assert place_of(without).device == "cpu", "--local and validate, too"
 

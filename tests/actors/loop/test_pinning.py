@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.job import Crew
-from draftmill.actors.messages import Leaving, PoolNews, Up
+from draftmill.actors.job import Allocation
+from draftmill.actors.messages import Leaving, PoolEvent, Up
 from draftmill.actors.ray.pool import RayPool
-from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.allocation import allocate
 from draftmill.jobs.driving.session import cluster_nodes
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
@@ -83,22 +83,22 @@ def joined(cluster: Any, **resources: Any) -> Any:
     raise AssertionError
 
 
-def come_up(found: Crew, job: Any = None) -> list[Mapping[str, Any]]:
-    """Start a whole crew; what its workers see, kind by kind."""
+def come_up(found: Allocation, job: Any = None) -> list[Mapping[str, Any]]:
+    """Start a whole allocation; what its workers see, kind by kind."""
     given: Any = job or AnyJob()
     pool = RayPool(given, found, worker_class=PinnedWorker)
     names = [f"w{number}" for number in range(found.count)]
     try:
         for name in names:
             pool.start(name)
-        news = until(pool, Up, len(names))
-        return [{"kind": pool.kind_of(up.worker), **up.facts} for up in news if isinstance(up, Up)]
+        events = until(pool, Up, len(names))
+        return [{"kind": pool.kind_of(up.worker), **up.facts} for up in events if isinstance(up, Up)]
     finally:
         pool.close()
 
 
-def until(pool: RayPool, kind: type, count: int) -> list[PoolNews]:
-    found: list[PoolNews] = []
+def until(pool: RayPool, kind: type, count: int) -> list[PoolEvent]:
+    found: list[PoolEvent] = []
     for _ in range(600):
         found += [item for item in pool.poll(0.2) if isinstance(item, kind)]
         if len(found) >= count:
@@ -106,8 +106,8 @@ def until(pool: RayPool, kind: type, count: int) -> list[PoolNews]:
     raise AssertionError(f"only {found}")
 
 
-def placed(*shapes: WorkerShape) -> Crew:
-    return crew(shapes, cluster_nodes(), units=99, listed=len(shapes) > 1)
+def placed(*shapes: WorkerShape) -> Allocation:
+    return allocate(shapes, cluster_nodes(), units=99, listed=len(shapes) > 1)
 
 
 def test_each_worker_has_a_device_of_its_own_and_every_device_is_used(cluster: Any):

@@ -22,8 +22,8 @@ def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
 
 
 def test_a_unit_is_closed_whole_and_its_samples_are_in_row_order():
-    clerk = FakeClerk({0: [3, 1, 2]})
-    runner = UnitRunner(FakeDecoder(), clerk)
+    unit_io = FakeClerk({0: [3, 1, 2]})
+    runner = UnitRunner(FakeDecoder(), unit_io)
     runner.add(work(0, 3))
     (receipt,) = run_all(runner)
     assert isinstance(receipt, Receipt) and (receipt.tally.rows, receipt.tally.ok, receipt.tally.new_tokens) == (
@@ -31,8 +31,8 @@ def test_a_unit_is_closed_whole_and_its_samples_are_in_row_order():
         3,
         6,
     )
-    assert [sample.index for sample in clerk.closed[0]] == [0, 1, 2]
-    assert [len(sample.outcome.tokens) for sample in clerk.closed[0] if sample.outcome] == [3, 1, 2]
+    assert [sample.index for sample in unit_io.closed[0]] == [0, 1, 2]
+    assert [len(sample.outcome.tokens) for sample in unit_io.closed[0] if sample.outcome] == [3, 1, 2]
 
 
 def test_the_longest_samples_get_slots_first():
@@ -61,21 +61,21 @@ def test_samples_that_begin_alike_get_slots_after_one_another():
 
 def test_slots_are_refilled_from_the_next_unit_before_the_first_has_ended():
     decoder = FakeDecoder(max_rows=2)
-    clerk = FakeClerk({0: [9, 1], 1: [2] * 4})
+    unit_io = FakeClerk({0: [9, 1], 1: [2] * 4})
     both_are_open = threading.Event()
-    clerk.on_open = lambda unit: both_are_open.set() if unit.unit == 1 else None
-    runner = UnitRunner(decoder, clerk)
+    unit_io.on_open = lambda unit: both_are_open.set() if unit.unit == 1 else None
+    runner = UnitRunner(decoder, unit_io)
     runner.add(work(0, 2))
     runner.add(work(1, 4))
     both_are_open.wait(10)
-    runner._thread.submit(int).result(10)  # the clerk has answered for both
+    runner._thread.submit(int).result(10)  # the unit_io has answered for both
     run_all(runner)
     assert decoder.widths == [2] * 9
 
 
 def test_a_unit_is_spent_when_at_most_half_of_its_samples_wait():
-    clerk = FakeClerk({0: [3] * 4, 1: [3] * 4})
-    runner = UnitRunner(FakeDecoder(max_rows=2), clerk)
+    unit_io = FakeClerk({0: [3] * 4, 1: [3] * 4})
+    runner = UnitRunner(FakeDecoder(max_rows=2), unit_io)
     first, second = work(0, 4), work(1, 4)
     runner.add(first)
     assert list(runner.spent) == []  # its rows are not there yet
@@ -91,8 +91,8 @@ def test_a_unit_is_spent_when_at_most_half_of_its_samples_wait():
 
 
 def test_a_row_that_failed_before_decoding_takes_no_slot():
-    clerk = FakeClerk({0: [2, -1]})
-    runner = UnitRunner(FakeDecoder(), clerk)
+    unit_io = FakeClerk({0: [2, -1]})
+    runner = UnitRunner(FakeDecoder(), unit_io)
     runner.add(work(0, 2))
     (receipt,) = run_all(runner)
     assert isinstance(receipt, Receipt) and (receipt.tally.ok, receipt.tally.failed) == (1, 1)
@@ -109,12 +109,12 @@ def test_the_sample_that_makes_the_decoder_raise_is_found_and_its_neighbours_are
         if any(len(request.canvas) == 7 for request in requests):
             raise RuntimeError("bad luck")
 
-    clerk = FakeClerk({0: [3, 7, 2], 1: [4, 4]})
-    runner = UnitRunner(FakeDecoder(trouble=trouble), clerk)
+    unit_io = FakeClerk({0: [3, 7, 2], 1: [4, 4]})
+    runner = UnitRunner(FakeDecoder(trouble=trouble), unit_io)
     runner.add(work(0, 3))
     runner.add(work(1, 2))
     run_all(runner)
-    errors = {(unit, s.index): s.error.kind for unit, samples in clerk.closed.items() for s in samples if s.error}
+    errors = {(unit, s.index): s.error.kind for unit, samples in unit_io.closed.items() for s in samples if s.error}
     assert errors == {(0, 1): "decode_error"}
 
 
@@ -172,11 +172,11 @@ def test_a_sample_for_which_memory_never_suffices_is_named():
         if any(len(request.canvas) == 9 for request in requests):
             raise MemoryError
 
-    clerk = FakeClerk({0: [9, 2]})
-    runner = UnitRunner(FakeDecoder(trouble=trouble), clerk)
+    unit_io = FakeClerk({0: [9, 2]})
+    runner = UnitRunner(FakeDecoder(trouble=trouble), unit_io)
     runner.add(work(0, 2))
     run_all(runner)
-    assert [sample.error and sample.error.kind for sample in clerk.closed[0]] == ["out_of_memory", None]
+    assert [sample.error and sample.error.kind for sample in unit_io.closed[0]] == ["out_of_memory", None]
 
 
 @pytest.mark.parametrize(("error", "kind"), [(StoreError("gone"), "INFRA"), (KeyError("x"), "TASK")])
@@ -184,9 +184,9 @@ def test_a_failed_commit_or_a_bug_is_a_failure_of_its_kind(error: Exception, kin
     def fail(unit: WorkUnit) -> None:
         raise error
 
-    clerk = FakeClerk({0: [1], 1: [1]})
-    clerk.on_close = lambda unit: fail(unit) if unit.unit == 0 else None
-    runner = UnitRunner(FakeDecoder(), clerk)
+    unit_io = FakeClerk({0: [1], 1: [1]})
+    unit_io.on_close = lambda unit: fail(unit) if unit.unit == 0 else None
+    runner = UnitRunner(FakeDecoder(), unit_io)
     runner.add(work(0, 1))
     runner.add(work(1, 1))
     news = {item.unit: item for item in run_all(runner)}
@@ -195,9 +195,9 @@ def test_a_failed_commit_or_a_bug_is_a_failure_of_its_kind(error: Exception, kin
 
 
 def test_a_dropped_unit_says_nothing_and_leaves_no_one_behind():
-    clerk = FakeClerk({0: [50], 1: [2]})
+    unit_io = FakeClerk({0: [50], 1: [2]})
     decoder = FakeDecoder()
-    runner = UnitRunner(decoder, clerk)
+    runner = UnitRunner(decoder, unit_io)
     runner.add(work(0, 1))
     while not decoder.active:
         runner.step()
@@ -237,7 +237,7 @@ def test_time_on_a_unit_that_is_revoked_is_not_counted_for_another():
     runner = UnitRunner(decoder, FakeClerk({0: [50, 50], 1: [60, 60]}))
     runner.add(work(0, 2))
     runner.add(work(1, 2))
-    runner._thread.submit(int).result(10)  # the clerk has read both
+    runner._thread.submit(int).result(10)  # the unit_io has read both
     runner.step()
     assert decoder.active == 4
     runner.drop(0)
@@ -247,4 +247,4 @@ def test_time_on_a_unit_that_is_revoked_is_not_counted_for_another():
     effort, _ = runner.take_effort()
     assert isinstance(receipt, Receipt) and receipt.unit == 1
     assert 0 < receipt.spent_s < effort.wall_s
-    assert not runner._seated and not runner._resident
+    assert not runner._active and not runner._resident

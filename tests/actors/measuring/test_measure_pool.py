@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayTaskError
 
-from draftmill.actors.job import Seat
+from draftmill.actors.job import WorkerResources
 from draftmill.actors.measuring import measure_pool
 from draftmill.actors.measuring.measure import MeasureJob, UnitMeasured, UnitToMeasure
 from draftmill.actors.measuring.measure_pool import MOST_LOST, MeasurePool
@@ -69,7 +69,7 @@ class FakeRay:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setattr(measure_pool, "ray", fake)
-    monkeypatch.setattr(measure_pool, "actor_class", lambda kind, seat: fake)
+    monkeypatch.setattr(measure_pool, "actor_class", lambda kind, resources: fake)
     monkeypatch.setattr(measure_pool, "end_workers", fake.ended.extend)
     return fake
 
@@ -83,7 +83,7 @@ def measured(pool: MeasurePool) -> list[int]:
 
 
 def pool_with(*early: Actor) -> MeasurePool:
-    return MeasurePool(cast(MeasureJob, "the job"), Seat(1.0, 0.0, 1), 2, UNITS, list(early))
+    return MeasurePool(cast(MeasureJob, "the job"), WorkerResources(1.0, 0.0, 1), 2, UNITS, list(early))
 
 
 def failed(cause: Exception) -> RayTaskError:

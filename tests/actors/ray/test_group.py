@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.job import Crew, Job, Seat
+from draftmill.actors.job import Allocation, Job, WorkerResources
 from draftmill.actors.messages import Died, Receipt, Reported, Up, WorkUnit
 from draftmill.actors.ray.pool import RayPool, is_running
 from draftmill.jobs.driving.progress import Silence
@@ -45,7 +45,7 @@ def news_until(pool: RayPool, wanted: type) -> Any:
         for item in pool.poll(0.2):
             if isinstance(item, wanted):
                 return item
-            if isinstance(item, Reported) and any(isinstance(one, wanted) for one in item.report.news):
+            if isinstance(item, Reported) and any(isinstance(one, wanted) for one in item.report.answers):
                 return item
             assert not isinstance(item, Died), item
     raise AssertionError(f"no {wanted}")
@@ -66,7 +66,7 @@ def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(
     spec = job_spec(tmp_path, ROWS, workers={"gpus_per_model": 2, "gpus": 0, "cpus": 2, "count": 1})
     job, plan = planned(spec)
     first, *others = units_of(plan)
-    pool = RayPool(job, Crew((Seat(cpus=2, gpus=0, threads=1, processes=2),), (1,)))
+    pool = RayPool(job, Allocation((WorkerResources(cpus=2, gpus=0, threads=1, processes=2),), (1,)))
     try:
         pool.start("w0")
         up = news_until(pool, Up)

@@ -10,32 +10,32 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.job import Crew
-from draftmill.actors.messages import Died, PoolNews, Receipt, Reported, Up
-from draftmill.actors.ray.pool import RayPool, Seat, is_running
+from draftmill.actors.job import Allocation
+from draftmill.actors.messages import Died, PoolEvent, Receipt, Reported, Up
+from draftmill.actors.ray.pool import RayPool, WorkerResources, is_running
 from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
 pytestmark = pytest.mark.ray
 
 JOB: Any = SimpleNamespace(model=SimpleNamespace(device="cpu"))
-CREW = Crew((Seat(cpus=0, gpus=0, threads=1),), (1,))
+ALLOCATION = Allocation((WorkerResources(cpus=0, gpus=0, threads=1),), (1,))
 
 
 @pytest.fixture
 def pool(ray_session: ModuleType) -> Any:
-    pool = RayPool(JOB, CREW, worker_class=FakeWorker)
+    pool = RayPool(JOB, ALLOCATION, worker_class=FakeWorker)
     yield pool
     pool.close()
 
 
-def until(pool: RayPool, wanted: type) -> list[PoolNews]:
+def until(pool: RayPool, wanted: type) -> list[PoolEvent]:
     """Poll until news of this kind has come."""
-    news: list[PoolNews] = []
+    events: list[PoolEvent] = []
     for _ in range(200):
-        news += pool.poll(0.2)
-        if any(isinstance(item, wanted) for item in news):
-            return news
-    raise AssertionError(f"nothing came but {news}")
+        events += pool.poll(0.2)
+        if any(isinstance(item, wanted) for item in events):
+            return events
+    raise AssertionError(f"nothing came but {events}")
 
 
 def receipts(pool: RayPool, count: int) -> list[int]:
@@ -43,7 +43,7 @@ def receipts(pool: RayPool, count: int) -> list[int]:
     for _ in range(200):
         for item in pool.poll(0.2):
             if isinstance(item, Reported):
-                units += [news.unit for news in item.report.news if isinstance(news, Receipt)]
+                units += [answer.unit for answer in item.report.answers if isinstance(answer, Receipt)]
         if len(units) >= count:
             return units
     raise AssertionError(f"only {units}")
@@ -90,7 +90,7 @@ def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool: RayPool):
     pool.revoke("w0", 0)
     pool.assign("w0", work(1, 2))
     assert receipts(pool, 1) == [1]
-    assert not any(item.report.news for _ in range(3) for item in pool.poll(0.2) if isinstance(item, Reported))
+    assert not any(item.report.answers for _ in range(3) for item in pool.poll(0.2) if isinstance(item, Reported))
 
 
 def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: RayPool):
@@ -101,8 +101,8 @@ def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: RayPo
         ups += sum(isinstance(item, Up) for item in pool.poll(0.2))
     pool.assign("w0", work(99, 2))
     pool.assign("w1", work(1, 2))
-    news = until(pool, Died)
-    assert [item.worker for item in news if isinstance(item, Died)] == ["w0"]
+    events = until(pool, Died)
+    assert [item.worker for item in events if isinstance(item, Died)] == ["w0"]
 
 
 def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool: RayPool):
@@ -128,7 +128,7 @@ def test_a_revoked_unit_makes_room_for_the_next(pool: RayPool):
     assert receipts(pool, 1) == [1]
     # A turn that was under way may still report, but nothing of the revoked unit and no second receipt.
     late = [item for _ in range(3) for item in pool.poll(0.2)]
-    assert all(isinstance(item, Reported) and not item.report.news for item in late)
+    assert all(isinstance(item, Reported) and not item.report.answers for item in late)
 
 
 def test_a_closed_pool_has_no_process_left(pool: RayPool):
@@ -150,7 +150,7 @@ def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool: RayP
     os.kill(ups[0].pid, signal.SIGKILL)
     actors = pool.release()
     assert pool.poll(0.0) == [] and len(actors) == 1, "a dead one is not handed over"
-    other = RayPool(JOB, CREW, worker_class=FakeWorker, early=actors)
+    other = RayPool(JOB, ALLOCATION, worker_class=FakeWorker, early=actors)
     try:
         other.start("again")
         (up,) = [item for item in until(other, Up) if isinstance(item, Up)]
@@ -174,9 +174,9 @@ def test_a_worker_that_does_not_rest_in_time_is_ended(pool: RayPool, monkeypatch
     assert not is_running(up.node, up.pid)
 
 
-def until_count(pool: RayPool, wanted: type, count: int) -> list[PoolNews]:
+def until_count(pool: RayPool, wanted: type, count: int) -> list[PoolEvent]:
     """Poll until so many news of this kind have come."""
-    news: list[PoolNews] = []
-    while sum(isinstance(item, wanted) for item in news) < count:
-        news += until(pool, wanted)
-    return news
+    events: list[PoolEvent] = []
+    while sum(isinstance(item, wanted) for item in events) < count:
+        events += until(pool, wanted)
+    return events

@@ -29,8 +29,8 @@ class HolesClerk(FakeClerk):
         return sample
 
 
-def run(decoder: FakeDecoder, clerk: FakeClerk, *units: WorkUnit) -> list[Receipt]:
-    runner = UnitRunner(decoder, clerk)
+def run(decoder: FakeDecoder, unit_io: FakeClerk, *units: WorkUnit) -> list[Receipt]:
+    runner = UnitRunner(decoder, unit_io)
     for unit in units:
         runner.add(unit)
     news: list[object] = []
@@ -59,8 +59,8 @@ class Watching(FakeDecoder):
 
 
 def test_each_hole_is_asked_for_with_the_fills_before_it_and_a_key_of_its_own() -> None:
-    decoder, clerk = Watching(1), HolesClerk({0: [3]})
-    (receipt,) = run(decoder, clerk, work(0, 1))
+    decoder, unit_io = Watching(1), HolesClerk({0: [3]})
+    (receipt,) = run(decoder, unit_io, work(0, 1))
     # A fake fills a hole with its positions.
     assert seen(decoder.requests) == [
         (90, 0, 91, 1, 2, 3, 92),
@@ -69,25 +69,25 @@ def test_each_hole_is_asked_for_with_the_fills_before_it_and_a_key_of_its_own() 
     ]
     assert [request.key for request in decoder.requests] == [0, hole_key(0, 1), hole_key(0, 2)]
     assert len({request.key for request in decoder.requests}) == 3
-    (sample,) = clerk.closed[0]
+    (sample,) = unit_io.closed[0]
     assert sample.outcome is not None and sample.outcome.tokens.tolist() == [7, 8, 9, 10, 11, 12]
     assert receipt.tally.rows == 1 and (receipt.tally.new_tokens, receipt.tally.nfe) == (6, 6)
     assert receipt.tally.prompt_tokens == 7 + 9 + 11
 
 
 def test_a_next_hole_comes_before_rows_that_still_wait_and_slots_stay_full() -> None:
-    decoder, clerk = Watching(2), HolesClerk({0: [2, 2, 1, 1]})
-    run(decoder, clerk, work(0, 4))
+    decoder, unit_io = Watching(2), HolesClerk({0: [2, 2, 1, 1]})
+    run(decoder, unit_io, work(0, 4))
     assert set(decoder.widths) == {2}, "no slot stood idle"
     first = [request.canvas[1] for request in decoder.requests]
     assert sorted(first[:2]) == sorted(first[2:4]) == [0, 10], "the second holes of the first rows follow at once"
 
 
 def test_a_unit_ends_when_the_last_hole_of_its_rows_is_filled() -> None:
-    clerk = HolesClerk({0: [1, 4], 1: [2]})
-    receipts = run(FakeDecoder(2), clerk, work(0, 2), work(1, 1))
+    unit_io = HolesClerk({0: [1, 4], 1: [2]})
+    receipts = run(FakeDecoder(2), unit_io, work(0, 2), work(1, 1))
     assert sorted(receipt.unit for receipt in receipts) == [0, 1]
-    assert [len(sample.parts) for sample in clerk.closed[0]] == [1, 4]
+    assert [len(sample.parts) for sample in unit_io.closed[0]] == [1, 4]
     assert sum(receipt.tally.new_tokens for receipt in receipts) == 2 * 7
 
 
@@ -103,10 +103,10 @@ def test_a_decoder_that_fails_once_changes_nothing() -> None:
             if steps == fail_at and len(requests) > 1:  # alone, a sample would be to blame
                 raise RuntimeError(message)
 
-        clerk = HolesClerk({0: [3, 2, 1, 4]})
-        run(FakeDecoder(3, trouble=trouble), clerk, work(0, 4))
-        assert all(sample.error is None for sample in clerk.closed[0])
-        return [sample.outcome.tokens.tolist() for sample in clerk.closed[0] if sample.outcome]
+        unit_io = HolesClerk({0: [3, 2, 1, 4]})
+        run(FakeDecoder(3, trouble=trouble), unit_io, work(0, 4))
+        assert all(sample.error is None for sample in unit_io.closed[0])
+        return [sample.outcome.tokens.tolist() for sample in unit_io.closed[0] if sample.outcome]
 
     quiet = outcomes(None, "")
     assert len(quiet) == 4
@@ -120,8 +120,8 @@ def test_a_row_whose_second_hole_fails_takes_no_neighbour_along() -> None:
         if any(request.canvas[1] == 10 and len(request.canvas) > 8 for request in requests):
             raise RuntimeError("this prompt")
 
-    clerk = HolesClerk({0: [2, 2, 2]})
-    (receipt,) = run(FakeDecoder(3, trouble=trouble), clerk, work(0, 3))
-    errors = [None if sample.error is None else sample.error.kind for sample in clerk.closed[0]]
+    unit_io = HolesClerk({0: [2, 2, 2]})
+    (receipt,) = run(FakeDecoder(3, trouble=trouble), unit_io, work(0, 3))
+    errors = [None if sample.error is None else sample.error.kind for sample in unit_io.closed[0]]
     assert errors == [None, "decode_error", None]
     assert (receipt.tally.ok, receipt.tally.failed, receipt.tally.new_tokens) == (2, 1, 8)

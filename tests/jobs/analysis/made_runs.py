@@ -17,8 +17,8 @@ from draftmill.storage.inputs.reader import InputFile
 from draftmill.storage.runs.commit import commit_unit, unit_name, write_manifest
 from draftmill.storage.runs.metric_files import KEYS, MeasuredMetric, MetricSet, commit_metrics, record_set
 from draftmill.storage.runs.records import SCHEMA_VERSION, read_results, table_from_rows
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 
 START = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
 FILE = InputFile(uri="/in/rows.jsonl", name="rows.jsonl", size=10, etag=None, mtime_s=1.0, format="jsonl", sha256="aa")

@@ -14,8 +14,8 @@ import pytest
 from scipy import stats
 
 from draftmill.jobs.cli import main
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import failed, fill_store, row, write_metrics, write_run, write_sweep
 from tests.runs.jobs_of_tests import write_rows, write_spec

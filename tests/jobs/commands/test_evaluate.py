@@ -18,8 +18,8 @@ import yaml
 from draftmill.jobs.cli import main
 from draftmill.jobs.harness.options import EvalOptions
 from draftmill.jobs.running.session import RunOptions
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.conftest import ROOT
 from tests.jobs.harness.tasks_of_tests import (
     DOCUMENTS,

@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 from pytest import MonkeyPatch
 
-from draftmill.actors.job import Crew, Seat
-from draftmill.actors.messages import Effort, PoolNews, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
+from draftmill.actors.job import Allocation, WorkerResources
+from draftmill.actors.messages import Effort, PoolEvent, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
+from draftmill.jobs.driving.backend import LocalBackend
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.progress import Silence
-from draftmill.jobs.driving.site import LocalSite
 from draftmill.jobs.plan import plan as plans
 from draftmill.jobs.plan import plan_writer
 from draftmill.jobs.plan.plan import load_plan, store_plan
@@ -34,8 +34,8 @@ from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.runs.commit import MANIFEST, CommittedUnit, UnitFacts, read_manifest, unit_name
 from draftmill.storage.runs.unit_table import FOLDER, PLAN, ROW_SCHEMA
+from draftmill.storage.stores.interface import Body, Stat
 from draftmill.storage.stores.local import LocalStore
-from draftmill.storage.stores.verbs import Body, Stat
 
 WINDOW, WORKERS = 50_000, 8
 
@@ -78,20 +78,20 @@ class Pool:
     """Workers that commit a unit as soon as they get it."""
 
     def __init__(self) -> None:
-        self.news: list[PoolNews] = []
+        self.events: list[PoolEvent] = []
 
     def kind_of(self, name: str) -> int:
         return 0
 
-    def resize(self, crew: Crew) -> None:
+    def resize(self, allocation: Allocation) -> None:
         """There is room for all of them."""
 
     def start(self, name: str) -> None:
-        self.news.append(Up(name, "node", 1))
+        self.events.append(Up(name, "node", 1))
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         item = Receipt(unit.lease, unit.unit, name, "node", facts_of(unit.unit), Tally(rows=1, ok=1))
-        self.news.append(Reported(name, TurnReport((item,), Effort(), Tally(rows=1))))
+        self.events.append(Reported(name, TurnReport((item,), Effort(), Tally(rows=1))))
 
     def revoke(self, name: str, lease: int) -> None:
         """Everything is done already."""
@@ -102,18 +102,18 @@ class Pool:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def poll(self, timeout_s: float) -> list[PoolNews]:
-        news, self.news = self.news, []
-        return news
+    def poll(self, timeout_s: float) -> list[PoolEvent]:
+        events, self.events = self.events, []
+        return events
 
 
-class ManyWorkers(LocalSite):
+class ManyWorkers(LocalBackend):
     """A place for WORKERS workers."""
 
-    def crew(self, spec: Any, *, units: int) -> Crew:
-        return Crew((Seat(1.0, 0.0, 1),), (WORKERS,))
+    def allocate(self, spec: Any, *, units: int) -> Allocation:
+        return Allocation((WorkerResources(1.0, 0.0, 1),), (WORKERS,))
 
-    def pool(self, job: Any, crew: Crew) -> Any:
+    def pool(self, job: Any, allocation: Allocation) -> Any:
         return Pool()
 
     def retire(self, pool: Any) -> None:
@@ -173,7 +173,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
         lease=SimpleNamespace(epoch=1, check=lambda: None),
         stop=StopFlag(),
         display=Silence(),
-        site=ManyWorkers(),
+        backend=ManyWorkers(),
         loads=False,
         ending=None,
         earlier=None,

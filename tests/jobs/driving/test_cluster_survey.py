@@ -20,10 +20,10 @@ import pytest
 from draftmill.actors.planning import cutting_inputs, survey_items, survey_pool
 from draftmill.actors.planning.survey_items import Item
 from draftmill.jobs.driving import cluster_survey as surveys
+from draftmill.jobs.driving.backend import LocalBackend, RayBackend
 from draftmill.jobs.driving.cluster_survey import cluster_survey
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.driving.progress import Silence
-from draftmill.jobs.driving.site import LocalSite, RaySite
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.survey import survey
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
@@ -303,6 +303,6 @@ def test_small_jobs_and_local_ones_are_planned_by_the_driver(
     assert surveys.pays(prepared, 2, is_ours=False) and not surveys.pays(prepared, 1, is_ours=False)
     few = prepare(spec_for(folder, tmp_path / "run", {"limit": 10}), open_store(spec.output.path))
     assert not surveys.pays(few, 8, is_ours=False)
-    assert LocalSite().survey(prepared, Silence()) is survey
-    monkeypatch.setattr("draftmill.jobs.driving.site.cluster_nodes", lambda: [NodeRoom(1, 0)])
-    assert RaySite(None).survey(prepared, Silence()) is survey
+    assert LocalBackend().survey(prepared, Silence()) is survey
+    monkeypatch.setattr("draftmill.jobs.driving.backend.cluster_nodes", lambda: [NodeRoom(1, 0)])
+    assert RayBackend(None).survey(prepared, Silence()) is survey

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.allocation import allocate
+from draftmill.jobs.driving.backend import RayBackend
 from draftmill.jobs.driving.demand import MOST_NODES, Bundles, Demand, Selectors, possible_nodes, request_of_ray
 from draftmill.jobs.driving.nodes import NodeRoom
-from draftmill.jobs.driving.site import RaySite
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 
@@ -21,7 +21,7 @@ POSSIBLE = [NodeRoom(8, 2, None)] * 3
 def asked_for(shapes: list[WorkerShape], *units: int) -> list[Any]:
     asked: list[Any] = []
     demand = Demand(
-        lambda left: crew(shapes, POSSIBLE, units=left, listed=True),
+        lambda left: allocate(shapes, POSSIBLE, units=left, listed=True),
         lambda bundles, selectors: asked.append((bundles, selectors)),
     )
     for left in units:
@@ -130,7 +130,7 @@ def test_a_request_that_fails_is_made_again_and_does_not_end_the_run():
         if len(asked) == 1:
             raise RuntimeError("the head does not answer")
 
-    demand = Demand(lambda units: crew([WorkerShape(gpus=0.0)], POSSIBLE, units=units), request)
+    demand = Demand(lambda units: allocate([WorkerShape(gpus=0.0)], POSSIBLE, units=units), request)
     for _ in range(3):
         demand.need(2)
     assert asked == [2, 2]
@@ -138,14 +138,14 @@ def test_a_request_that_fails_is_made_again_and_does_not_end_the_run():
 
 def test_a_cluster_without_nodes_yet_starts_one_worker_that_waits_for_the_autoscaler(monkeypatch: pytest.MonkeyPatch):
     spec: Any = SimpleNamespace(shapes=(WorkerShape(),), workers=WorkerShape(), model=SimpleNamespace(device="auto"))
-    monkeypatch.setattr("draftmill.jobs.driving.site.cluster_nodes", lambda: [NodeRoom(0, 0)])
-    monkeypatch.setattr("draftmill.jobs.driving.site.possible_nodes", lambda shapes, now: POSSIBLE)
-    site = RaySite("auto")
-    found = site.crew(spec, units=50)
-    assert (found.count, found.seats[0].gpus) == (1, 1.0)
-    demand = site.demand(spec)
-    assert demand is not None and demand.crew_for(50).count == 6
-    monkeypatch.setattr("draftmill.jobs.driving.site.possible_nodes", lambda shapes, now: None)
-    assert site.demand(spec) is None
+    monkeypatch.setattr("draftmill.jobs.driving.backend.cluster_nodes", lambda: [NodeRoom(0, 0)])
+    monkeypatch.setattr("draftmill.jobs.driving.backend.possible_nodes", lambda shapes, now: POSSIBLE)
+    backend = RayBackend("auto")
+    found = backend.allocate(spec, units=50)
+    assert (found.count, found.kinds[0].gpus) == (1, 1.0)
+    demand = backend.demand(spec)
+    assert demand is not None and demand.allocate_for(50).count == 6
+    monkeypatch.setattr("draftmill.jobs.driving.backend.possible_nodes", lambda shapes, now: None)
+    assert backend.demand(spec) is None
     with pytest.raises(UserError, match="a worker needs"):
-        site.crew(spec, units=50)
+        backend.allocate(spec, units=50)

@@ -8,7 +8,7 @@ from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.driving.progress import LineDisplay, LiveLine, Silence, make_display, progress_line
 from draftmill.jobs.driving.totals import Totals, efficiency
-from draftmill.jobs.notes import duration, rate_text, size_text
+from draftmill.jobs.formatting import duration, rate_text, size_text
 
 
 def totals_after(seconds: float) -> Totals:

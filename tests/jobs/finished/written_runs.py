@@ -17,8 +17,8 @@ from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import commit_unit, write_manifest
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of, table_from_rows
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 from tests.storage.inputs.tables import result_row
 
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.codes import UNUSABLE
+from draftmill.jobs.exit_codes import UNUSABLE
 from draftmill.jobs.manifests.options import APPLIES, KINDS, Options
 from draftmill.storage.errors import UserError
 from tests.jobs.manifests.made import files_of, printed, text_of, write_spec

@@ -69,11 +69,11 @@ def planned(spec: JobSpec, *, by_length: bool = False) -> Plan:
 
 def decoded_apart(spec: JobSpec, plan: Plan) -> tuple[EngineStats, dict[str, float | None]]:
     """Decode all units, each by a worker that has seen nothing before: what they cost together, and the rows' scores."""
-    decoder, clerk = build_parts(make_job(spec, plan, conditional=True), name="alone", node="here", threads=1)
+    decoder, unit_io = build_parts(make_job(spec, plan, conditional=True), name="alone", node="here", threads=1)
     assert isinstance(decoder, Engine)
     scores: dict[str, float | None] = {}
     for size in plan.sizes():
-        samples = clerk.open_unit(WorkUnit(0, size.unit, size.rows, size.tokens, 1, 0, 0, size.rows))
+        samples = unit_io.open_unit(WorkUnit(0, size.unit, size.rows, size.tokens, 1, 0, 0, size.rows))
         waiting = in_order([sample for sample in samples if sample.canvas is not None])[::-1]
         while waiting or decoder.active:
             room = decoder.room(max((len(sample.canvas) for sample in waiting if sample.canvas is not None), default=0))

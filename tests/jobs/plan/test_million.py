@@ -19,7 +19,7 @@ from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.jobs.plan import plan_writer
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.storage.runs.commit import done_units, unit_name
-from draftmill.storage.stores.verbs import Stat
+from draftmill.storage.stores.interface import Stat
 
 UNITS, WINDOW, BYTES = 1_000_000, 50_000, 0
 

@@ -25,8 +25,8 @@ from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import ChangedInput, StoreError, UserError
 from draftmill.storage.inputs.reader import InputFile, list_inputs
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 
 HASHES = Hashes("weights", "tokenizer")

@@ -14,8 +14,8 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.recurring.id_index import IdIndex, column_of, hashes_in, hashes_of
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.verbs import S3Options
 from tests.jobs.recurring.recurring_jobs import DATED, nightly, run
 from tests.runs.jobs_of_tests import rows_of
 from tests.runs.test_rerun import sicken

@@ -17,9 +17,9 @@ from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.recurring.ledger import LEDGER, table_of
 from draftmill.jobs.recurring.new_inputs import difference
 from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.jobs.recurring.recurring_jobs import DATED, driver, interrupted, nightly, run, units_decoded
 from tests.runs.jobs_of_tests import rows_of, write_rows
 

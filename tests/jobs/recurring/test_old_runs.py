@@ -18,10 +18,10 @@ from draftmill.jobs.recurring.runs_below import runs_below
 from draftmill.jobs.spec.job_spec import load_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.levels import Level
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options
 from tests.jobs.recurring.recurring_jobs import DATED, KILLS, driver, interrupted, nightly, run
 from tests.runs.jobs_of_tests import write_rows
 

@@ -95,14 +95,14 @@ def test_workers_without_units_end_where_machines_come_and_go_and_are_not_starte
     for work in held[1:]:
         scheduler.on(UnitDone(work.lease, work.unit))
     # one unit is left; one of the idle workers has taken a copy of it
-    busy = {lease.worker for lease in scheduler.books.leases.values()}
+    busy = {lease.worker for lease in scheduler.state.leases.values()}
     assert len(busy) == 2
     assert scheduler.on(Tick(1.0)) == []
     assert scheduler.on(Tick(20.9)) == []
     gone = [command.worker for command in scheduler.on(Tick(21.1)) if isinstance(command, LetGo)]
     assert len(gone) == 2 and not busy & set(gone)
     assert scheduler.on(Tick(100.0)) == [], "no worker is started again, and none that holds a unit ends"
-    scheduler.books.check_integrity()
+    scheduler.state.check_integrity()
     assert scheduler.on(UnitDone(held[0].lease, held[0].unit))[-1] == Finish("done")
 
 
@@ -234,7 +234,7 @@ def test_bisection_finds_the_row_that_kills_and_the_others_come_back():
             commands = scheduler.on(WorkerUp(start.worker))
         else:
             commands = scheduler.on(ProbeDone(work.lease, work.unit))
-        scheduler.books.check_integrity()
+        scheduler.state.check_integrity()
     (work,) = units_of(commands)
     assert [(v.start, v.stop, v.kind) for v in work.verdicts] == [(5, 6, "worker_died")]
     assert probes <= 8
@@ -249,7 +249,7 @@ def test_a_lost_device_is_the_machines_fault_and_its_units_rest_and_go_elsewhere
     (first,) = units_of(scheduler.on(Tick(1.0)))
     (second,) = units_of(scheduler.on(Heard("w1", (first.lease,))))
     assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
-    assert not any(unit.suspect for unit in scheduler.books.touched.values())
+    assert not any(unit.suspect for unit in scheduler.state.touched.values())
 
 
 def test_a_row_under_which_every_device_is_lost_is_found_and_its_neighbours_come_back():
@@ -277,7 +277,7 @@ def test_a_row_under_which_every_device_is_lost_is_found_and_its_neighbours_come
 
 
 def work_holder(scheduler: Scheduler) -> str:
-    return next(lease.worker for lease in scheduler.books.leases.values())
+    return next(lease.worker for lease in scheduler.state.leases.values())
 
 
 def test_task_failures_are_retried_and_then_the_guilty_row_is_quarantined():
@@ -363,7 +363,7 @@ def test_a_worker_that_hangs_at_its_start_is_replaced_and_in_the_end_done_withou
     assert scheduler.on(Tick(200.0)) == []
     assert scheduler.on(Tick(201.0)) == [KillWorker("w2", "not up after 100 s")], "w0 goes on alone"
     assert scheduler.staffing.wanted == 1 and scheduler.finished is None
-    scheduler.books.check_integrity()
+    scheduler.state.check_integrity()
 
 
 def test_a_job_none_of_whose_workers_comes_up_ends():
@@ -405,7 +405,7 @@ def test_units_that_were_lost_with_a_machine_that_had_to_go_are_under_no_suspici
         assert work.attempt == 1
         scheduler.on(WorkerLeaving(f"w{round_}"))
         scheduler.on(WorkerDied(f"w{round_}", "its node is gone"))
-    assert not scheduler.books.touched[0].suspect and scheduler.finished is None
+    assert not scheduler.state.touched[0].suspect and scheduler.finished is None
 
 
 def test_workers_that_were_dead_before_a_row_reached_them_do_not_speak_against_it():
@@ -466,7 +466,7 @@ class World:
         for command in commands:
             self.obey(command)
         if self.scheduler.finished is None:
-            self.scheduler.books.check_integrity()
+            self.scheduler.state.check_integrity()
         while found := sorted(name for name in self.dead if self.up.get(name)):
             name = found[0]
             self.dead.discard(name)

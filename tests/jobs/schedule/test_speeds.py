@@ -46,7 +46,7 @@ class Team:
             elif isinstance(command, Revoke):
                 self.held[command.worker] = [w for w in self.held[command.worker] if w.lease != command.lease]
         if self.scheduler.finished is None:
-            self.scheduler.books.check_integrity()
+            self.scheduler.state.check_integrity()
         return commands
 
     def decode(self, seconds: float) -> None:
@@ -77,10 +77,10 @@ def test_without_known_speeds_the_longest_waiting_unit_comes_next():
 def test_a_speed_counts_as_known_only_after_some_seconds():
     team = Team(units(1000, 900, 800, 10), 100, 1)
     team.decode(KNOWN_S - 1)
-    assert team.scheduler.books.workers["w0"].speed == 0
+    assert team.scheduler.state.workers["w0"].speed == 0
     team.decode(1.0)
-    assert team.scheduler.books.workers["w0"].speed == 100
-    assert team.scheduler.books.workers["w1"].speed == 1
+    assert team.scheduler.state.workers["w0"].speed == 100
+    assert team.scheduler.state.workers["w1"].speed == 1
 
 
 def test_near_the_end_the_fast_worker_takes_the_long_unit_and_the_slow_one_a_short_one():
@@ -116,7 +116,7 @@ def test_an_idle_slow_worker_leaves_the_last_unit_to_a_fast_one_until_that_is_go
 def test_a_worker_whose_unit_runs_alone_keeps_no_other_from_taking_one():
     team = Team(units(1000, 90, 80), 100, 10)
     team.decode(9.0)
-    team.scheduler.books.touched[0].alone = True  # after deaths; its worker can take no other unit now
+    team.scheduler.state.touched[0].alone = True  # after deaths; its worker can take no other unit now
     team.finish("w1")
     assert team.taken == {"w0": [0], "w1": [1, 2]}
 

@@ -13,7 +13,7 @@ import yaml
 from draftmill.jobs.driving.session import ROOT
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.jobs.submitting.package import code_files, folder_files, shipment
-from draftmill.jobs.submitting.request import Wishes, request_of, requirements
+from draftmill.jobs.submitting.request import SubmitOptions, request_of, requirements
 from draftmill.storage.errors import UserError
 
 
@@ -66,12 +66,12 @@ def test_paths_in_the_shipped_folder_become_relative_to_it(folder: Path, monkeyp
         model={"path": "./model"},
         metrics=["my_metric.py", {"kind": "file", "path": str(folder / "my_metric.py")}],
     )
-    found = shipped_spec(request_of(data, Wishes(working_dir=".")))
+    found = shipped_spec(request_of(data, SubmitOptions(working_dir=".")))
     assert found["input"]["path"] == ["rows/*.jsonl", "rows/a.jsonl"]
     assert found["model"]["path"] == "model"
     assert found["metrics"] == ["my_metric.py", {"kind": "file", "path": "my_metric.py"}]
     monkeypatch.chdir(folder / "rows")
-    inside = request_of(spec(input={"path": "a.jsonl"}), Wishes(working_dir=str(folder)))
+    inside = request_of(spec(input={"path": "a.jsonl"}), SubmitOptions(working_dir=str(folder)))
     assert shipped_spec(inside)["input"]["path"] == "rows/a.jsonl"
     assert data["model"]["path"] == "./model", "the caller's mapping stays as it is"
 
@@ -80,13 +80,13 @@ def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder: Path):
     data = spec(
         input={"path": "/mnt/all/rows.jsonl"}, model={"path": "org/model"}, output={"path": "/mnt/all/../all/runs/one"}
     )
-    request = request_of(data, Wishes(shared=("/mnt/all",), code="installed"))
+    request = request_of(data, SubmitOptions(shared=("/mnt/all",), code="installed"))
     assert shipped_spec(request)["output"]["path"] == "/mnt/all/runs/one"
     assert not request.shipment.files
 
 
 @pytest.mark.parametrize(
-    ("changes", "wishes", "field"),
+    ("changes", "options", "field"),
     [
         ({}, {}, "input.path"),
         ({"input": {"path": ["s3://b/a.jsonl", "rows/a.jsonl"]}}, {}, "input.path.1"),
@@ -111,14 +111,14 @@ def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder: Path):
         ({}, {"excludes": ("x",)}, "--exclude"),
     ],
 )
-def test_what_the_cluster_could_not_use_is_refused_by_its_key(changes, wishes, field, folder: Path):
+def test_what_the_cluster_could_not_use_is_refused_by_its_key(changes, options, field, folder: Path):
     with pytest.raises(UserError, match=f"^({field}): "):
-        request_of(spec(**changes), Wishes(**wishes))
+        request_of(spec(**changes), SubmitOptions(**options))
 
 
 def test_the_command_writes_the_spec_and_becomes_the_driver(folder: Path, tmp_path: Path):
     data = spec(name='it\'s $HOME `x` \\ "q"')
-    request = request_of(data, Wishes(working_dir=".", grace_s=20, run=("--if-running", "skip")))
+    request = request_of(data, SubmitOptions(working_dir=".", grace_s=20, run=("--if-running", "skip")))
     stand_in = "python -c 'import os, sys; print(os.getppid()); print(open(sys.argv[2]).read(), sys.argv[3:])'"
     command = request.entrypoint.replace("python -m draftmill.jobs.cli", stand_in)
     shell = subprocess.Popen(["sh", "-c", f"TMPDIR={tmp_path}; {command}"], stdout=subprocess.PIPE, text=True)
@@ -131,14 +131,14 @@ def test_the_command_writes_the_spec_and_becomes_the_driver(folder: Path, tmp_pa
 
 
 def test_the_driver_has_fifteen_seconds_more_than_its_grace_to_stop(folder: Path):
-    found = request_of(spec(), Wishes(working_dir=".", env=("A=b",), pip=("x==1",))).environment
+    found = request_of(spec(), SubmitOptions(working_dir=".", env=("A=b",), pip=("x==1",))).environment
     assert found["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "45"
     assert found["env_vars"]["A"] == "b"
     assert found["pip"] == ["x==1"]
 
 
 def test_an_image_comes_with_its_own_code_and_nothing_beside_it():
-    request = request_of(spec(input={"path": "s3://b/a.jsonl"}), Wishes(image="registry/draftmill:1"))
+    request = request_of(spec(input={"path": "s3://b/a.jsonl"}), SubmitOptions(image="registry/draftmill:1"))
     assert set(request.environment) == {"image_uri", "env_vars"}
     assert "exec draftmill run" in request.entrypoint
     assert not request.shipment.files

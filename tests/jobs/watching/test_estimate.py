@@ -24,8 +24,8 @@ from draftmill.jobs.watching.estimate import (
     per_million_text,
     read_estimate,
 )
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 from tests.jobs.driving.test_device_time import Hand
 from tests.runs.jobs_of_tests import write_rows, write_spec
 

@@ -13,8 +13,8 @@ import pytest
 from draftmill.storage.errors import StoreRefused, UserError
 from draftmill.storage.inputs.inputs import format_of, glob_pattern
 from draftmill.storage.inputs.reader import InputFile, default_id, iterate, list_inputs, read_rows
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.verbs import S3Options
 
 
 def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:

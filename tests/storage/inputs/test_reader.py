@@ -22,8 +22,8 @@ from draftmill.storage.inputs.last_read import Stretches
 from draftmill.storage.inputs.lines import MAX_LEVELS
 from draftmill.storage.inputs.reader import InputFile, Row, delimiter_hint, iterate, list_inputs, read_rows
 from draftmill.storage.inputs.row_groups import group_batches
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.verbs import S3Options
 
 
 def one_file(path: Path, data: bytes) -> InputFile:

@@ -34,9 +34,9 @@ from draftmill.storage.runs.commit import (
 )
 from draftmill.storage.runs.lease import LeaseLost, acquire
 from draftmill.storage.runs.records import TRACE_SCHEMA, read_results, table_from_rows
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import Store
 from tests.storage.inputs.tables import unit_table
 from tests.storage.stores.s3_server import S3Server
 

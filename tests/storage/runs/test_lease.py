@@ -11,8 +11,8 @@ import pytest
 
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.lease import LEASE, Lease, LeaseHeld, LeaseLost, acquire, process_is_dead, this_process
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.verbs import Store
 from tests.storage.stores.s3_server import S3Server
 
 

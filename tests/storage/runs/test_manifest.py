@@ -20,7 +20,7 @@ from draftmill.storage.runs.commit import (
     write_manifest,
 )
 from draftmill.storage.runs.unit_facts import BLOCK, CommittedUnits
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 
 def drawn(count: int, seed: int = 0) -> list[CommittedUnit]:

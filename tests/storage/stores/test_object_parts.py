@@ -12,6 +12,7 @@ import pytest
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.reader import fetched_ahead, list_inputs, read_rows
 from draftmill.storage.inputs.sources import RangeFile
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.object_parts import (
     AHEAD,
@@ -23,7 +24,6 @@ from draftmill.storage.stores.object_parts import (
     ahead,
 )
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.verbs import S3Options
 from tests.storage.stores.s3_server import S3Server
 
 PATIENCE_S = 60.0

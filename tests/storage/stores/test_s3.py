@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
+from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, S3Options
 from draftmill.storage.stores.s3 import ATTEMPTS, S3Store
 from draftmill.storage.stores.store import probe
-from draftmill.storage.stores.verbs import AlreadyExists, Conflict, NotFound, S3Options
 from tests.storage.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.s3

@@ -13,9 +13,9 @@ import pytest
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import FailpointError
 from draftmill.storage.inputs.sources import open_object
+from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
 from draftmill.storage.stores.object_parts import BLOCK_BYTES
 from draftmill.storage.stores.store import open_store, probe, sweep
-from draftmill.storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
 
 
 def test_what_is_created_is_read_back(store: Store) -> None:

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftmill.storage.arrow_validation import check_sound, plain_form
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
-from draftmill.storage.soundness import check_sound, plain_form
 
 TEXTS = ["one", "two", None, "three"]
 

@@ -10,7 +10,7 @@ import pytest
 from draftmill.storage.errors import StoreError
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.promises import AHEAD, promised, thread_pool
+from draftmill.storage.stores.parallel import AHEAD, parallel_map, thread_pool
 
 PATIENCE_S = 60.0
 
@@ -31,7 +31,7 @@ def test_answers_come_in_order_and_each_error_in_its_place(store: MemoryStore, c
         return item * item
 
     found: list[tuple[int, int | str]] = []
-    for item, promise in promised(store, range(count), ask):
+    for item, promise in parallel_map(store, range(count), ask):
         try:
             found.append((item, promise.result()))
         except StoreError as error:
@@ -51,7 +51,7 @@ def test_a_far_store_is_asked_side_by_side_and_never_for_more_than_a_few_answers
         return item
 
     taken = 0
-    for item, promise in promised(far("side by side"), range(10 * AHEAD), ask):
+    for item, promise in parallel_map(far("side by side"), range(10 * AHEAD), ask):
         assert promise.result() == item
         taken += 1
         with lock:
@@ -61,19 +61,19 @@ def test_a_far_store_is_asked_side_by_side_and_never_for_more_than_a_few_answers
 
 def test_what_reads_whole_files_is_side_by_side_on_a_disk_too(tmp_path: Path) -> None:
     barrier = Barrier(AHEAD)
-    answers = promised(LocalStore(tmp_path), range(AHEAD), lambda item: barrier.wait(PATIENCE_S) >= 0, reads=True)
+    answers = parallel_map(LocalStore(tmp_path), range(AHEAD), lambda item: barrier.wait(PATIENCE_S) >= 0, reads=True)
     assert [promise.result() for _, promise in answers] == [True] * AHEAD
 
 
 def test_a_store_that_is_near_is_asked_when_its_turn_has_come() -> None:
     asked: list[int] = []
-    for item, promise in promised(MemoryStore("near"), range(5), asked.append):
+    for item, promise in parallel_map(MemoryStore("near"), range(5), asked.append):
         assert promise.done() and asked == list(range(item + 1))
 
 
 def test_who_takes_no_more_has_nothing_more_asked_for() -> None:
     asked: list[int] = []
-    answers = promised(far("left"), range(1000), asked.append)
+    answers = parallel_map(far("left"), range(1000), asked.append)
     next(answers)
     answers.close()  # type: ignore[attr-defined]
     assert len(asked) <= AHEAD
@@ -88,7 +88,7 @@ def test_after_a_signal_nobody_waits_for_an_answer_that_does_not_come() -> None:
         answered.append(item)
 
     with pytest.raises(KeyboardInterrupt):
-        for _ in promised(far("silent"), range(3), ask):
+        for _ in parallel_map(far("silent"), range(3), ask):
             assert begun.wait(PATIENCE_S)
             raise KeyboardInterrupt
     assert not answered

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.recurring import name_lease as module
-from draftmill.jobs.recurring.name_lease import Held, name_lease, run_lease, when_free
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
+from draftmill.jobs.recurring import base_lease as module
+from draftmill.jobs.recurring.base_lease import Held, base_lease, run_lease, wait_until_free
 from draftmill.storage.runs.lease import LEASE, acquire
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.verbs import S3Options, Store
 from tests.jobs.recurring.recurring_jobs import DATED, driver, nightly, run, units_decoded
 from tests.runs.jobs_of_tests import rows_of
 
@@ -31,9 +31,9 @@ def held_elsewhere(base: Path, seconds: float) -> None:
 
 def test_the_lease_of_a_name_is_held_once_and_free_afterwards(store: Store) -> None:
     lost, job = StopFlag().set, r"another driver holds the job .*, until \d\d:\d\d:\d\d UTC"
-    with name_lease(store, lost), pytest.raises(Held, match=job), name_lease(store, lost):
+    with base_lease(store, lost), pytest.raises(Held, match=job), base_lease(store, lost):
         pass
-    with name_lease(store, lost), pytest.raises(Held, match="this run directory"), run_lease(store, lost):
+    with base_lease(store, lost), pytest.raises(Held, match="this run directory"), run_lease(store, lost):
         pass
 
 
@@ -50,7 +50,7 @@ def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, caps
 
     def work() -> int:
         calls.append(1)
-        with name_lease(store, StopFlag().set):
+        with base_lease(store, StopFlag().set):
             return OK
 
     def sleep(seconds: float) -> None:
@@ -58,12 +58,12 @@ def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, caps
         if len(sleeps) == 3:
             other.release()
 
-    assert when_free(work, "fail") == INTERRUPTED
-    assert when_free(work, "skip") == OK
+    assert wait_until_free(work, "fail") == INTERRUPTED
+    assert wait_until_free(work, "skip") == OK
     said = capsys.readouterr()
     assert said.out.startswith("draftmill: skipped: another driver holds the job ") and said.out.count("\n") == 1
     assert "elsewhere:boot-1:77" in said.out and "elsewhere:boot-1:77" in said.err
-    assert when_free(work, "wait", sleep=sleep) == OK
+    assert wait_until_free(work, "wait", sleep=sleep) == OK
     assert (len(calls), sleeps) == (4, [module.POLL_S] * 3)
     assert capsys.readouterr().err.count("draftmill: waiting") == 1
 
@@ -76,7 +76,7 @@ def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(
 
     def work() -> int:
         calls.append(1)
-        with name_lease(store, StopFlag().set):
+        with base_lease(store, StopFlag().set):
             return TOO_MANY_FAILED
 
     def alive(seconds: float) -> None:
@@ -89,11 +89,11 @@ def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(
         if len(sleeps) == 5:
             other.release()  # as when it has run out
 
-    assert when_free(work, "skip", sleep=alive) == OK
+    assert wait_until_free(work, "skip", sleep=alive) == OK
     said = capsys.readouterr()
     assert "draftmill: skipped: another driver holds the job" in said.out and "waiting for a sign of life" in said.err
     assert (len(calls), len(sleeps)) == (1, 2)
-    assert when_free(work, "skip", sleep=lost) == TOO_MANY_FAILED, "the work is done after all"
+    assert wait_until_free(work, "skip", sleep=lost) == TOO_MANY_FAILED, "the work is done after all"
     assert (len(calls), len(sleeps)) == (3, 5)
     assert "skipped" not in capsys.readouterr().out
 

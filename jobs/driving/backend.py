@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from draftmill.actors.job import Crew, Job, Seat
+from draftmill.actors.job import Allocation, Job, WorkerResources
+from draftmill.jobs.driving.allocation import allocate, lacking
 from draftmill.jobs.driving.cluster_survey import cluster_survey, pays
-from draftmill.jobs.driving.crew import crew, lacking
 from draftmill.jobs.driving.demand import Demand, possible_nodes, request_of_ray
 from draftmill.jobs.driving.driver import Workers
 from draftmill.jobs.driving.nodes import NodeRoom, num_cpus
@@ -33,7 +33,7 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
-    from draftmill.actors.loop.shelf import Shelf
+    from draftmill.actors.loop.model_cache import ModelCache
     from draftmill.actors.ray.pool import Spare
     from draftmill.actors.rows.text import Tokenizer
     from draftmill.decoders.base import ModelInfo
@@ -53,7 +53,7 @@ class WorkerPool(Workers, Protocol):
         """The kind of a worker that was started, as an index into the spec's `workers`."""
         ...
 
-    def resize(self, crew: Crew) -> None:
+    def resize(self, allocation: Allocation) -> None:
         """There is room for so many workers now."""
         ...
 
@@ -62,11 +62,11 @@ class WorkerPool(Workers, Protocol):
         ...
 
 
-class Site(Protocol):
+class Backend(Protocol):
     """A place for workers."""
 
     def check(self, spec: JobSpec) -> None:
-        """Raise UserError if the site can't provide what the spec asks for, as far as is known before anything starts."""
+        """Raise UserError if the backend can't provide what the spec asks for, as far as is known before anything starts."""
         ...
 
     def opened(self, display: Display) -> AbstractContextManager[None]:
@@ -74,22 +74,22 @@ class Site(Protocol):
         ...
 
     def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
-        """Like `opened`, but the block begins while the site is still starting."""
+        """Like `opened`, but the block begins while the backend is still starting."""
         ...
 
     def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
-        """Like `opening`, for several jobs. Yields for each the error if the site can't provide what it asks for."""
+        """Like `opening`, for several jobs. Yields for each the error if the backend can't provide what it asks for."""
         ...
 
     def survey(self, prepared: Prepared, display: Display) -> Survey:
-        """How to read the rows for a plan: in this process, or by tasks of the cluster, while the site is opening."""
+        """How to read the rows for a plan: in this process, or by tasks of the cluster, while the backend is opening."""
         ...
 
-    def crew(self, spec: JobSpec, *, units: int) -> Crew:
+    def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
         """How many workers of each kind fit, and the resources of each; UserError if none fits."""
         ...
 
-    def lacking(self, spec: JobSpec, found: Crew) -> list[str]:
+    def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
         """Notes about kinds of workers that fit nowhere now."""
         ...
 
@@ -97,12 +97,12 @@ class Site(Protocol):
         """What the job asks of the cluster's autoscaler; None if there is none."""
         ...
 
-    def pool(self, job: Job, crew: Crew) -> WorkerPool:
-        """A pool that has no workers yet; the site must be open."""
+    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+        """A pool that has no workers yet; the backend must be open."""
         ...
 
     def retire(self, pool: WorkerPool) -> None:
-        """End a pool whose job is over; a site that keeps workers gives them to its next pool."""
+        """End a pool whose job is over; a backend that keeps workers gives them to its next pool."""
         ...
 
     def end_spare(self) -> None:
@@ -110,15 +110,15 @@ class Site(Protocol):
         ...
 
 
-class LocalSite:
+class LocalBackend:
     """One worker in this process. With `keep`, the networks of a job stay in memory for the next one."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
-        self._shelf: Shelf | None = None
+        self._model_cache: ModelCache | None = None
 
     def check(self, spec: JobSpec) -> None:
-        """See Site."""
+        """See Backend."""
         if len(spec.shapes) > 1:
             raise UserError(f"{len(spec.shapes)} kinds of workers, but --local has one worker", field="workers")
         (workers,) = spec.shapes
@@ -135,74 +135,76 @@ class LocalSite:
             raise UserError(f"{spec.model.device!r}, but workers.gpus is 0", field="model.device")
 
     def opened(self, display: Display) -> AbstractContextManager[None]:
-        """See Site."""
+        """See Backend."""
         return nullcontext()
 
     def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
-        """See Site."""
+        """See Backend."""
         return nullcontext()
 
     def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
-        """See Site; `check` has found what this process can't provide."""
+        """See Backend; `check` has found what this process can't provide."""
         return nullcontext([None for _ in jobs])
 
     def survey(self, prepared: Prepared, display: Display) -> Survey:
-        """See Site; always in this process."""
+        """See Backend; always in this process."""
         return survey
 
-    def crew(self, spec: JobSpec, *, units: int) -> Crew:
-        """See Site; the worker has the whole machine."""
+    def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
+        """See Backend; the worker has the whole machine."""
         (workers,) = spec.shapes
-        seat = Seat(1.0, 0.0, len(os.sched_getaffinity(0)), (), workers.max_rows, workers.max_tokens)
-        return Crew((seat,), (1,))
+        resources = WorkerResources(1.0, 0.0, len(os.sched_getaffinity(0)), (), workers.max_rows, workers.max_tokens)
+        return Allocation((resources,), (1,))
 
-    def lacking(self, spec: JobSpec, found: Crew) -> list[str]:
-        """See Site."""
+    def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
+        """See Backend."""
         return []
 
     def demand(self, spec: JobSpec) -> None:
-        """See Site."""
+        """See Backend."""
         return None
 
-    def pool(self, job: Job, crew: Crew) -> WorkerPool:
-        """See Site."""
+    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+        """See Backend."""
         from draftmill.actors.loop.local_pool import LocalPool
-        from draftmill.actors.loop.shelf import Shelf
+        from draftmill.actors.loop.model_cache import ModelCache
 
-        if self._keep and self._shelf is None:
-            self._shelf = Shelf()
-        return LocalPool(job, crew.seats[0], shelf=self._shelf)
+        if self._keep and self._model_cache is None:
+            self._model_cache = ModelCache()
+        return LocalPool(job, allocation.kinds[0], model_cache=self._model_cache)
 
     def retire(self, pool: WorkerPool) -> None:
-        """See Site."""
+        """See Backend."""
         pool.release()
 
     def end_spare(self) -> None:
-        """See Site; there are no processes, but networks in memory."""
-        if self._shelf is not None:
-            self._shelf.clear()
+        """See Backend; there are no processes, but networks in memory."""
+        if self._model_cache is not None:
+            self._model_cache.clear()
 
 
-class ReadingSite(LocalSite):
+class ReadingBackend(LocalBackend):
     """For a run of which no row can be decoded: one worker in this process, which loads no model and writes the reasons."""
 
     def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
         super().__init__()
         self._info, self._tokenizer = info, tokenizer
 
-    def crew(self, spec: JobSpec, *, units: int) -> Crew:
-        """See Site."""
-        return Crew((Seat(1.0, 0.0, 1),), (1,))
+    def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
+        """See Backend."""
+        return Allocation((WorkerResources(1.0, 0.0, 1),), (1,))
 
-    def pool(self, job: Job, crew: Crew) -> WorkerPool:
-        """See Site."""
+    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+        """See Backend."""
         from draftmill.actors.loop.local_pool import LocalPool
         from draftmill.actors.loop.worker import reading_runner
 
-        return LocalPool(job, crew.seats[0], build=partial(reading_runner, info=self._info, tokenizer=self._tokenizer))
+        return LocalPool(
+            job, allocation.kinds[0], build=partial(reading_runner, info=self._info, tokenizer=self._tokenizer)
+        )
 
 
-class RaySite:
+class RayBackend:
     """Workers of Ray: of the cluster at `address`, or of a Ray of our own. With `keep`, they stay for the next job."""
 
     def __init__(self, address: str | None, *, keep: bool = False) -> None:
@@ -213,12 +215,12 @@ class RaySite:
         self._spare: list[Spare] = []
 
     def check(self, spec: JobSpec) -> None:
-        """See Site."""
+        """See Backend."""
         check_reachable(self.address)
 
     @contextmanager
     def opened(self, display: Display) -> Iterator[None]:
-        """See Site."""
+        """See Backend."""
         if self._is_open:
             self._wait()
             yield
@@ -228,15 +230,15 @@ class RaySite:
 
     @contextmanager
     def opening(self, display: Display, prepared: Prepared) -> Iterator[None]:
-        """See Site."""
+        """See Backend."""
         spec = prepared.spec
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
-                self.crew(spec, units=1)  # fail on missing resources before writing anything
+                self.allocate(spec, units=1)  # fail on missing resources before writing anything
                 yield
             return
         units = 1 + sum(file.size or 0 for file in prepared.inputs) // BYTES_PER_EARLY_WORKER
-        found = self._crew(spec, local_nodes(), units=units)
+        found = self._allocate(spec, local_nodes(), units=units)
         self._start = _Start(display, prepared.info.family, spec.decoder.runs, found)
         self._is_open = True
         self._start.start()
@@ -248,91 +250,91 @@ class RaySite:
 
     @contextmanager
     def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> Iterator[list[UserError | None]]:
-        """See Site. The size of a Ray of our own is known before it starts."""
+        """See Backend. The size of a Ray of our own is known before it starts."""
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
                 try:
-                    yield [_refusal(self._crew_now, job.spec) for job in jobs]
+                    yield [_refusal(self._allocate_now, job.spec) for job in jobs]
                 finally:
                     self.end_spare()
             return
-        found = [_refusal(self._crew, job.spec, local_nodes()) for job in jobs]
+        found = [_refusal(self._allocate, job.spec, local_nodes()) for job in jobs]
         first = next((job for job, error in zip(jobs, found, strict=True) if error is None), None)
         with nullcontext() if first is None else self.opening(display, first):
             yield found
 
     def survey(self, prepared: Prepared, display: Display) -> Survey:
-        """See Site."""
+        """See Backend."""
         is_ours = self._start is not None
         if not pays(prepared, num_cpus(local_nodes() if is_ours else cluster_nodes()), is_ours=is_ours):
             return survey
         self._wait()
         return cluster_survey(prepared, num_cpus(cluster_nodes()), is_ours=is_ours, note=display.note)
 
-    def crew(self, spec: JobSpec, *, units: int) -> Crew:
-        """See Site."""
+    def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
+        """See Backend."""
         self._wait()
-        return self._crew_now(spec, units=units)
+        return self._allocate_now(spec, units=units)
 
-    def lacking(self, spec: JobSpec, found: Crew) -> list[str]:
-        """See Site."""
+    def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
+        """See Backend."""
         return lacking(spec.shapes, found, cluster_nodes())
 
     def demand(self, spec: JobSpec) -> Demand | None:
-        """See Site."""
+        """See Backend."""
         possible = possible_nodes(spec.shapes, cluster_nodes())
         if possible is None:
             return None
-        return Demand(lambda units: self._crew(spec, possible, units=units), request_of_ray)
+        return Demand(lambda units: self._allocate(spec, possible, units=units), request_of_ray)
 
-    def pool(self, job: Job, crew: Crew) -> WorkerPool:
-        """See Site. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
+    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+        """See Backend. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
         from draftmill.actors.ray.pool import RayPool, end_workers
 
         if self._start is not None and (early := self._start.take_workers()):
             self._spare = early
-        places = {seat.place for seat in crew.seats}
+        places = {resources.place for resources in allocation.kinds}
         end_workers(actor for place, actor in self._spare if place not in places)
         spare, self._spare = [one for one in self._spare if one[0] in places], []
-        return RayPool(job, crew, early=spare)
+        return RayPool(job, allocation, early=spare)
 
     def retire(self, pool: WorkerPool) -> None:
-        """See Site."""
+        """See Backend."""
         if self._keep:
             self._spare = pool.release()
         else:
             pool.close()
 
     def end_spare(self) -> None:
-        """See Site."""
+        """See Backend."""
         if self._spare:
             from draftmill.actors.ray.pool import end_workers
 
             end_workers(actor for _, actor in self._spare)
         self._spare = []
 
-    def _crew_now(self, spec: JobSpec, *, units: int) -> Crew:
-        """A crew on the nodes that are there; or one worker, which waits for its node, if only an autoscaler can bring it."""
+    def _allocate_now(self, spec: JobSpec, *, units: int) -> Allocation:
+        """An allocation on the nodes that are there; or one worker, which waits for its node, if only an autoscaler has it."""
         try:
-            return self._crew(spec, cluster_nodes(), units=units)
+            return self._allocate(spec, cluster_nodes(), units=units)
         except UserError:
             possible = possible_nodes(spec.shapes, cluster_nodes())
             if possible is None:
                 raise
-            return self._crew(spec, possible, units=1)
+            return self._allocate(spec, possible, units=1)
 
-    def _crew(self, spec: JobSpec, nodes: Sequence[NodeRoom], *, units: int) -> Crew:
+    def _allocate(self, spec: JobSpec, nodes: Sequence[NodeRoom], *, units: int) -> Allocation:
         is_list = isinstance(spec.workers, tuple)
-        return crew(spec.shapes, nodes, units=units, device=spec.model.device, listed=is_list)
+        return allocate(spec.shapes, nodes, units=units, device=spec.model.device, listed=is_list)
 
     def _wait(self) -> None:
         if self._start is not None:
             self._start.wait()
 
 
-def _refusal(crew: Callable[..., Crew], spec: JobSpec, *nodes: Sequence[NodeRoom]) -> UserError | None:
+def _refusal(allocate: Callable[..., Allocation], spec: JobSpec, *nodes: Sequence[NodeRoom]) -> UserError | None:
     try:
-        crew(spec, *nodes, units=1)
+        allocate(spec, *nodes, units=1)
     except UserError as error:
         return error
     return None
@@ -344,9 +346,9 @@ class _Start:
     The thread lives as long as Ray does: Ray's processes are killed when the thread that started them ends.
     """
 
-    def __init__(self, display: Display, family: str, decoder: str, found: Crew) -> None:
+    def __init__(self, display: Display, family: str, decoder: str, found: Allocation) -> None:
         self._session = ray_session(None, note=display.note)
-        self._needs, self._crew = (family, decoder), found
+        self._needs, self._allocation = (family, decoder), found
         self._workers: list[Spare] = []
         self._error: BaseException | None = None
         self._is_up = False
@@ -360,7 +362,7 @@ class _Start:
             self._is_up = True
             from draftmill.actors.ray.pool import early_workers
 
-            self._workers = early_workers(self._crew, *self._needs)
+            self._workers = early_workers(self._allocation, *self._needs)
         except BaseException as error:  # noqa: BLE001 - `wait` raises it again
             self._error = error
         self._tried.set()
@@ -387,6 +389,6 @@ class _Start:
             self._over.set()
 
 
-def site_of(*, address: str | None, local: bool, keep: bool = False) -> Site:
-    """The site chosen on the command line; with `keep`, workers stay from one job to the next, with their networks."""
-    return LocalSite(keep=keep) if local else RaySite(address, keep=keep)
+def backend_of(*, address: str | None, local: bool, keep: bool = False) -> Backend:
+    """The backend chosen on the command line; with `keep`, workers stay from one job to the next, with their networks."""
+    return LocalBackend(keep=keep) if local else RayBackend(address, keep=keep)

@@ -13,10 +13,10 @@ import torch
 
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import Networks, load_networks
-from draftmill.actors.loop.shelf import Shelf
+from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.interface import S3Options
 
 BUILTIN = Path(__file__).parents[3] / "decoders" / "builtin"
 
@@ -25,11 +25,11 @@ def place(dtype: str = "float32") -> ModelPlace:
     return ModelPlace("unused", None, "auto", None, "auto", dtype, "cpu", False)
 
 
-def take(shelf: Shelf, folder: Path, *, drafter: Path | None = None, dtype: str = "float32") -> Networks:
+def take(model_cache: ModelCache, folder: Path, *, drafter: Path | None = None, dtype: str = "float32") -> Networks:
     settings = SpeculativeSettings(kind="speculative") if drafter is None else SpeculativeSettings(
         kind="speculative", drafter=ModelDrafterSettings(kind="model", path=str(drafter))
     )  # fmt: skip
-    return load_networks(folder, place(dtype), settings, S3Options(), shelf=shelf)
+    return load_networks(folder, place(dtype), settings, S3Options(), model_cache=model_cache)
 
 
 @pytest.fixture(scope="module")
@@ -40,30 +40,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders: tuple[Path, Path]):
-    shelf = Shelf()
-    first = take(shelf, folders[0])
-    assert shelf.loaded == ["model"]
-    assert take(shelf, folders[0]).backbone is first.backbone and shelf.loaded == []
-    assert take(shelf, folders[1]).backbone is not first.backbone and shelf.loaded == ["model"]
-    assert take(shelf, folders[1], dtype="float64").backbone.dtype is torch.float64 and shelf.loaded == ["model"]
+    model_cache = ModelCache()
+    first = take(model_cache, folders[0])
+    assert model_cache.loaded == ["model"]
+    assert take(model_cache, folders[0]).backbone is first.backbone and model_cache.loaded == []
+    assert take(model_cache, folders[1]).backbone is not first.backbone and model_cache.loaded == ["model"]
+    assert take(model_cache, folders[1], dtype="float64").backbone.dtype is torch.float64 and model_cache.loaded == [
+        "model"
+    ]
 
 
 def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wanted(folders: tuple[Path, Path]):
-    shelf = Shelf()
-    one = take(shelf, folders[0], drafter=folders[1])
-    assert shelf.loaded == ["model", "drafter"]
-    two = take(shelf, folders[1], drafter=folders[1])
-    assert two.drafter is one.drafter and shelf.loaded == ["model"]
-    assert take(shelf, folders[1]).drafter is None and shelf.loaded == []
-    take(shelf, folders[1], drafter=folders[1])
-    assert shelf.loaded == ["drafter"]
+    model_cache = ModelCache()
+    one = take(model_cache, folders[0], drafter=folders[1])
+    assert model_cache.loaded == ["model", "drafter"]
+    two = take(model_cache, folders[1], drafter=folders[1])
+    assert two.drafter is one.drafter and model_cache.loaded == ["model"]
+    assert take(model_cache, folders[1]).drafter is None and model_cache.loaded == []
+    take(model_cache, folders[1], drafter=folders[1])
+    assert model_cache.loaded == ["drafter"]
 
 
 def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    shelf = Shelf()
-    before = weakref.ref(take(shelf, folders[0]).backbone)
+    model_cache = ModelCache()
+    before = weakref.ref(take(model_cache, folders[0]).backbone)
     gone: list[bool] = []
     from draftmill.decoders.backbones import load
 
@@ -75,26 +77,26 @@ def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
         return original(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(load, "load_backbone", loading)
-    take(shelf, folders[1])
+    take(model_cache, folders[1])
     assert gone == [True]
 
 
 def test_another_number_of_threads_loads_the_networks_again(folders: tuple[Path, Path]):
     """The any-subset model prepares its products for the number of threads."""
-    shelf, threads = Shelf(), torch.get_num_threads()
-    first = take(shelf, folders[0])
+    model_cache, threads = ModelCache(), torch.get_num_threads()
+    first = take(model_cache, folders[0])
     try:
         torch.set_num_threads(threads + 1)
-        assert take(shelf, folders[0]).backbone is not first.backbone
+        assert take(model_cache, folders[0]).backbone is not first.backbone
     finally:
         torch.set_num_threads(threads)
 
 
 def test_draft_heads_stay_with_their_model():
-    shelf = Shelf()
+    model_cache = ModelCache()
     heads = [
         load_networks(
-            BUILTIN / "asarm-tiny", place(), AssdSettings(kind="assd", head=head), S3Options(), shelf=shelf
+            BUILTIN / "asarm-tiny", place(), AssdSettings(kind="assd", head=head), S3Options(), model_cache=model_cache
         ).heads
         for head in ("auto", "auto", "none")
     ]
@@ -102,9 +104,9 @@ def test_draft_heads_stay_with_their_model():
 
 
 def test_a_resting_network_has_an_empty_cache(folders: tuple[Path, Path]):
-    shelf = Shelf()
-    backbone: Any = take(shelf, folders[0]).backbone
+    model_cache = ModelCache()
+    backbone: Any = take(model_cache, folders[0]).backbone
     backbone.allocate(4, 64)
     assert backbone.cache.num_slots >= 4
-    shelf.rest()
+    model_cache.rest()
     assert backbone.cache.num_slots == 0

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftmill.jobs import codes
-from draftmill.jobs.codes import FINAL, INTERRUPTED, OK, SEVEREST, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, severest
+from draftmill.jobs import exit_codes
+from draftmill.jobs.exit_codes import FINAL, INTERRUPTED, OK, SEVEREST, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, severest
 from draftmill.jobs.submitting.following import end_of
 
-CODES = {name: value for name, value in vars(codes).items() if isinstance(value, int)}
+CODES = {name: value for name, value in vars(exit_codes).items() if isinstance(value, int)}
 
 
 def test_every_code_has_its_place_in_the_order_of_severity() -> None:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Shelf:
+class ModelCache:
     """Networks by name (`model`, `drafter`, `heads`), each with a key of everything that its loading depends on.
 
     `loaded` names those that were loaded since the last `keep_only`.

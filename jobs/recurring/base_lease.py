@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal
 
-from draftmill.jobs.codes import INTERRUPTED, OK
 from draftmill.jobs.driving.lease_keeper import TTL_S, kept_lease
+from draftmill.jobs.exit_codes import INTERRUPTED, OK
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, holder, pid_here
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 IfRunning = Literal["skip", "wait", "fail"]
 
@@ -46,7 +46,7 @@ def run_lease(store: Store, on_lost: Callable[[str], None]) -> Iterator[Lease]:
 
 
 @contextmanager
-def name_lease(store: Store, on_lost: Callable[[str], None]) -> Iterator[Lease]:
+def base_lease(store: Store, on_lost: Callable[[str], None]) -> Iterator[Lease]:
     """Hold the lease of a job's base path during the block; raises Held at once if another driver has it."""
     if store.exists(PLAN):
         raise UserError(
@@ -63,7 +63,9 @@ def _entered(stack: ExitStack, kept: AbstractContextManager[Lease], store: Store
         raise Held(store, error, what=what) from None
 
 
-def when_free(work: Callable[[], int], if_running: IfRunning, *, sleep: Callable[[float], None] = time.sleep) -> int:
+def wait_until_free(
+    work: Callable[[], int], if_running: IfRunning, *, sleep: Callable[[float], None] = time.sleep
+) -> int:
     """Do the work, and return its exit code; if another driver holds a lease that it needs, do what `if_running` says.
 
     `skip` says so in one line and returns 0, if the other driver works (see `works`). `wait` starts the work again once the lease

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from draftmill.storage.errors import StoreError
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.interface import Store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,7 +22,7 @@ AHEAD = 16
 """Parallel requests, and the most answers that wait for the caller."""
 
 
-def promised(
+def parallel_map(
     store: Store, items: Iterable[T], ask: Callable[[T], R], *, reads: bool = False
 ) -> Iterator[tuple[T, Future[R]]]:
     """Yield each item, in order, with the promise of `ask(item)`; its `result()` waits, or raises what `ask` raised.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from draftmill.actors.ray.pool import Seat
-from draftmill.jobs.driving.crew import crew, lacking
+from draftmill.actors.ray.pool import WorkerResources
+from draftmill.jobs.driving.allocation import allocate, lacking
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.spec.job_spec import ErrorSettings
 from draftmill.jobs.spec.thresholds import hopeless, most_failed, too_many_failed
@@ -16,21 +16,21 @@ from draftmill.storage.errors import UserError
 @pytest.mark.parametrize(
     ("settings", "cpus", "gpus", "units", "expected"),
     [
-        ({}, 8, 0, 99, (8, Seat(1, 0.0, 1))),
-        ({}, 8, 0, 3, (3, Seat(1, 0.0, 2))),
-        ({}, 8, 2, 99, (2, Seat(1, 1.0, 4))),
-        ({"gpus": 0.5}, 8, 2, 99, (4, Seat(1, 0.5, 2))),
-        ({"gpus": 0.0}, 8, 2, 99, (8, Seat(1, 0.0, 1))),
-        ({"count": 3, "cpus": 2.0}, 8, 0, 99, (3, Seat(2.0, 0.0, 2))),
-        ({"count": 50}, 4, 0, 99, (4, Seat(1, 0.0, 1))),
-        ({"gpus_per_model": 2, "cpus": 2.0}, 8, 0, 99, (4, Seat(2.0, 0.0, 1, processes=2))),
-        ({"gpus_per_model": 2}, 16, 4, 99, (2, Seat(1, 2.0, 4, processes=2))),
-        ({"gpus_per_model": 4, "gpus": 0.0, "cpus": 8.0}, 16, 4, 99, (2, Seat(8.0, 0.0, 2, processes=4))),
+        ({}, 8, 0, 99, (8, WorkerResources(1, 0.0, 1))),
+        ({}, 8, 0, 3, (3, WorkerResources(1, 0.0, 2))),
+        ({}, 8, 2, 99, (2, WorkerResources(1, 1.0, 4))),
+        ({"gpus": 0.5}, 8, 2, 99, (4, WorkerResources(1, 0.5, 2))),
+        ({"gpus": 0.0}, 8, 2, 99, (8, WorkerResources(1, 0.0, 1))),
+        ({"count": 3, "cpus": 2.0}, 8, 0, 99, (3, WorkerResources(2.0, 0.0, 2))),
+        ({"count": 50}, 4, 0, 99, (4, WorkerResources(1, 0.0, 1))),
+        ({"gpus_per_model": 2, "cpus": 2.0}, 8, 0, 99, (4, WorkerResources(2.0, 0.0, 1, processes=2))),
+        ({"gpus_per_model": 2}, 16, 4, 99, (2, WorkerResources(1, 2.0, 4, processes=2))),
+        ({"gpus_per_model": 4, "gpus": 0.0, "cpus": 8.0}, 16, 4, 99, (2, WorkerResources(8.0, 0.0, 2, processes=4))),
     ],
 )
 def test_workers_fill_the_gpus_or_else_the_cpus_and_share_the_threads(settings, cpus, gpus, units, expected):
-    found = crew([WorkerShape(**settings)], [NodeRoom(cpus, gpus)], units=units)
-    assert (found.count, found.seats[0]) == expected
+    found = allocate([WorkerShape(**settings)], [NodeRoom(cpus, gpus)], units=units)
+    assert (found.count, found.kinds[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_a_worker_needs_all_of_its_resources_on_one_node(settings, nodes, count)
     rooms = [NodeRoom(cpus, gpus, {"zone": zone[0]} if zone else {}) for cpus, gpus, *zone in nodes]
     if count is None:
         with pytest.raises(UserError, match=r"^workers\.(gpus|cpus|labels): a worker needs .* on one node"):
-            crew([WorkerShape(**settings)], rooms, units=99)
+            allocate([WorkerShape(**settings)], rooms, units=99)
     else:
-        assert crew([WorkerShape(**settings)], rooms, units=99).count == count
+        assert allocate([WorkerShape(**settings)], rooms, units=99).count == count
 
 
 def test_what_fits_nowhere_is_refused_with_the_nodes_and_their_labels():
     nodes = [NodeRoom(4, 1), NodeRoom(4, 1), NodeRoom(8, 0, {"zone": "b", "ray.io/node-id": "1f"}), NodeRoom(1, 0)]
     with pytest.raises(UserError) as caught:
-        crew([WorkerShape(gpus=2.0, labels={"zone": "!c"})], nodes, units=1)
+        allocate([WorkerShape(gpus=2.0, labels={"zone": "!c"})], nodes, units=1)
     assert str(caught.value) == (
         "workers.gpus: a worker needs 2 GPUs and 1 CPU on one node, zone: !c; "
         "the nodes have 2 x (4 CPUs, 1 GPU), (8 CPUs, zone=b), (1 CPU)"
@@ -75,39 +75,39 @@ def test_what_fits_nowhere_is_refused_with_the_nodes_and_their_labels():
 def test_kinds_with_a_number_come_first_and_the_others_take_what_is_left():
     nodes = [NodeRoom(8, 2, {"zone": "a"}), NodeRoom(4, 0)]
     shapes = [WorkerShape(gpus=0.0), WorkerShape(count=1, gpus=2.0, cpus=3.0), WorkerShape(count=9, gpus=1.0)]
-    found = crew(shapes, nodes, units=99, listed=True)
+    found = allocate(shapes, nodes, units=99, listed=True)
     assert found.counts == (9, 1, 0)
-    assert [seat.gpus for seat in found.seats] == [0.0, 2.0, 1.0]
-    assert found.seats[0].threads == 1
-    assert crew(shapes, nodes, units=3, listed=True).counts == (2, 1, 0)
+    assert [resources.gpus for resources in found.kinds] == [0.0, 2.0, 1.0]
+    assert found.kinds[0].threads == 1
+    assert allocate(shapes, nodes, units=3, listed=True).counts == (2, 1, 0)
     only = [WorkerShape(gpus=0.0, cpus=2.0), WorkerShape(labels={"zone": "a"}, max_rows=4)]
-    assert [seat.max_rows for seat in crew(only, nodes, units=99, listed=True).seats] == [None, 4]
+    assert [resources.max_rows for resources in allocate(only, nodes, units=99, listed=True).kinds] == [None, 4]
 
 
 def test_a_kind_that_fits_nowhere_yet_waits_and_none_at_all_is_an_error():
     nodes = [NodeRoom(4, 0)]
     shapes = [WorkerShape(gpus=0.0), WorkerShape(gpus=1.0)]
-    found = crew(shapes, nodes, units=99, listed=True)
+    found = allocate(shapes, nodes, units=99, listed=True)
     assert found.counts == (4, 0)
     assert lacking(shapes, found, nodes) == [
         "workers.1: a worker needs 1 GPU and 1 CPU on one node; the nodes have (4 CPUs); such workers start once a node joins "
         "that has room"
     ]
     with pytest.raises(UserError, match=r"^workers: no worker fits on any node: workers\.0: .*; workers\.1: "):
-        crew([WorkerShape(gpus=1.0), WorkerShape(gpus=2.0)], nodes, units=99, listed=True)
+        allocate([WorkerShape(gpus=1.0), WorkerShape(gpus=2.0)], nodes, units=99, listed=True)
 
 
 @pytest.mark.parametrize(("settings", "field"), [({"gpus": 1.0}, "workers.gpus"), ({"cpus": 9.0}, "workers.cpus")])
 def test_a_worker_that_fits_nowhere_is_refused(settings, field):
     with pytest.raises(UserError, match=field):
-        crew([WorkerShape(**settings)], [NodeRoom(8, 0)], units=1)
+        allocate([WorkerShape(**settings)], [NodeRoom(8, 0)], units=1)
 
 
 @pytest.mark.parametrize(("gpus", "num_gpus"), [("auto", 0), (0.0, 2)])
 def test_a_model_that_is_to_be_on_a_gpu_is_refused_where_workers_have_none(gpus, num_gpus):
     with pytest.raises(UserError, match=r"model\.device"):
-        crew([WorkerShape(gpus=gpus)], [NodeRoom(8, num_gpus)], units=1, device="cuda:0")
-    assert crew([WorkerShape(gpus=1.0)], [NodeRoom(8, 2)], units=9, device="cuda").count == 2
+        allocate([WorkerShape(gpus=gpus)], [NodeRoom(8, num_gpus)], units=1, device="cuda:0")
+    assert allocate([WorkerShape(gpus=1.0)], [NodeRoom(8, 2)], units=9, device="cuda").count == 2
 
 
 @pytest.mark.parametrize(
