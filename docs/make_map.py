@@ -1,4 +1,4 @@
-"""Writes docs/map.md, a line for every Python file: the first line of its docstring.
+"""Writes docs/map.md, a line for every Python file but tests: the first line of its docstring.
 
 python -m docs.make_map
 """
@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("jobs", "actors", "decoders", "storage", "infra", "recipes", "benchmarks", "examples", "docs", "tests")
+FOLDERS = ("jobs", "actors", "decoders", "storage", "infra", "recipes", "benchmarks", "examples", "docs")
 HEAD = """# Map
 
-A line for every Python file, generated from the docstrings by `python -m docs.make_map`; a test keeps it current.
+A line for every Python file, generated from the docstrings by `python -m docs.make_map`. Tests are left out: `tests/` mirrors the
+folders.
 """
 
 
@@ -25,7 +26,7 @@ def first_line(path: Path) -> str:
 
 
 def rooms(root: Path = ROOT) -> Iterator[Path]:
-    """The folders with Python files, each before those inside of it."""
+    """The folders with Python files that are no tests, each before those inside of it."""
     for top in FOLDERS:
         found = {path.parent for path in (root / top).rglob("*.py") if "__pycache__" not in path.parts}
         yield from sorted(found)
