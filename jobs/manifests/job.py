@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftmill.jobs.manifests.commented import document
 from draftmill.jobs.manifests.options import Options, check_options
-from draftmill.jobs.manifests.quoting import check_printable
+from draftmill.jobs.manifests.quoting import check_printable, yaml_document
 from draftmill.jobs.manifests.visible import check_folder, refuse_memory
 from draftmill.jobs.spec.job_spec import JobSpec, load_spec, with_logical_date
 from draftmill.jobs.spec.spec_file import apply_override, parse, read_mapping
@@ -120,9 +119,9 @@ def spec_text(job: Job) -> str:
         apply_override(named, override)
     text = Path(job.path).read_text(encoding="utf-8")
     if "name" not in data:
-        text = document({"name": job.spec.name}, {}) + text
+        text = yaml_document({"name": job.spec.name}) + text
     if _parsed(text) != named:
-        text = document(named, {})
+        text = yaml_document(named)
     if len(text.encode()) > MAX_SPEC_BYTES:
         raise UserError(
             f"is longer than {MAX_SPEC_BYTES:,} bytes, the most that a manifest can carry", field="SPEC.yaml"

@@ -1,10 +1,13 @@
-"""A word as a shell, a crontab and a systemd unit read it back: the same word, whatever characters it has."""
+"""A word as a shell, a crontab, a systemd unit and YAML read it back: the same word, whatever characters it has."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import yaml
 
 from draftmill.storage.errors import UserError
 
@@ -69,3 +72,41 @@ def systemd_path(path: str, field: str) -> str:
             field=field,
         )
     return path.replace("%", "%%")
+
+
+# ---- YAML ------------------------------------------------------------------------------------------------------------
+
+_PLAIN_YAML = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*(:[A-Za-z0-9_./-]+)*")
+# Numbers, dates and 1e3, which YAML 1.1 and 1.2 read differently, are quoted, and so are these.
+_YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists are indented under their key; the same object twice is written twice."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _scalar(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # The emitter falls back to double quotes if a block can't hold the text. Empty lines at its end would be lost here.
+    if "\n" in text and not re.search(r"(^|\n)\n\Z|[\x85\u2028\u2029]", text):
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+    plain = _PLAIN_YAML.fullmatch(text) and text.lower() not in _YAML_WORDS
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _scalar)
+
+
+def yaml_document(data: Mapping[str, Any]) -> str:
+    """A YAML document of plain data, in which nothing can be read as something else."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def yaml_text(text: str, indent: int = 0) -> str:
+    """A text as a value in YAML: plain, in double quotes, or as a block whose key is indented by so many characters."""
+    return yaml_document({"k": text}).removeprefix("k: ").rstrip("\n").replace("\n  ", f"\n{' ' * (indent + 2)}")

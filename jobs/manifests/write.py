@@ -8,20 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.manifests.cron import cron
-from draftmill.jobs.manifests.cronjob import cronjob
 from draftmill.jobs.manifests.job import Job, read_job
+from draftmill.jobs.manifests.kubernetes import cronjob, with_cluster
+from draftmill.jobs.manifests.machines import cron, ray_up, service, slurm, timer
 from draftmill.jobs.manifests.options import Options
-from draftmill.jobs.manifests.ray_cluster import raycluster, raycronjob, rayjob
-from draftmill.jobs.manifests.ray_up import ray_up
-from draftmill.jobs.manifests.slurm import slurm
-from draftmill.jobs.manifests.systemd import service, timer
 from draftmill.storage.errors import UserError
 
 MAKERS: Mapping[str, Callable[[Job], str]] = {
-    "rayjob": rayjob,
-    "raycronjob": raycronjob,
-    "raycluster": raycluster,
+    "rayjob": with_cluster,
+    "raycronjob": with_cluster,
+    "raycluster": with_cluster,
     "cronjob": cronjob,
     "slurm": slurm,
     "cron": cron,

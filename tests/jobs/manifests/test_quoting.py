@@ -14,9 +14,9 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from draftmill.jobs.manifests.commented import comment, document
 from draftmill.jobs.manifests.job import slug
-from draftmill.jobs.manifests.quoting import crontab, shell, systemd
+from draftmill.jobs.manifests.quoting import crontab, shell, systemd, yaml_document, yaml_text
+from draftmill.jobs.manifests.templates import comment
 from tests.jobs.manifests.made import data_of, files_of, templates, text_of, write_spec
 
 NASTY = [
@@ -99,16 +99,21 @@ JSON = st.recursive(
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@example({"0": ["\n", ["0"]]}, "0")
-@example({"0": ["\n", {"a": "\n", "b": 1}]}, "0")
-@given(st.dictionaries(WORDS, JSON, min_size=1, max_size=4), WORDS)
-def test_any_data_survives_yaml_with_comments_everywhere(data: dict[str, Any], said: str) -> None:
-    assert yaml.safe_load(document(data, dict.fromkeys(every_path(data), said))) == data
+@example({"0": ["\n", ["0"]]})
+@example({"0": ["\n", {"a": "\n", "b": 1}]})
+@given(st.dictionaries(WORDS, JSON, min_size=1, max_size=4))
+def test_any_data_survives_yaml(data: dict[str, Any]) -> None:
+    assert yaml.safe_load(yaml_document(data)) == data
 
 
-def every_path(data: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [found for key, value in inner for found in ((*path, key), *every_path(value, (*path, key)))]
+@settings(max_examples=200, deadline=None)
+@example("a\n\n\n")
+@example("  a\n b\n")
+@example("a\u2028b\n")
+@given(st.one_of(WORDS, st.text(), st.text("a \n#:-\t\x85\u2028", max_size=12)))
+def test_any_text_survives_as_a_value_at_any_depth(text: str) -> None:
+    written = f"a:\n    b: {yaml_text(text, 4)}\n    c: 1\n"
+    assert yaml.safe_load(written) == {"a": {"b": text, "c": 1}}
 
 
 @pytest.mark.parametrize(
@@ -116,11 +121,12 @@ def every_path(data: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
 )
 def test_strings_that_yaml_readers_see_differently_are_in_quotes(word: str) -> None:
     """YAML 1.1 and 1.2 disagree on these, and so do PyYAML and Kubernetes."""
-    assert document({"a": word}, {}) == f'a: "{word}"\n'
+    assert yaml_text(word) == f'"{word}"'
 
 
 def test_a_comment_can_not_become_data() -> None:
-    assert all(line.startswith("#") for line in comment("one\ntwo: three\n  --- four\n\nfive " * 9).splitlines())
+    lines = comment("one\ntwo: three\n  --- four\n\nfive " * 9, 2).splitlines()
+    assert len(lines) > 1 and all(line.strip().startswith("#") for line in lines)
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -131,7 +137,7 @@ def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path) ->
     if not (name.isprintable() and str(folder).isprintable()):
         return  # refused, in test_refused.py
     spec = write_spec(folder, name=file)
-    Path(spec).write_text(Path(spec).read_text().replace("name: nightly", document({"name": name}, {}).strip()))
+    Path(spec).write_text(Path(spec).read_text().replace("name: nightly", yaml_document({"name": name}).strip()))
     for kind in ("rayjob", "raycronjob", "cronjob"):
         manifest = data_of(spec, kind)
         sent = yaml.safe_load(templates(manifest)[0]["metadata"]["annotations"]["draftmill-spec.yaml"])
