@@ -1,6 +1,7 @@
 # Each target sets up .venv by itself and reuses it while nothing that it is made from has changed. `make help` lists them.
 #   make demo     infill Python's standard library and compare with sequential decoding
-#   make test     the tests
+#   make test     the tests but for the slowest
+#   make test-all all tests, as they must pass before a change lands
 #   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, a fuzz of ssd, all digests of results, all of HumanEval (20 minutes)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
@@ -24,7 +25,7 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 # Some images set this; every process would then compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test soak real papers check gpu docs clean
+.PHONY: help demo test test-all soak real papers check gpu docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,6 +37,9 @@ demo: $(READY)
 # Ray of its own, and a file's tests stay together for their fixtures' sake. Files go in their order: by their number of tests,
 # those with few but slow ones would come last, and one process would end alone.
 test: $(READY)
+	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-all: $(READY)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(READY)

@@ -82,6 +82,7 @@ def is_undisturbed(rows: Path) -> bool:
     return rows_of(folder / "run").equals(rows_of(folder / "undisturbed"))
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_without_a_node_that_is_lost(patience: None, cluster: Any, rows: Path):
     second = cluster.add_node(**NODE)
     process, log = begun(cluster, rows)
@@ -92,6 +93,7 @@ def test_a_job_goes_on_without_a_node_that_is_lost(patience: None, cluster: Any,
     assert "worker_died" in happened(rows.parent / "run")
 
 
+@pytest.mark.slow
 def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(patience: None, cluster: Any, rows: Path):
     second = cluster.add_node(**NODE)
     process, log = begun(cluster, rows)
@@ -114,6 +116,7 @@ def test_a_node_that_joins_is_used(patience: None, cluster: Any, rows: Path):
     assert is_undisturbed(rows)
 
 
+@pytest.mark.slow
 def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_ends_the_job(
     patience: None, cluster: Any, rows: Path
 ):

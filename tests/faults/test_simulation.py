@@ -15,15 +15,16 @@ from unittest.mock import patch
 import pytest
 
 from draftmill.jobs.schedule.unit_leases import SchedulerState, Unit
-from tests.runs.jobs_of_tests import soak
 from tests.simulation.disk import Broken, Handle
 from tests.simulation.schedules import drawn_job, play, simulated
 from tests.simulation.world import Fault, World
 
 pytestmark = pytest.mark.timeout(600)
 
-SCHEDULES = {True: 3500, False: 1500}
-"""Drawn ones, by whether the store honours conditions; the numbered ones come on top."""
+FEW, SCHEDULES = 150, 2500
+"""Drawn ones with a store that honours conditions, and as many with one that does not, in `make test` and in `make test-all`; the
+numbered ones come on top."""
+MORE = [pytest.param(range(n * SCHEDULES, (n + 1) * SCHEDULES), marks=pytest.mark.soak) for n in range(1, 10)]
 
 JOBS = 6
 """Jobs of which every access of the store goes wrong once in every way: about 120 and 200 schedules each."""
@@ -38,25 +39,27 @@ def at_work() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("conditional", [True, False])
-@pytest.mark.parametrize("chunk", [0, *soak(range(1, 10))])
+@pytest.mark.parametrize(
+    "seeds", [range(FEW), pytest.param(range(FEW, SCHEDULES), marks=pytest.mark.slow), *MORE], ids=str
+)
 def test_whatever_happens_when_every_row_is_there_once_with_a_reason(
-    at_work: dict[str, Any], conditional: bool, chunk: int
+    at_work: dict[str, Any], conditional: bool, seeds: range
 ):
-    count = SCHEDULES[conditional]
     seen: Counter[str] = Counter()
-    for seed in range(chunk * count, (chunk + 1) * count):
+    for seed in seeds:
         try:
             world = play(World(drawn_job(seed, conditional=conditional), seed, faults=seed % 7), at_work)
         except Exception as error:
             raise AssertionError(f"seed {seed}, {conditional=}: {error}") from error
         seen.update(what.partition(": ")[2].split(" data")[0] or what.partition(" ")[2] for what in world.struck)
         seen["sessions"] += world.drivers
-    assert seen["sessions"] > 2 * count
+    assert seen["sessions"] > 2 * len(seeds)
     for what in (*FATES[:4], "pause", "dies", "falls silent", "clock jumps", "stop", "raises"):
         assert any(what in key for key in seen), f"no schedule had: {what}"
 
 
 @pytest.mark.parametrize("conditional", [True, False])
+@pytest.mark.slow
 def test_one_fault_at_any_access_of_the_store_loses_nothing(at_work: dict[str, Any], conditional: bool):
     for seed in range(JOBS):
         job = drawn_job(seed, conditional=conditional)

@@ -25,6 +25,7 @@ def prompts() -> list[dict[str, Any]]:
     return [{"id": f"{n:02}", "prompt": text[500 * n : 500 * n + 4 + 11 * n]} for n in range(20)]
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_workers_slots_or_units(ray_session: ModuleType, tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "task": {"kind": "complete", "max_new_tokens": 12, "stop": ["\n\n"]},

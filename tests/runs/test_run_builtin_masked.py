@@ -65,6 +65,7 @@ def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path: Path, sampli
     assert total(ours, "nfe") < 0.9 * total(plain, "nfe")
 
 
+@pytest.mark.slow
 def test_ssd_completes_what_stepwise_does(tmp_path: Path) -> None:
     rows = [{"id": str(n), "prompt": text} for n, text in enumerate(pieces(6, 40))]
     task = {"kind": "complete", "max_new_tokens": 20, "stop": ["\n\n"]}
@@ -78,6 +79,7 @@ def test_ssd_completes_what_stepwise_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", WARPS, ids=["greedy", "sampled"])
+@pytest.mark.slow
 def test_it_drafts_for_the_builtin_causal_model(tmp_path: Path, sampling: dict[str, Any]) -> None:
     rows = [{"id": str(n), "prompt": text} for n, text in enumerate(["", *pieces(9, 1)])]
     sections: dict[str, Any] = {"model": {"path": "builtin:ar-tiny", "device": "cpu"}, "sampling": sampling}
@@ -91,6 +93,7 @@ def test_it_drafts_for_the_builtin_causal_model(tmp_path: Path, sampling: dict[s
         assert total(ours, "nfe") < 0.9 * total(plain, "nfe")
 
 
+@pytest.mark.slow
 def test_its_draft_head_makes_more_drafts_come_true_and_changes_no_text(tmp_path: Path) -> None:
     rows = [{"id": str(n), "prompt": text} for n, text in enumerate(pieces(12, 60))]
     sections: dict[str, Any] = {"model": {"path": "builtin:ar-tiny", "device": "cpu"}}

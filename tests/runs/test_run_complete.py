@@ -60,6 +60,7 @@ def completed(world: World, ray_session: ModuleType) -> dict[str, dict[str, Any]
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_greedy_completions_are_those_of_transformers(world: World, completed: dict[str, dict[str, Any]]) -> None:
     assert sorted(completed) == sorted(PROMPTS)
     for name, row in completed.items():

@@ -56,6 +56,7 @@ def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 48, longest=40)
     spec = write_spec(tmp_path, rows=rows, batching={"max_rows": 1})

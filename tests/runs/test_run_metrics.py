@@ -183,6 +183,7 @@ def test_a_sweep_loads_a_judge_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert has_all_values(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_sweep_on_ray_keeps_its_measuring_workers(
     tmp_path: Path, ray_session: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ def specs(folder: Path) -> Iterator[tuple[str, Path]]:
         yield name, spec(folder, model, rows, name, task=task, **more)
 
 
+@pytest.mark.slow
 def test_scores_are_the_same_alone_in_a_resumed_run_and_in_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

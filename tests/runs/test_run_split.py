@@ -44,6 +44,7 @@ def kill_one_while_the_first_unit_is_written(data: Path, killed: list[int]) -> N
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_job_with_a_split_model_that_loses_a_process_writes_the_texts_of_one_process(
     ray_session: ModuleType, tmp_path: Path
 ) -> None:

@@ -270,6 +270,7 @@ def sweep_here(path: str, points: str, log: str) -> None:
     sys.exit(main(["sweep", path, "--local", "--quiet", "--debug"]))
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished: Path, tmp_path: Path):
     shutil.copy(finished / "rows.jsonl", tmp_path)
     path = write_sweep(tmp_path, CASES)

@@ -49,6 +49,7 @@ def ups(case: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_session: ModuleType, tmp_path: Path):
     """The cases alternate between the models in the file."""
     shutil.copytree(GOLDEN, tmp_path / "other")
@@ -69,6 +70,7 @@ def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_se
         assert one.num_rows == 12 and unequal(one, other) == []
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_has_fails_alone(
     ray_session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

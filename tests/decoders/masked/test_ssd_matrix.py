@@ -95,6 +95,7 @@ def anchored(requests):
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.slow
 def test_on_the_public_architectures(golden, family):
     backbone, info = load(golden / family, dtype="float64"), inspect_model(golden / family)
     factors = FACTORS | {

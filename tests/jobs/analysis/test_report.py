@@ -161,6 +161,7 @@ def test_a_report_is_one_file_without_scripts_and_addresses(sweep_page: str) -> 
     check_self_contained(sweep_page)
 
 
+@pytest.mark.slow
 def test_a_report_is_the_same_bytes_every_time(sweep: Path, sweep_page: str, tmp_path: Path) -> None:
     code = "import sys; from draftmill.jobs.cli import main; sys.exit(main(sys.argv[1:]))"
     out = tmp_path / "again.html"
