@@ -389,18 +389,15 @@ def _rerun(arguments: argparse.Namespace) -> int:
 
 def add_compact(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Add the command to `commands`."""
-    command = commands.add_parser(
-        "compact", parents=[common], help="rewrite a finished run's results into files of a chosen size"
-    )
-    store_arguments(command)
-    command.add_argument("--file-mb", type=megabytes, default=128, metavar="N", help="maximum file size in MiB (128)")
+    command = commands.add_parser("compact", parents=[common], help="gone: use export --format parquet --file-mb N")
+    command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     command.set_defaults(command=_compact)
 
 
-def _compact(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.exporting.compact import compact
-
-    return compact(arguments.run_dir, file_mb=arguments.file_mb, s3=s3_options(arguments))
+def _compact(_: argparse.Namespace) -> int:
+    raise UserError(
+        "is gone; use `draftmill export RUN_DIR --format parquet --file-mb 128 --out FOLDER`", field="draftmill compact"
+    )
 
 
 # ---- export --------------------------------------------------------------------------------------------------------
@@ -408,10 +405,13 @@ def _compact(arguments: argparse.Namespace) -> int:
 
 def add_export(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Add the command to `commands`."""
-    command = commands.add_parser("export", parents=[common], help="write a finished run's results to one file")
+    command = commands.add_parser("export", parents=[common], help="write a finished run's results to files")
     store_arguments(command)
     command.add_argument("--format", required=True, choices=["openai", "jsonl", "csv", "parquet"])
     command.add_argument("--out", required=True, metavar="FILE", help="a file, s3://bucket/key, or - (standard output)")
+    command.add_argument(
+        "--file-mb", type=megabytes, metavar="N", help="Parquet files of at most N MiB; --out is their folder"
+    )
     command.add_argument("--errors", metavar="FILE", help="separate file for samples that are not ok")
     command.add_argument("--columns", default="", metavar="A,B,...", help="columns of the result table (default: all)")
     command.add_argument(
@@ -435,6 +435,7 @@ def _export(arguments: argparse.Namespace) -> int:
         columns=[name for name in arguments.columns.split(",") if name],
         overwrite=arguments.overwrite,
         order=arguments.order,
+        file_mb=arguments.file_mb,
         s3=s3_options(arguments),
     )
 

@@ -1,7 +1,7 @@
-"""`draftmill export`: writes the results of a finished run to one file in another format, each sample once.
+"""`draftmill export`: writes the results of a finished run to one file in another format, or to Parquet files of a chosen size.
 
-A sample's row comes from the last pass that has it. Files are local or objects on S3, and appear whole or not at all.
-Failed samples can go to a separate file; in the openai format they always do.
+Each sample is there once; its row comes from the last pass that has it. Files are local or objects on S3, and appear whole or
+not at all. Failed samples can go to a separate file; in the openai format they always do.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.exporting.openai import OPENAI_COLUMNS, OpenAISink
 from draftmill.jobs.exporting.places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
-from draftmill.jobs.exporting.rows import CsvSink, LineSink, ParquetSink, Sink, Target
+from draftmill.jobs.exporting.rows import SUCCESS, CsvSink, LineSink, ParquetSink, PartsSink, Sink, Target, part_name
 from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import KEEP
@@ -28,7 +29,8 @@ from draftmill.storage.stores.store import open_store
 
 FORMATS = ("openai", "jsonl", "csv", "parquet")
 ORDERS = ("plan", "input")
-COLUMNS = "--columns"
+COLUMNS, FILE_MB = "--columns", "--file-mb"
+MIB = 2**20
 
 
 def export(
@@ -40,11 +42,13 @@ def export(
     columns: Sequence[str] = (),
     overwrite: bool = False,
     order: str = "plan",
+    file_mb: int | None = None,
     s3: S3Options | None = None,
 ) -> int:
     """Write the run's rows to `out` (and those that are not ok to `errors`, if given); returns the exit code.
 
-    `columns` selects columns of the result table, an empty list all of them; `order` is one of ORDERS.
+    `columns` selects columns of the result table, an empty list all of them; `order` is one of ORDERS. With `file_mb`, `out` is a
+    folder of Parquet files of at most so many MiB.
 
     Raises UserError if the run is not finished, or if it can't be exported in this way.
     """
@@ -54,7 +58,12 @@ def export(
     if kind == "openai":
         check_openai(passes[0].plan)
         errors = errors or errors_beside(out)
+    if file_mb is not None:
+        check_parts(kind, errors)
+        out = out.rstrip("/") or out
     check_places(store.url, kind, out, errors)
+    if file_mb is not None:
+        return export_parts(passes, wanted, out, file_bytes=file_mb * MIB, overwrite=overwrite, order=order, s3=s3)
     with ExitStack() as stack:
         # Closed in reverse order: if `out` exists, its errors do too.
         files = [
@@ -74,6 +83,36 @@ def export(
         print(f"{out}: {counts[0]:,} samples")
     if errors is not None and out != STDOUT:
         print(f"{errors}: {counts[1]:,} samples that are not ok")
+    return OK
+
+
+def export_parts(
+    passes: Sequence[Pass],
+    columns: Sequence[str],
+    out: str,
+    *,
+    file_bytes: int,
+    overwrite: bool,
+    order: str,
+    s3: S3Options | None,
+) -> int:
+    """Write Parquet files of a chosen size into the folder `out`; files of an earlier export go."""
+    store = open_store(out, s3=s3)
+    earlier = [stat.name for prefix in ("part-", SUCCESS) for stat in store.list(prefix)]
+    if earlier and not overwrite:
+        raise UserError(f"{out!r} has {earlier[0]} already; --overwrite replaces it", field=OUT)
+    if SUCCESS in earlier:
+        store.delete(SUCCESS)
+    sink = PartsSink(store, *parquet_format(passes[0].plan, columns), file_bytes)
+    with ExitStack() as unfinished:
+        unfinished.callback(sink.abandon)
+        (count,) = write_rows(passes, columns, [sink], order=order)
+        sink.close()
+        unfinished.pop_all()
+    for name in set(earlier) - {SUCCESS} - {part_name(number) for number in range(sink.count)}:
+        store.delete(name)
+    store.put(SUCCESS, b"")
+    print(f"{out}: {counted(count, 'sample')} in {counted(sink.count, 'file')}")
     return OK
 
 
@@ -110,9 +149,14 @@ def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sin
         return LineSink(file, keep=plan.keep)
     if kind == "csv":
         return CsvSink(file, columns, keep=plan.keep)
-    metadata = {"fingerprint": plan.fingerprint, "schema_version": str(plan.results["schema_version"])}
+    return ParquetSink(file, *parquet_format(plan, columns))
+
+
+def parquet_format(plan: Plan, columns: Sequence[str]) -> tuple[pa.Schema, dict[str, str]]:
+    """The schema of these columns, and what a file says of itself."""
     known = {field.name: field for field in [*(plan.keep or ()), *plan.schema]}
-    return ParquetSink(file, pa.schema([known[name] for name in columns]), metadata)
+    metadata = {"fingerprint": plan.fingerprint, "schema_version": str(plan.results["schema_version"])}
+    return pa.schema([known[name] for name in columns]), metadata
 
 
 # ---- which requests are valid
@@ -145,6 +189,14 @@ def checked_columns(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
             allowed = ", ".join([*known, *sorted(own_columns(plan))])
             raise UserError(f"{name!r} is not a column of the result; allowed: {allowed}", field=COLUMNS)
     return list(dict.fromkeys(columns)) or list(known)
+
+
+def check_parts(kind: str, errors: str | None) -> None:
+    """Raise UserError for what cannot be written as several files."""
+    if kind != "parquet":
+        raise UserError(f"does not apply to --format {kind}; it applies to parquet", field=FILE_MB)
+    if errors is not None:
+        raise UserError("does not apply with --file-mb; the column `status` tells which samples are ok", field=ERRORS)
 
 
 def check_openai(plan: Plan) -> None:

@@ -1,6 +1,6 @@
-"""The formats of `draftmill export`: JSON lines, csv and Parquet; for that of the OpenAI batch API see export_openai.py.
+"""The formats of `draftmill export`: JSON lines, csv and Parquet; for that of the OpenAI batch API see openai.py.
 
-A sink takes tables of result rows and writes them to an open binary file. Knows nothing of runs and paths.
+A sink takes tables of result rows and writes them to an open binary file, or to the files of a folder. Knows nothing of runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import pyarrow as pa
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.kept import KEEP, plain, told
 from draftmill.storage.parquet import parquet_writer
+from draftmill.storage.stores.interface import Store
 
 GROUP_BYTES = 32 * 2**20
 """Arrow bytes of a row group."""
+
+SUCCESS = "_SUCCESS"
+"""The mark beside files of which the last has been written; readers of Parquet folders skip names that begin with _."""
 
 
 class Target(Protocol):
@@ -114,19 +118,22 @@ class CsvSink:
 
 
 class ParquetSink:
-    """Row groups of GROUP_BYTES, in the format of the run's own files."""
+    """Row groups of `group_bytes` (of Arrow), in the format of the run's own files."""
 
-    def __init__(self, file: Target, schema: pa.Schema, metadata: Mapping[str, str]) -> None:
-        self._schema = schema
+    def __init__(
+        self, file: Target, schema: pa.Schema, metadata: Mapping[str, str], *, group_bytes: int = GROUP_BYTES
+    ) -> None:
+        self._schema, self._file, self._group_bytes = schema, file, group_bytes
         self._writer = parquet_writer(file, schema, metadata)
         self._held: list[pa.Table] = []
         self._bytes = 0
+        self._largest = 0  # bytes of a row group in the file
 
     def add(self, table: pa.Table) -> None:
         """See Sink."""
         self._held.append(table)
         self._bytes += table.nbytes
-        if self._bytes >= GROUP_BYTES:
+        if self._bytes >= self._group_bytes:
             self._flush()
 
     def close(self) -> None:
@@ -143,8 +150,58 @@ class ParquetSink:
 
     def _flush(self) -> None:
         group = pa.concat_tables(self._held).unify_dictionaries().combine_chunks().cast(self._schema)
+        before = self._file.tell()
         self._writer.write_table(group, row_group_size=max(1, group.num_rows))
+        self._largest = max(self._largest, self._file.tell() - before)
         self._held, self._bytes = [], 0
+
+    def is_full(self, file_bytes: int) -> bool:
+        """Whether another row group could make the file larger than this."""
+        return self._file.tell() + self._largest > file_bytes
+
+
+class PartsSink:
+    """Files of at most `file_bytes`, part-00000.parquet and so on; a file is larger only if a single row group is.
+
+    Memory holds one file. Each appears whole.
+    """
+
+    def __init__(self, store: Store, schema: pa.Schema, metadata: Mapping[str, str], file_bytes: int) -> None:
+        self._store, self._schema, self._metadata, self._file_bytes = store, schema, metadata, file_bytes
+        self.count = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._file, self._rows = io.BytesIO(), 0
+        group_bytes = min(GROUP_BYTES, self._file_bytes)
+        self._sink = ParquetSink(self._file, self._schema, self._metadata, group_bytes=group_bytes)
+
+    def _put(self) -> None:
+        self._sink.close()
+        self._store.put(part_name(self.count), self._file.getvalue())
+        self.count += 1
+
+    def add(self, table: pa.Table) -> None:
+        """See Sink."""
+        self._sink.add(table)
+        self._rows += table.num_rows
+        if self._sink.is_full(self._file_bytes):
+            self._put()
+            self._begin()
+
+    def close(self) -> None:
+        """See Sink."""
+        if self._rows or not self.count:
+            self._put()
+
+    def abandon(self) -> None:
+        """See Sink."""
+        self._sink.abandon()
+
+
+def part_name(number: int) -> str:
+    """The name of a file of a PartsSink."""
+    return f"part-{number:05d}.parquet"
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:

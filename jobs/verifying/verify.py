@@ -1,8 +1,8 @@
 """`draftmill verify`: checks a run's promises (docs/promises.md) from its files alone. It reads and hashes every file.
 
 It checks the plan against the data files, the data files against the manifest, and `_SUCCESS` against both. It checks each
-later pass in the same way, and that the pass has exactly the rows that failed in the one before. It checks compacted files
-against all of these, and files of metrics against the results. With --invariance N, it decodes N samples again, each alone, and
+later pass in the same way, and that the pass has exactly the rows that failed in the one before. It checks files
+of metrics against the results. With --invariance N, it decodes N samples again, each alone, and
 compares them token for token.
 """
 
@@ -26,7 +26,6 @@ from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.schedule.unit_sizes import UnitSet
-from draftmill.jobs.verifying.compacted import check_compact
 from draftmill.jobs.verifying.metrics import check_metrics
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
@@ -82,9 +81,6 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
     findings = check_run(store, plan, manifest)
     lines = [check_later_pass(before, after, findings) for before, after in pairwise(done)]
     if not findings.problems:
-        line, problems = check_compact(store, done)
-        lines += [line] if line else []
-        findings.problems += problems
         line, problems = check_metrics(store, done)
         lines += [line] if line else []
         findings.problems += problems

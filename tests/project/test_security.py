@@ -109,13 +109,13 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
         assert main(["run", str(spec)]) == 3
         assert main(["rerun", s3_url, *options, "--failed"]) == 3
     out = tmp_path / "out"
-    for command in (["status"], ["verify"], ["compact"], ["export", "--format", "jsonl", "--out", str(out)]):
+    for command in (["status"], ["verify"], ["export", "--format", "jsonl", "--out", str(out)]):
         assert main([command[0], s3_url, *options, *command[1:]]) in {0, 3}
     (tmp_path / "broken.yaml").write_text(f"s3: {{secret: {planted['AWS_SECRET_ACCESS_KEY']}}}\nname: 'open")
     assert main(["run", str(tmp_path / "broken.yaml")]) == 2
     store = open_store(s3_url, s3=s3_options)
     names = [stat.name for stat in store.list()]
-    assert {name.partition("/")[0] for name in names} >= {"_plan.json", "data", "attempts", "passes", "compact"}
+    assert {name.partition("/")[0] for name in names} >= {"_plan.json", "data", "attempts", "passes"}
     texts = {name: f"{store.stat(name)} {readable(store.get(name), name)}" for name in names}
     texts["out"] = out.read_text()
     texts["output"] = "".join(capfd.readouterr()) + caplog.text
@@ -196,7 +196,6 @@ without_ray(patch)
 code = main(["run", {spec!r}, "--quiet"])
 assert code == 3, code
 assert main(["rerun", {run!r}, "--failed", "--quiet"]) == 3
-assert main(["compact", {run!r}]) == 0
 assert not strangers, strangers
 """
 
@@ -245,7 +244,7 @@ def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path: Pat
     names = [path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()]
     shape = re.compile(
         r"(passes/0002/)?(_plan\.json|_lease\.json|_manifest\.json|_SUCCESS|plan/part-[\d-]+\.parquet|data/unit-\d+\.parquet|"
-        r"attempts/epoch-\d+-[a-z]+(-\d+)?\.jsonl|log/(epoch-\d+-part-\d+\.jsonl|estimate\.json))|compact/(part-\d+-[0-9a-f]+\.parquet|_manifest\.json)"
+        r"attempts/epoch-\d+-[a-z]+(-\d+)?\.jsonl|log/(epoch-\d+-part-\d+\.jsonl|estimate\.json))"
     )
     assert names and all(shape.fullmatch(name) for name in names), names
 

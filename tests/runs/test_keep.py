@@ -78,10 +78,7 @@ def test_kept_columns_are_columns_of_a_csv_and_a_struct_of_parquet(kept: Path) -
     assert table.schema.field("keep").type.field("n").metadata == {b"draftmill.json": b"1"}
 
 
-def test_a_run_with_kept_columns_is_verified_compacted_and_resumed(
-    kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compact", str(kept / "run")]) == 0
+def test_a_run_with_kept_columns_is_verified_and_resumed(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(kept / "run")]) == 0
     assert "all promises hold" in capsys.readouterr().out
     assert run_with(set(), "run", str(kept / "run.yaml")) == 0

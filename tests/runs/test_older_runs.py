@@ -21,9 +21,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(shutil.copytree(OLD / request.param, tmp_path / request.param))
 
 
-def test_an_older_run_is_verified_compacted_and_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_older_run_is_verified_and_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pa.types.is_map(pq.read_schema(run / "data" / "unit-00000000.parquet").field("metrics").type)
-    assert main(["compact", str(run)]) == 0
     assert main(["verify", str(run)]) == 0, capsys.readouterr().out
     for kind in ("jsonl", "parquet"):
         assert main(["export", str(run), "--format", kind, "--out", str(run.parent / f"all.{kind}")]) == 0

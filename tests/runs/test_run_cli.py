@@ -133,7 +133,7 @@ def test_an_interrupt_says_go_on_only_where_there_is_something_to_go_on_with(
 @pytest.mark.parametrize(
     "command",
     ["run x.yaml --grace-seconds -3", "run x.yaml --grace-seconds nan", "rerun run --failed --grace-seconds soon",
-     "verify run --invariance -1", "compact run --file-mb 0"],
+     "verify run --invariance -1", "export run --format parquet --out x --file-mb 0"],
 )  # fmt: skip
 def test_a_number_that_makes_no_sense_is_refused_with_what_is_allowed(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as refused:
@@ -151,9 +151,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    assert all(
-        command in out for command in ("run", "validate", "status", "verify", "rerun", "compact", "export", "models")
-    )
+    assert all(command in out for command in ("run", "validate", "status", "verify", "rerun", "export", "models"))
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_a_damaged_plan_is_said_in_words(
         path.unlink()
     else:
         path.write_bytes(content)
-    for command in (["verify", str(run)], ["status", str(run)], ["compact", str(run)], ["rerun", str(run), "--failed"]):
+    for command in (["verify", str(run)], ["status", str(run)], ["rerun", str(run), "--failed"]):
         code = main(command)
         told = capsys.readouterr().err
         assert "unexpected" not in told, f"{command[0]}: {told}"
@@ -233,7 +233,7 @@ def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
     unit(run).write_bytes(data[:half] if damage == "cut off" else data[:half] + b"\xff" * 64 + data[half + 64 :])
     spec.write_text(sound.with_suffix(".yaml").read_text())
     export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
-    for arguments in (["run", str(spec), "--set", f"output.path={run}", "--quiet"], ["compact", str(run)], export):
+    for arguments in (["run", str(spec), "--set", f"output.path={run}", "--quiet"], export):
         assert main(arguments) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and f"{unit(run)} is damaged: " in said and "delete it" in said
@@ -244,13 +244,12 @@ def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
     assert main(["verify", str(run)]) == 0
 
 
-@pytest.mark.parametrize("name", ["_manifest.json", "_lease.json", "compact/_manifest.json"])
+@pytest.mark.parametrize("name", ["_manifest.json", "_lease.json"])
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"units": [{"unit": 0}]}', "\\udc80"])
 def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is_fine_without_it(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
 ) -> None:
     run = copied(sound, tmp_path / "run")
-    assert main(["compact", str(run)]) == 0
     (run / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
     start = ["run", str(sound.with_suffix(".yaml")), "--set", f"output.path={run}", "--quiet"]
