@@ -57,11 +57,11 @@ def run(spec: JobSpec) -> JobRun:
 
 def canvases(job: Job, plan: Plan, threads: int) -> tuple[list[Sample], object]:
     """Load the worker's parts and make every sample of the plan, in the order in which workers take them."""
-    decoder, clerk = build_parts(job, name="bare", node="here", threads=threads)
+    decoder, unit_io = build_parts(job, name="bare", node="here", threads=threads)
     samples: list[Sample] = []
     for size in plan.sizes():
         unit = WorkUnit(0, size.unit, size.rows, size.tokens, 1, 0, 0, size.rows)
-        samples += sorted(clerk.open_unit(unit), key=lambda sample: -_length(sample))
+        samples += sorted(unit_io.open_unit(unit), key=lambda sample: -_length(sample))
     return samples, decoder
 
 
