@@ -512,11 +512,8 @@ def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
         return []
     bad = set[int]()
     if b.layout.has_flags:
-        owner_N, line_N = b.owner_N, b.line_N
-        if b.layout.streams:
-            owner_N, line_N = np.concatenate([owner_N, b.owner_Q]), np.concatenate([line_N, b.line_Q])
-        # What fills a captured forward up may be anything: it counts for nobody.
-        bad_G = owner_N[~np.isfinite(record[len(record) - len(owner_N) :]) & (line_N >= 0)]
+        owner_N = np.concatenate([b.owner_N, b.owner_Q]) if b.layout.streams else b.owner_N
+        bad_G = owner_N[~np.isfinite(record[len(record) - len(owner_N) :])]
         bad.update(b.sample_G[bad_G].tolist())
     if np.isnan(record).any():
         told_AFR, _ = _told(b, record)

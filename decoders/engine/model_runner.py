@@ -212,7 +212,12 @@ class ModelRunner:
         told = self._sampler.record(self.logits, hidden_RD, sent, is_target=self.is_target)
         if not self.layout.has_flags:
             return told
-        return torch.cat([told, self.backbone.sums_N])
+        sums_N = self.backbone.sums_N
+        if sent.is_padded:
+            # What fills up may be anything, another time something else: it counts for nobody.
+            line_N = torch.cat([sent.line_N, sent.line_Q]) if self.layout.streams else sent.line_N
+            sums_N = sums_N.where(line_N >= 0, 0.0)
+        return torch.cat([told, sums_N])
 
     def size(self, count: int) -> int:
         """To how many rows of a captured forward so many are filled up."""
