@@ -113,8 +113,7 @@ def sample(
         if warp.own_2R is not None:
             exact_RV, greedy_R1 = torch.log_softmax(logits_RV.to(torch.float64), -1), warp.own_2R[0].unsqueeze(1) == 0.0
             law_RV, plain_RV = (torch.where(greedy_R1, exact_RV, each) for each in (law_RV, plain_RV))
-    if draw_R is None and gumbel is None:
-        draw_R = torch.zeros_like(position_R)
+    draw_R = torch.zeros_like(position_R) if draw_R is None else draw_R
     told = []
     for step in range(1 + ahead):
         if uncut_RV is None:
@@ -122,7 +121,6 @@ def sample(
         elif gumbel is not None:
             token_R = warp.draw(uncut_RV, gumbel(step))
         else:
-            assert draw_R is not None, "set above"
             noise_RV = noise.gumbel_rows(key_R2, position_R, logits_RV.shape[1], draws_R=draw_R + step)
             token_R = warp.draw(uncut_RV, noise_RV)
         named_R = token_R if scored_R is None else torch.where(scored_R < 0, token_R, scored_R)
