@@ -9,7 +9,7 @@ from draftmill.jobs.exit_codes import FINAL
 from draftmill.jobs.manifests.job import GRACE_S, KILL_S, Job, spec_text
 from draftmill.jobs.manifests.options import OWN_CLUSTER, option_name
 from draftmill.jobs.manifests.shape import Shape, shapes_of
-from draftmill.jobs.manifests.templates import filled
+from draftmill.jobs.manifests.templates import fill_template
 from draftmill.jobs.manifests.visible import check_folder, on_s3, refuse_unseen
 from draftmill.storage.errors import UserError
 
@@ -45,8 +45,8 @@ def with_cluster(job: Job) -> str:
         "command": [*RUN, *date],
     }
     if kind == "raycronjob" and job.dated:
-        facts["script"] = filled("raycronjob-run.sh.j2", command=RUN)
-    return filled(f"{kind}.yaml.j2", **facts)
+        facts["script"] = fill_template("raycronjob-run.sh.j2", command=RUN)
+    return fill_template(f"{kind}.yaml.j2", **facts)
 
 
 def cronjob(job: Job) -> str:
@@ -58,10 +58,10 @@ def cronjob(job: Job) -> str:
     command += [word for folder in job.options.shared_path for word in ("--shared", folder)]
     command += ["--grace-seconds", str(GRACE_S), "--if-running", "skip"]
     if job.dated:
-        facts["script"] = filled("cronjob-run.sh.j2", command=command)
+        facts["script"] = fill_template("cronjob-run.sh.j2", command=command)
         command = ["bash", f"{FOLDER}/run.sh"]
     resources = {"cpu": "500m", "memory": "1Gi"}
-    return filled(
+    return fill_template(
         "cronjob.yaml.j2", **facts, ray_cluster=cluster, address=address, command=command, resources=resources
     )
 

@@ -14,7 +14,7 @@ from draftmill.jobs.manifests.kubernetes import DEFAULT_IMAGE
 from draftmill.jobs.manifests.options import Options, size_bytes
 from draftmill.jobs.manifests.quoting import check_printable, crontab, systemd, systemd_path
 from draftmill.jobs.manifests.shape import one_shape
-from draftmill.jobs.manifests.templates import filled
+from draftmill.jobs.manifests.templates import fill_template
 from draftmill.jobs.manifests.visible import check_folder, local_places, refuse_node_local, refuse_unseen
 from draftmill.storage.errors import UserError
 
@@ -41,7 +41,7 @@ def slurm(job: Job) -> str:
         refuse_node_local([*places, *local_places(job.spec)], job.directory, _shared(job))
     days, rest = divmod(job.options.limit_s, 86400)
     command = [job.program, "run", job.path, *job.sets(), "--if-running", "skip", "--grace-seconds", str(GRACE_S)]
-    return filled(
+    return fill_template(
         "slurm.sh.j2",
         name=job.name,
         options=job.options,
@@ -78,7 +78,7 @@ def cron(job: Job) -> str:
             "shorter paths, or settings in the spec instead of --set",
             field="SPEC.yaml",
         )
-    return filled("cron.j2", name=job.name, options=job.options, command=command, grace_s=GRACE_S, kill_s=KILL_S)
+    return fill_template("cron.j2", name=job.name, options=job.options, command=command, grace_s=GRACE_S, kill_s=KILL_S)
 
 
 def service(job: Job) -> str:
@@ -89,7 +89,7 @@ def service(job: Job) -> str:
         secret = systemd_path(check_folder(check_printable(options.secret, "--secret"), "--secret"), "--secret")
     # Starts are counted in less than the time between two of the timer's; None if that leaves no time to restart.
     interval_s = options.times.gap_s - SPREAD_S - RESTART_S
-    return filled(
+    return fill_template(
         "service.j2",
         name=job.name,
         options=options,
@@ -106,7 +106,7 @@ def service(job: Job) -> str:
 
 def timer(job: Job) -> str:
     """NAME.timer for systemd."""
-    return filled("timer.j2", name=job.name, options=job.options, spread_s=SPREAD_S)
+    return fill_template("timer.j2", name=job.name, options=job.options, spread_s=SPREAD_S)
 
 
 def _this_user() -> str:
@@ -145,7 +145,7 @@ def ray_up(job: Job) -> str:
     shape = one_shape(job)
     _check_machines(job.options)
     image = job.options.image or DEFAULT_IMAGE
-    return filled("ray-up.yaml.j2", name=job.name, options=job.options, shape=shape, shared=shared, image=image)
+    return fill_template("ray-up.yaml.j2", name=job.name, options=job.options, shape=shape, shared=shared, image=image)
 
 
 def _check_machines(options: Options) -> None:

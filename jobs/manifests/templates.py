@@ -14,7 +14,7 @@ WIDTH = 110
 """Characters of a comment line, as far as words allow."""
 
 
-def filled(template: str, **facts: Any) -> str:
+def fill_template(template: str, **facts: Any) -> str:
     """The text of a file, from a template and what it names."""
     return _environment().get_template(template).render(facts)
 
