@@ -6,6 +6,7 @@ not at all. Failed samples can go to a separate file; in the openai format they 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -31,6 +32,7 @@ FORMATS = ("openai", "jsonl", "csv", "parquet")
 ORDERS = ("plan", "input")
 COLUMNS, FILE_MB = "--columns", "--file-mb"
 MIB = 2**20
+PART = re.compile(rf"part-\d{{5,}}\.parquet|{SUCCESS}")
 
 
 def export(
@@ -98,7 +100,8 @@ def export_parts(
 ) -> int:
     """Write Parquet files of a chosen size into the folder `out`; files of an earlier export go."""
     store = open_store(out, s3=s3)
-    earlier = [stat.name for prefix in ("part-", SUCCESS) for stat in store.list(prefix)]
+    # Other names are not ours to replace or delete.
+    earlier = [stat.name for prefix in ("part-", SUCCESS) for stat in store.list(prefix) if PART.fullmatch(stat.name)]
     if earlier and not overwrite:
         raise UserError(f"{out!r} has {earlier[0]} already; --overwrite replaces it", field=OUT)
     if SUCCESS in earlier:

@@ -91,12 +91,13 @@ def test_an_earlier_export_is_replaced_only_if_asked_and_none_of_it_stays(
         sink = PartsSink(store, schema, metadata, 2**20)
         sink.count = number
         sink.close()
-    (tmp_path / "out" / "notes.txt").write_text("the user's")
+    for name in ("notes.txt", "part-of-mine.parquet"):
+        (tmp_path / "out" / name).write_text("the user's")
     arguments = ["export", str(run), *PARQUET, "--out", str(tmp_path / "out")]
     assert main(arguments) == 2
     assert "has part-00000.parquet already; --overwrite replaces it" in capsys.readouterr().err
     assert main([*arguments, "--overwrite"]) == 0
-    assert names_in(tmp_path / "out") == ["_SUCCESS", "notes.txt", "part-00000.parquet"]
+    assert names_in(tmp_path / "out") == ["_SUCCESS", "notes.txt", "part-00000.parquet", "part-of-mine.parquet"]
 
 
 def test_an_export_that_breaks_off_has_no_mark(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
