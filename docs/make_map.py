@@ -20,7 +20,7 @@ docstrings; the whole docstring says more. `tests/` mirrors the folders.
 """
 FEWEST_WORDS, MOST_WORDS = 3, 9
 """A phrase ends at the first comma, colon or bracket after so many words, and at the latest after so many."""
-LOOSE_ENDS = ("a", "an", "and", "as", "at", "by", "for", "in", "like", "of", "on", "or", "that", "the", "their", "to", "with")
+LOOSE_ENDS = ("a", "an", "and", "as", "by", "for", "in", "of", "on", "or", "that", "the", "their", "to", "with")
 
 
 def first_line(path: Path) -> str:
