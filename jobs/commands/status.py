@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from draftmill.jobs.driving.attempts import read_sessions
-from draftmill.jobs.driving.device_time import DeviceSums
+from draftmill.jobs.driving.cost import DeviceSums, cost_rows
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.metric_figures import metric_lines
 from draftmill.jobs.finished.passes import PRUNED, NoPlanYet, Pass, left_failed, passes_of, require_plan
 from draftmill.jobs.formatting import duration, rate_text
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.watching.cost import cost_rows, mean_price
-from draftmill.jobs.watching.estimate import estimate_rows, read_estimate
 from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.stores.interface import S3Options, Store
@@ -83,8 +81,6 @@ def cost_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
     sums = replace(sums, unended=max(0.0, sums.unended - is_running))
     tokens = sum(one.committed.new_tokens for one in sessions)
     rows = cost_rows(sums, tokens, open_s=sessions[-1].open_s if is_running else 0.0)
-    actual_s = sessions[0].devices.up_s if is_closed(stores[0]) else 0.0  # the estimate is of the first pass
-    rows += estimate_rows(read_estimate(stores[0]), actual_s, mean_price(sums))
     return [f"  {label:<13}{text}" for label, text in rows]
 
 

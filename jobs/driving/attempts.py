@@ -18,7 +18,7 @@ from typing import Any
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.device_time import DeviceSums, to_json
+from draftmill.jobs.driving.cost import DeviceSums
 from draftmill.jobs.driving.line_files import LineFiles
 from draftmill.jobs.driving.totals import Totals, add_effort
 from draftmill.storage.errors import StoreError
@@ -92,7 +92,7 @@ def session_record(totals: Totals) -> dict[str, Any]:
         "exact": totals.exact,
         "committed": dataclasses.asdict(totals.committed),
         "effort": dataclasses.asdict(totals.effort),
-        "devices": to_json(dataclasses.replace(totals.devices.sums, unended=float(totals.ended_s is None))),
+        "devices": dataclasses.replace(totals.devices.sums, unended=float(totals.ended_s is None)).to_json(),
         "started_on": totals.started_on,
     }
 

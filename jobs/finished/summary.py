@@ -16,10 +16,9 @@ import pyarrow.compute as pc
 
 from draftmill.actors.messages import Tally
 from draftmill.jobs.driving.attempts import Sessions
+from draftmill.jobs.driving.cost import cost_rows
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
-from draftmill.jobs.watching.cost import cost_rows, mean_price
-from draftmill.jobs.watching.estimate import Estimate, estimate_rows
 from draftmill.storage.errors import printable
 from draftmill.storage.runs.commit import Manifest
 from draftmill.storage.runs.records import read_results
@@ -105,14 +104,13 @@ def table_lines(
     sessions: Sessions,
     *,
     done: str = "generated",
-    estimate: Estimate | None = None,
 ) -> list[str]:
     """The table, one aligned line per figure; `done` is the verb for the new tokens, such as "generated"."""
     rows = [
         *_sample_rows(results, done),
         ("exact", exactness(manifest.exact)),
         *_machine_rows(results, sessions),
-        *_cost_rows(results, sessions, estimate),
+        *_cost_rows(results, sessions),
         *error_rows(results),
     ]
     rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
@@ -163,11 +161,10 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
     return rows
 
 
-def _cost_rows(results: Results, sessions: Sessions, estimate: Estimate | None) -> list[tuple[str, str]]:
-    sums = sessions.devices
-    if sessions.wall_s < MIN_S and not sums.priced_s:
+def _cost_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]:
+    if sessions.wall_s < MIN_S and not sessions.devices.priced_s:
         return []
-    return cost_rows(sums, results.tally.new_tokens) + estimate_rows(estimate, sums.up_s, mean_price(sums))
+    return cost_rows(sessions.devices, results.tally.new_tokens)
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:

@@ -23,7 +23,6 @@ from draftmill.jobs.finished.passes import PRUNED, passes_of
 from draftmill.jobs.plan.plan import NothingLeft, Plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.base_lease import Held, base_lease, run_lease, wait_until_free
-from draftmill.jobs.recurring.earlier_cost import earlier_estimate
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.runs_below import finished_below
@@ -105,9 +104,8 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
                 if prepared.plan is None and spec.input.dedupe is None:
                     stack.enter_context(backend.opening(display, prepared))
                 plan = prepared.plan or planned(backend, prepared, store, display, epoch=lease.epoch, path=path)
-                earlier = None if path is None else earlier_estimate(path, spec, plan.results, plan.tokens)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
-                run.ending, run.earlier = ending, earlier
+                run.ending = ending
                 finish = decode(run)
                 is_measured = finish.how != "done" or ready is None or measured(run, ready)
     except NothingLeft:

@@ -15,7 +15,7 @@ from draftmill.actors.job import Allocation
 from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.backend import Backend, ReadingBackend, WorkerPool
-from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.driver import Driver, StopFlag
 from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
 from draftmill.jobs.driving.progress import Display
@@ -35,7 +35,6 @@ from draftmill.jobs.schedule.unit_sizes import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.spec.thresholds import hopeless
 from draftmill.jobs.watching.ending import Ending
-from draftmill.jobs.watching.estimate import Estimate, EstimateWatcher
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import (
     CommittedUnit,
@@ -62,8 +61,7 @@ class RunOptions:
 class Run:
     """The data that the steps of one run share. `loads` says whether workers have to load the model first.
 
-    `ending` tells how the run ends; None for the parts of a sweep or an evaluation. `earlier` is the estimate of its device
-    hours from an earlier run of the same job.
+    `ending` tells how the run ends; None for the parts of a sweep or an evaluation.
     """
 
     spec: JobSpec
@@ -78,7 +76,6 @@ class Run:
     backend: Backend
     loads: bool = True
     ending: Ending | None = None
-    earlier: Estimate | None = None
 
 
 def decode(run: Run) -> Finish:
@@ -178,8 +175,8 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
 
 
 def watchers_of(run: Run) -> list[Watcher]:
-    """What looks on while this run's units are decoded: estimate, notices, and metrics where there is a Ray to export them."""
-    watchers: list[Watcher] = [EstimateWatcher(run.store, run.plan.tokens, earlier=run.earlier)]
+    """What looks on while this run's units are decoded: notices, and metrics where there is a Ray to export them."""
+    watchers: list[Watcher] = []
     if run.ending is not None and run.spec.notify:
         watchers.append(run.ending.stalls())
     if not run.options.local and is_connected():

@@ -14,7 +14,6 @@ from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.spec.thresholds import most_failed, too_many_failed
-from draftmill.jobs.watching.estimate import read_estimate
 from draftmill.storage.errors import StoreError, StoreFull
 from draftmill.storage.runs.commit import (
     SUCCESS,
@@ -45,8 +44,7 @@ def print_table(spec: JobSpec, store: Store) -> None:
         raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
     results = read_summary(store, (unit.object for unit in manifest.units))
     sessions = read_sessions(store)
-    estimate, done = read_estimate(store), spec.task.done
-    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=done, estimate=estimate)))
+    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
 
 
 def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:

@@ -10,15 +10,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from draftmill.jobs.driving.attempts import read_sessions
-from draftmill.jobs.driving.device_time import HOUR_S
+from draftmill.jobs.driving.cost import HOUR_S, MILLION, money_text, purposes_of
 from draftmill.jobs.driving.driver_log import DriverLog
 from draftmill.jobs.driving.events import JsonStream, Level, say_in_events, time_text
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.cost import MILLION, mean_price, money_text, purposes_of
-from draftmill.jobs.watching.estimate import read_estimate, to_json
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import done_units, read_manifest
@@ -153,7 +151,7 @@ def _facts(store: Store) -> dict[str, Any]:
     done = plan.units if manifest else len(done_units(store, conditional=False) or done_units(store))
     ok = manifest.total("ok") if manifest else tally.ok
     failed = manifest.total("failed") if manifest else tally.failed
-    hours = {name: round(seconds / 3600, 6) for name, seconds in purposes_of(sums).items() if name != "in_progress"}
+    hours = {name: round(seconds / HOUR_S, 6) for name, seconds in purposes_of(sums).items()}
     return {
         "fingerprint": plan.fingerprint,
         "pass": plan.pass_,
@@ -166,11 +164,10 @@ def _facts(store: Store) -> dict[str, Any]:
         "drafts_proposed": tally.proposed,
         "drafts_accepted": tally.accepted,
         "decoding_s": round(sessions.wall_s, 3),
-        "device_hours": {"total": round(sums.up_s / 3600, 6), **hours},
+        "device_hours": {"total": round(sums.up_s / HOUR_S, 6), **hours},
         "lost_drivers": round(sums.unended),
         "cost": round(sums.cost, 6) if sums.priced_s else None,
         "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6)
         if sums.priced_s and tally.new_tokens
         else None,
-        "estimate": to_json(read_estimate(store), sums.up_s if manifest else 0.0, mean_price(sums)),
     }

@@ -180,7 +180,6 @@ def test_a_finished_run_sends_one_notice_with_its_summary_and_its_repetition_non
     assert (notice["event"], notice["run"], notice["exit_code"]) == ("finish", "job", 0)
     assert notice["samples"] == {"planned": 12, "ok": 12, "failed": 0} and notice["units"] == {"planned": 3, "done": 3}
     assert notice["tokens"] == sum(rows_of(tmp_path / "run")["new_tokens"].to_pylist())
-    assert notice["estimate"]["source"].startswith("this run's first")
     assert notice["text"] == "draftmill run job: finished; 12 of 12 samples ok"
 
 

@@ -20,7 +20,7 @@ from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.stores.interface import Stat
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.store import open_store
-from tests.jobs.driving.test_device_time import Hand
+from tests.jobs.driving.test_cost import Hand
 
 SECRET = "b8c1f0a94d7e"
 

@@ -9,14 +9,14 @@ import pytest
 
 from draftmill.actors.messages import Effort, Failure, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.driving.watchers import Watchers
 from draftmill.jobs.schedule.events import Assign, Tick, WorkerUp
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_sizes import UnitSize
 from draftmill.jobs.watching.metrics import METRICS, Metric, MetricsWatcher
-from tests.jobs.driving.test_device_time import Hand
+from tests.jobs.driving.test_cost import Hand
 
 
 class Exporter:

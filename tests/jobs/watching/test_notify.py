@@ -26,7 +26,7 @@ from draftmill.jobs.spec.spec_file import parse
 from draftmill.jobs.watching import notify
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send, shown
 from draftmill.storage.errors import UserError
-from tests.jobs.driving.test_device_time import Hand
+from tests.jobs.driving.test_cost import Hand
 
 SECRET = "xoxb-9f3a1c7e5d2b"
 

@@ -10,9 +10,8 @@ from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.commands.status import cost_lines
 from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
-from draftmill.jobs.driving.device_time import DeviceSums, DeviceTime
+from draftmill.jobs.driving.cost import DeviceSums, DeviceTime, cost_rows, hours_text, purposes_of
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.watching.cost import cost_rows, hours_text, purposes_of
 from draftmill.storage.stores.store import open_store
 
 
@@ -45,13 +44,7 @@ def worked(clock: Hand, price: float | None) -> DeviceTime:
 def test_every_second_of_a_worker_has_one_purpose() -> None:
     sums = worked(Hand(), None).sums
     assert sums.up_s == (10 + 50) + (5 + 20)
-    assert purposes_of(sums) == {
-        "decoding": 20,
-        "loading": 15,
-        "idle": 20,
-        "wasted": (30 - 20) + 12 + 8,
-        "in_progress": 0,
-    }
+    assert purposes_of(sums) == {"decoding": 20, "loading": 15, "idle": 20, "wasted": (30 - 20) + 12 + 8}
     assert sum(purposes_of(sums).values()) == sums.up_s
     assert sums.cost == sums.priced_s == 0
 
@@ -59,8 +52,8 @@ def test_every_second_of_a_worker_has_one_purpose() -> None:
 def test_what_is_in_progress_is_not_called_wasted() -> None:
     sums = worked(Hand(), None).sums
     purposes = purposes_of(sums, open_s=sums.open_s)
-    assert purposes["wasted"] == sums.lost_s == 8 and purposes["in_progress"] == 22
-    assert sum(purposes.values()) == sums.up_s
+    assert purposes["wasted"] == sums.lost_s == 8 and sums.open_s == 22
+    assert sum(purposes.values()) + sums.open_s == sums.up_s
 
 
 def test_money_is_hours_times_the_price() -> None:
