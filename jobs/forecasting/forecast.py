@@ -238,7 +238,7 @@ class Estimate:
 
 
 def estimate_from(sums: DeviceSums, size: int, wanted: int, source: str, *, tokens: int) -> Estimate | None:
-    """The estimate for `wanted` samples (or planned tokens), where `size` of them took `sums` and made `tokens`; None for none."""
+    """The estimate for `wanted` samples or planned tokens, where `size` of them took `sums` and made `tokens`; None for none."""
     if not size or not sums.up_s:
         return None
     return Estimate(sums * (wanted / size), source, tokens * wanted / size or None)
