@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from draftmill.storage.errors import UNUSABLE_ERRORS, StoreFull
+from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, StoreFull
 
 OK = 0
 UNEXPECTED = 1
@@ -17,7 +17,7 @@ def code_of(error: Exception) -> int:
     """The exit code of a command that ends with this error."""
     if isinstance(error, UNUSABLE_ERRORS):
         return UNUSABLE
-    return INTERRUPTED if isinstance(error, StoreFull) else UNEXPECTED
+    return INTERRUPTED if isinstance(error, StoreFull | AnotherDriver) else UNEXPECTED
 
 
 SEVEREST = (INTERRUPTED, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED, OK)

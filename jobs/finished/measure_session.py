@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from draftmill.jobs.driving.backend import backend_of
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import make_display
 from draftmill.jobs.driving.session import RayDidNotStart
 from draftmill.jobs.finished.measure import measure_units, units_to_measure
@@ -17,7 +15,6 @@ from draftmill.jobs.finished.metric_ready import Ready
 from draftmill.jobs.finished.passes import finished, passes_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError
-from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import sweep
 
@@ -45,18 +42,17 @@ def measure_run(
     options: Options,
     *,
     s3: S3Options | None,
-    lease: Callable[[Store, Callable[[str], None]], AbstractContextManager[Lease]] = kept_lease,
 ) -> bool:
-    """Measure what a finished run lacks; returns whether all is measured. If not, the user has been told why.
+    """Measure what a finished run lacks; returns whether all is measured. If not, stderr says how far it came.
 
-    `lease` holds the run's lease; of its errors only LeaseHeld is told here.
+    AnotherDriver if another driver has the run.
     """
     if not units_to_measure(store, passes_of(store, s3=s3), ready):
         return True
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
-        with lease(store, stop.set), make_display(quiet=options.quiet) as display:
+        with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
             sweep(store)
             is_done = measure_units(
                 store,
@@ -70,9 +66,6 @@ def measure_run(
                 grace_s=options.grace_s,
                 s3=s3 or S3Options(),
             )
-    except (LeaseHeld, LeaseLost) as error:
-        print(f"draftmill: {error}", file=sys.stderr)
-        return False
     except RayDidNotStart as error:
         raise StoreError(f"{error}; run it again to resume") from error
     if not is_done:

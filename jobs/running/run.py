@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.driver_log import LoggedDisplay
+from draftmill.jobs.driving.leases import base_lease, hold_lease, wait_until_free
 from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.session import RayDidNotStart
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
@@ -22,7 +23,6 @@ from draftmill.jobs.finished.metric_ready import Ready, kept_in, ready_metrics
 from draftmill.jobs.finished.passes import PRUNED, passes_of
 from draftmill.jobs.plan.plan import NothingLeft, Plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
-from draftmill.jobs.recurring.base_lease import Held, base_lease, run_lease, wait_until_free
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.runs_below import finished_below
@@ -35,7 +35,6 @@ from draftmill.jobs.watching.ending import Ending, ended
 from draftmill.storage.runs.commit import (
     is_closed,
 )
-from draftmill.storage.runs.lease import LeaseLost
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store, probe, sweep
 
@@ -44,7 +43,7 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     """Run or resume a job; returns the exit code. Raises UserError if the spec, an input or the directory is unusable.
 
     A date in the output path is filled in, from one reading of the clock, unless the spec has a logical date; then the lease
-    of the base path is held, too.
+    of the base path is held, too. AnotherDriver if another driver has a lease, unless `--if-running` says otherwise.
     """
     dated = at_date(spec, datetime.now(UTC))
     return wait_until_free(lambda: _in_name(spec, dated, options), options.if_running)
@@ -60,14 +59,14 @@ def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
 
 
 def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> int:
-    """Run or resume a job whose output path is complete; raises Held if another driver has the run directory.
+    """Run or resume a job whose output path is complete; raises LeaseHeld if another driver has the run directory.
 
     `path` is the output path with the date, if it had one; then the lease of the name is held. How the run ends is told to its
     log and to the receivers of `notify`.
     """
     store = open_store(spec.output.path, s3=spec.s3.options())
     code = UNEXPECTED
-    with ended(spec, store, ignored=(Held, LeaseLost)) as ending:
+    with ended(spec, store) as ending:
         ending.code = code = _work(spec, store, options, stop, ending, path=path)
     return code
 
@@ -88,13 +87,13 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
             return OK
         print(f"{store.url} is already finished")
         s3 = spec.s3.options()
-        is_measured = ready is None or measure_run(store, spec, ready, options, s3=s3, lease=run_lease)
+        is_measured = ready is None or measure_run(store, spec, ready, options, s3=s3)
         return close(spec, store) if is_measured else INTERRUPTED
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     conditional = probe(store)
     try:
-        with run_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
+        with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
             display = LoggedDisplay(shown, ending.log)
             sweep(store)
             if not conditional:

@@ -18,6 +18,7 @@ from draftmill.jobs.driving.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.driver import Driver, StopFlag
 from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
+from draftmill.jobs.driving.leases import IfRunning
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.session import is_connected
 from draftmill.jobs.driving.totals import Totals
@@ -26,7 +27,6 @@ from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.recurring.base_lease import IfRunning
 from draftmill.jobs.running.manifest import write_run_manifest
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler

@@ -9,7 +9,7 @@ from typing import Any
 from draftmill.actors.loop.loading import fetch_drafter, network_keys
 from draftmill.jobs.driving.backend import Backend
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
 from draftmill.jobs.finished.measure import units_to_measure
@@ -164,7 +164,7 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
 
 
 def _planned(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
-    with kept_lease(case.store, StopFlag().set) as lease:
+    with hold_lease(case.store, StopFlag().set) as lease:
         if donor is None or load_plan(case.store) is not None:
             survey = backend.survey(case.prepared, display)
             return make_plan(case.prepared, case.store, display, epoch=lease.epoch, survey=survey)

@@ -18,7 +18,7 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import AnotherDriver, StoreError, UserError
 from draftmill.storage.runs.commit import done_units, read_manifest
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.interface import Store
@@ -109,18 +109,18 @@ def told(message: str, facts: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def ended(spec: JobSpec, store: Store, *, ignored: tuple[type[BaseException], ...] = ()) -> Iterator[Ending]:
+def ended(spec: JobSpec, store: Store) -> Iterator[Ending]:
     """Watch a run: the block sets the `code` of what it yields, or raises, and how it ended is told.
 
-    Receivers are not told of a run that wrote nothing, unless it ended with an error, nor of errors of the types `ignored`, which
-    mean that another driver has the run. Raises UserError before the block if a receiver of notices can't be used.
+    Receivers are not told of a run that wrote nothing, unless it ended with an error, nor of one that another driver has. Raises
+    UserError before the block if a receiver of notices can't be used.
     """
     check_receivers(spec.notify)
     say_in_events(run=spec.name)
     ending = Ending(spec, store)
     try:
         yield ending
-    except ignored as error:
+    except AnotherDriver as error:
         ending.log.add("ended", str(error), level="warning")
         ending.log.flush()
         raise
