@@ -16,8 +16,8 @@ from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary
 from draftmill.jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.analysis.runs import FinishedRun
 from draftmill.jobs.analysis.statistics import Floats, Interval, bootstrap, grouped_sums, wilson
-from draftmill.jobs.driving.attempts import Sessions, read_sessions
 from draftmill.jobs.driving.cost import DeviceSums
+from draftmill.jobs.driving.run_log import Sessions, read_sessions
 from draftmill.jobs.finished.passes import latest_rows
 
 POINTS: Final = 50_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.cost import DeviceSums, cost_rows
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.metric_figures import metric_lines

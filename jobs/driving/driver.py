@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from draftmill.actors.messages import Died, Failure, HomeLeaving, Leaving, PoolEvent, Receipt, Reported, Up, WorkUnit
-from draftmill.jobs.driving.attempts import AttemptsLog
-from draftmill.jobs.driving.events import Level
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.driving.watchers import Watchers
@@ -136,7 +134,6 @@ class Driver:
     pool: Workers
     display: Display
     totals: Totals
-    log: AttemptsLog
     stop: StopFlag
     grace_s: float = 30.0
     clock: Callable[[], float] = time.monotonic
@@ -167,7 +164,6 @@ class Driver:
             self.totals.loading = len(self._loading)
             self._count_held()
             self.display.show(self.totals)
-            self.log.maybe_flush(self.totals)
             self.watchers.look(self.totals, self.scheduler)
             if self.scheduler.finished is not None:
                 return self._judged(self.scheduler.finished)
@@ -218,13 +214,13 @@ class Driver:
                 self._loading.discard(worker)
                 self.totals.worker_up(facts.get("device"))
                 self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
-                self._event("worker_up", worker=worker, node=node, pid=pid, **facts)
+                self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
             case Died():
                 self._worker_died(event)
             case Leaving(worker, left_s):
                 message = f"worker {worker} is on a node that is being drained{within(left_s)}"
-                self._event("worker_leaving", message, worker=worker, left_s=left_s)
+                self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
                 self._tell(WorkerLeaving(worker, left_s))
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
@@ -247,14 +243,16 @@ class Driver:
             self.totals.worker_died()
             self.watchers.died(died.worker)
             message = f"worker {died.worker} died: {died.reason}"
-            self._event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
+            self.display.event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
         self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
 
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):
             self.watchers.failed(item)
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
-            self._event("failed", self._trouble(item), level="warning", unit=item.unit, worker=item.worker, **facts)
+            self.display.event(
+                "failed", self._trouble(item), level="warning", unit=item.unit, worker=item.worker, **facts
+            )
             self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
         elif item.committed is None:
             self._tell(ProbeDone(item.lease, item.unit))
@@ -285,12 +283,7 @@ class Driver:
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
             unit, worker, rows = receipt.unit, receipt.worker, committed.rows
-            self._event("done", unit=unit, worker=worker, rows=rows, failed=committed.failed)
-
-    def _event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        """Note what has happened in the attempts log, and show it."""
-        self.log.add(event, **facts)
-        self.display.event(event, message, level=level, **facts)
+            self.display.event("done", unit=unit, worker=worker, rows=rows, failed=committed.failed)
 
     # ---- commands out
 
@@ -311,7 +304,7 @@ class Driver:
                 self.watchers.died(worker)
                 self.totals.devices.gone(worker, lost=True)
                 message = f"worker {worker} killed: {reason}"
-                self._event("worker_killed", message, level="warning", worker=worker, reason=reason)
+                self.display.event("worker_killed", message, level="warning", worker=worker, reason=reason)
             case LetGo(worker, lost):
                 self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
@@ -319,7 +312,7 @@ class Driver:
                     self.totals.worker_left()
                 self._loading.discard(worker)
                 self.totals.devices.gone(worker, lost=lost)
-                self._event("worker_left", worker=worker)
+                self.display.event("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)
             case Revoke(worker, lease):
@@ -327,7 +320,7 @@ class Driver:
             case Quarantine(unit, start, stop, kind, message):
                 told = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
                 facts = {"start": start, "stop": stop, "kind": kind, "error": message}
-                self._event("quarantined", told, level="warning", unit=unit, **facts)
+                self.display.event("quarantined", told, level="warning", unit=unit, **facts)
             case Finish():
                 pass
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftmill.actors.messages import Tally
-from draftmill.jobs.driving.attempts import Sessions
 from draftmill.jobs.driving.cost import cost_rows
+from draftmill.jobs.driving.run_log import Sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.storage.errors import printable

@@ -18,8 +18,8 @@ from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE, Request
-from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.cost import HOUR_S, MILLION, DeviceSums, hours_text, money_text, purposes_text
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import exactness
 from draftmill.jobs.formatting import counted, device_text, duration
 from draftmill.jobs.plan.fingerprint import results_key

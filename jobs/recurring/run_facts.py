@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.recurring.runs_below import FoundRun

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 
 from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.driver_log import LoggedDisplay
 from draftmill.jobs.driving.leases import base_lease, hold_lease, wait_until_free
 from draftmill.jobs.driving.progress import Display, make_display
+from draftmill.jobs.driving.run_log import LoggedDisplay
 from draftmill.jobs.driving.session import RayDidNotStart
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
 from draftmill.jobs.finished.measure import measure_units

@@ -5,21 +5,18 @@ done set -> workers -> driver and scheduler -> units committed -> manifest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import draftmill
 from draftmill.actors.job import Allocation
 from draftmill.jobs.driving.allocation import fitting_threads
-from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.driver import Driver, StopFlag
-from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
 from draftmill.jobs.driving.leases import IfRunning
 from draftmill.jobs.driving.progress import Display
+from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog, read_sessions
 from draftmill.jobs.driving.session import is_connected
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.driving.watchers import Watcher, Watchers
@@ -80,35 +77,28 @@ class Run:
 
 def decode(run: Run) -> Finish:
     """Decode the units that are not done yet, and write the manifest if that completes the plan."""
-    with logged(run):
-        return _decoded(run)
-
-
-@contextmanager
-def logged(run: Run) -> Iterator[None]:
-    """During the block, what is displayed is in the log of the run directory, too."""
     before = run.display
-    log = DriverLog() if run.ending is None else run.ending.log
+    log = RunLog() if run.ending is None else run.ending.log
     if run.ending is None:
         run.display = LoggedDisplay(before, log)
     log.attach(run.store, run.lease.epoch, run.spec.name)
-    plan = run.plan
-    numbers = f"{counted(plan.units, 'unit')}, {counted(plan.rows, 'sample')}"
-    facts: dict[str, Any] = {
-        "fingerprint": plan.fingerprint,
-        "code_version": draftmill.__version__,
-        "owner": this_process(),
-    }
-    log.add("started", numbers, **facts)
-    run.display.event("started", units=plan.units, samples=plan.rows, path=run.store.url, **facts)
+    run.display.event(
+        "started",
+        units=run.plan.units,
+        samples=run.plan.rows,
+        path=run.store.url,
+        fingerprint=run.plan.fingerprint,
+        code_version=draftmill.__version__,
+        owner=this_process(),
+    )
     try:
-        yield
+        return _decode_units(run, log)
     finally:
         run.display = before
         log.flush()
 
 
-def _decoded(run: Run) -> Finish:
+def _decode_units(run: Run, log: RunLog) -> Finish:
     done = done_units(run.store, conditional=run.conditional)
     totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
     left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
@@ -122,17 +112,16 @@ def _decoded(run: Run) -> Finish:
         run = replace(run, backend=ReadingBackend(run.prepared.info, run.prepared.tokenizer), loads=False)
     if left:
         with run.backend.opened(run.display), run.stop.on_signals():
-            finish, committed = _drive(run, left, totals)
+            finish, committed = _drive(run, left, totals, log)
     if finish.how == "done":
         write_run_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
     return finish
 
 
-def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, CommittedUnits]:
+def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Finish, CommittedUnits]:
     allocation = allocate_workers(run, len(left))
     for note in run.backend.lacking(run.spec, allocation):
         run.display.note(note)
-    log = AttemptsLog(run.store, run.lease.epoch)
     if run.loads:
         size = size_text(weight_bytes(run.prepared.folder))
         run.display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
@@ -148,7 +137,6 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
         pool=pool,
         display=run.display,
         totals=totals,
-        log=log,
         stop=run.stop,
         grace_s=run.options.grace_s,
         record=lambda unit: recorded(run, unit),

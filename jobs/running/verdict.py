@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from draftmill.jobs.finished.metric_figures import metric_lines
 from draftmill.jobs.finished.passes import Pass, finished, left_failed, passes_of

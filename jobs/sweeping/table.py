@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import ratio
 from draftmill.jobs.finished.metric_figures import figure_text
 from draftmill.jobs.finished.passes import left_failed, passes_of

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.cost import HOUR_S, MILLION, money_text, purposes_of
-from draftmill.jobs.driving.driver_log import DriverLog
 from draftmill.jobs.driving.events import JsonStream, Level, say_in_events, time_text
+from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
 from draftmill.jobs.plan.plan import load_plan
@@ -39,7 +38,7 @@ class Ending:
 
     spec: JobSpec
     store: Store
-    log: DriverLog = field(default_factory=DriverLog)
+    log: RunLog = field(default_factory=RunLog)
     code: int | None = None
 
     def tell(self, message: str) -> None:

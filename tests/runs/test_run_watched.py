@@ -234,18 +234,18 @@ def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path: Path) -
     spec = spec_in(tmp_path)
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
     store, read = open_store(str(tmp_path / "run")), Read()
-    first = list(events_of(store, "job", read))
+    first = list(events_of(store, read))
     with patch.object(type(store), "get", side_effect=AssertionError("read again")):
-        assert list(events_of(store, "job", read)) == []
-    name = "log/epoch-0001-part-0000.jsonl"
+        assert list(events_of(store, read)) == []
+    name = "attempts/epoch-0001-part-0000.jsonl"
     line = event_line("note", "one more\u2028line")
     store.put(name, store.get(name) + f'{line}\n{{"torn": '.encode())
-    (new,) = events_of(store, "job", read)
+    (new,) = events_of(store, read)
     assert new == json.loads(line)
     assert line_of({"time": "T", "level": "info", "event": "progress", "nfe_per_token": 0.5, "memory": {"a": 1}}) == (
         'T  info     progress        nfe_per_token=0.5 memory={"a": 1}'
     )
-    assert len(list(events_of(store, "job"))) == len(first) + 1
+    assert len(list(events_of(store))) == len(first) + 1
 
 
 def test_what_a_notice_needs_is_checked_before_anything_is_written(

@@ -38,13 +38,12 @@ from draftmill.jobs.analysis.plots import (
 from draftmill.jobs.analysis.runs import find_runs, open_run
 from draftmill.jobs.analysis.svg import plotting
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving.attempts import AttemptsLog
 from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.totals import Totals
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import START, failed, row, write_metrics, write_run, write_sweep
-from tests.jobs.driving.test_cost import Hand
+from tests.jobs.driving.test_cost import Hand, log_in
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -498,7 +497,7 @@ def spend(place: Path, price: float | None) -> None:
     totals = Totals(units=1, rows=1, devices=devices)
     totals.worker_up()
     totals.stop()
-    AttemptsLog(store, 1).flush(totals)
+    log_in(store).flush(totals)
 
 
 def test_a_run_s_report_says_what_it_cost(tmp_path: Path) -> None:
