@@ -15,13 +15,12 @@ from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.exit_codes import INTERRUPTED
-from draftmill.jobs.finished.measure_session import measure_run
 from draftmill.jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, create_plan
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import prepare
-from draftmill.jobs.running.run import ready_for
+from draftmill.jobs.running.run import measure_run, ready_for
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import broken_off, judge, print_metrics, print_table
 from draftmill.jobs.spec.job_spec import JobSpec, check_overridden

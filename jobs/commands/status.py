@@ -9,8 +9,8 @@ from draftmill.jobs.driving.cost import DeviceSums, cost_rows
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.finished.metric_figures import metric_lines
 from draftmill.jobs.finished.passes import PRUNED, NoPlanYet, Pass, left_failed, passes_of, require_plan
+from draftmill.jobs.finished.summary import metric_lines
 from draftmill.jobs.formatting import duration, rate_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from draftmill.actors.rows.unit_io import guarded
-from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
 from draftmill.jobs.finished.summary import EXAMPLES, Results, error_rows
 from draftmill.jobs.forecasting.forecast import (
     FAIL,
@@ -40,7 +40,6 @@ from draftmill.jobs.running.run import ready_for
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places
-from draftmill.jobs.spec.thresholds import most_failed, too_many_failed
 from draftmill.jobs.watching.notify import check_receivers
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.reader import read_rows

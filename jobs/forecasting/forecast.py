@@ -26,7 +26,7 @@ from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.recurring.runs_below import runs_of
+from draftmill.jobs.recurring.runs import runs_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError, UserError, printable
 from draftmill.storage.stores.interface import Store

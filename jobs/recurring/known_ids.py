@@ -18,7 +18,7 @@ from draftmill.jobs.formatting import Notes, counted
 from draftmill.jobs.plan.plan import Sift
 from draftmill.jobs.recurring.id_index import HASH_BYTES, IdIndex, column_of, hashes_in, hashes_of
 from draftmill.jobs.recurring.ledger import cache, cached
-from draftmill.jobs.recurring.runs_below import FoundRun
+from draftmill.jobs.recurring.runs import FoundRun
 from draftmill.storage.parquet import read_parquet
 from draftmill.storage.runs.commit import MANIFEST
 from draftmill.storage.stores.interface import S3Options, Store

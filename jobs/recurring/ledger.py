@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.recurring.runs_below import FoundRun
+from draftmill.jobs.recurring.runs import FoundRun
 from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.reader import InputFile

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.prepare import Loaders
 from draftmill.jobs.recurring.ledger import done_inputs, table_of
-from draftmill.jobs.recurring.runs_below import finished_below
+from draftmill.jobs.recurring.runs import finished_below
 from draftmill.jobs.spec.dated_path import base_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError

@@ -17,8 +17,7 @@ from datetime import UTC, datetime, timedelta
 from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
 from draftmill.jobs.recurring.known_ids import IDS, ok_ids
-from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
-from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
+from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
 from draftmill.jobs.spec.dated_path import read_date, written
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint

@@ -7,6 +7,7 @@ Checks the spec, the model, the inputs and the cluster's resources before it wri
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
@@ -14,28 +15,26 @@ from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.leases import base_lease, hold_lease, wait_until_free
 from draftmill.jobs.driving.progress import Display, make_display
+from draftmill.jobs.driving.ray_session import RayDidNotStart
 from draftmill.jobs.driving.run_log import LoggedDisplay
-from draftmill.jobs.driving.session import RayDidNotStart
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
-from draftmill.jobs.finished.measure import measure_units
-from draftmill.jobs.finished.measure_session import measure_run, say_interrupted
+from draftmill.jobs.finished.measure import measure_units, units_to_measure
 from draftmill.jobs.finished.metric_ready import Ready, kept_in, ready_metrics
-from draftmill.jobs.finished.passes import PRUNED, passes_of
+from draftmill.jobs.finished.passes import PRUNED, finished, passes_of
 from draftmill.jobs.plan.plan import NothingLeft, Plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
-from draftmill.jobs.recurring.runs_below import finished_below
+from draftmill.jobs.recurring.runs import finished_below
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import broken_off, close, without_ray
 from draftmill.jobs.spec.dated_path import base_of, has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places
 from draftmill.jobs.watching.ending import Ending, ended
-from draftmill.storage.runs.commit import (
-    is_closed,
-)
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.commit import is_closed
+from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store, probe, sweep
 
 
@@ -86,8 +85,7 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
             print(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
             return OK
         print(f"{store.url} is already finished")
-        s3 = spec.s3.options()
-        is_measured = ready is None or measure_run(store, spec, ready, options, s3=s3)
+        is_measured = ready is None or measure_run(store, spec, ready, options, s3=spec.s3.options())
         return close(spec, store) if is_measured else INTERRUPTED
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
@@ -106,7 +104,12 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
                 run.ending = ending
                 finish = decode(run)
-                is_measured = finish.how != "done" or ready is None or measured(run, ready)
+                is_measured = True
+                if finish.how == "done" and ready is not None:
+                    s3 = spec.s3.options()
+                    is_measured = _measure(
+                        store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3
+                    )
     except NothingLeft:
         print(f"nothing is new in {spec.input.shown}: finished runs have all its ids as ok; no run is started")
         return OK
@@ -138,21 +141,52 @@ def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
     return ready_metrics(spec.metrics, fields, spec, kept, s3=spec.s3.options())
 
 
-def measured(run: Run, ready: Ready) -> bool:
-    """Measure the spec's metrics on the run that has just finished; returns whether all is measured."""
-    s3 = run.spec.s3.options()
+def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions, *, s3: S3Options | None) -> bool:
+    """Measure what a finished run lacks, under its lease; returns whether all is measured. If not, stderr says how far it came.
+
+    AnotherDriver if another driver has the run.
+    """
+    if not units_to_measure(store, passes_of(store, s3=s3), ready):
+        return True
+    backend = backend_of(address=options.ray_address, local=options.local)
+    stop = StopFlag()
+    try:
+        with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
+            sweep(store)
+            return _measure(store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3)
+    except RayDidNotStart as error:
+        raise StoreError(f"{error}; run it again to resume") from error
+
+
+def _measure(
+    store: Store,
+    spec: JobSpec,
+    ready: Ready,
+    options: RunOptions,
+    *,
+    backend: Backend,
+    display: Display,
+    stop: StopFlag,
+    s3: S3Options | None,
+) -> bool:
+    """The same under a lease that is held."""
+    passes = passes_of(store, s3=s3)
     is_done = measure_units(
-        run.store,
-        run.spec,
-        passes_of(run.store, s3=s3),
+        store,
+        spec,
+        passes,
         ready,
-        backend=run.backend,
-        local=run.options.local,
-        display=run.display,
-        stop=run.stop,
-        grace_s=run.options.grace_s,
-        s3=s3,
+        backend=backend,
+        local=options.local,
+        display=display,
+        stop=stop,
+        grace_s=options.grace_s,
+        s3=s3 or S3Options(),
     )
     if not is_done:
-        say_interrupted(run.store, ready, s3=s3)
+        units, left = sum(one.plan.units for one in finished(passes)), len(units_to_measure(store, passes, ready))
+        print(
+            f"draftmill: interrupted with {units - left:,} of {units:,} units measured; run it again to resume",
+            file=sys.stderr,
+        )
     return is_done

@@ -5,7 +5,8 @@ done set -> workers -> driver and scheduler -> units committed -> manifest
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import draftmill
@@ -13,34 +14,36 @@ from draftmill.actors.job import Allocation
 from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.driving.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.driving.cost import DeviceTime
-from draftmill.jobs.driving.driver import Driver, StopFlag
+from draftmill.jobs.driving.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.driving.leases import IfRunning
 from draftmill.jobs.driving.progress import Display
+from draftmill.jobs.driving.ray_session import is_connected
 from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog, read_sessions
-from draftmill.jobs.driving.session import is_connected
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.driving.watchers import Watcher, Watchers
+from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.running.manifest import write_run_manifest
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.unit_sizes import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.spec.thresholds import hopeless
 from draftmill.jobs.watching.ending import Ending
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import (
     CommittedUnit,
     done_units,
+    read_record,
+    read_unit,
     record_commit,
+    write_manifest,
 )
 from draftmill.storage.runs.lease import Lease, this_process
 from draftmill.storage.runs.unit_facts import CommittedUnits
 from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.parallel import parallel_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ def _decode_units(run: Run, log: RunLog) -> Finish:
         with run.backend.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals, log)
     if finish.how == "done":
-        write_run_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
+        _write_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
     return finish
 
 
@@ -139,11 +142,11 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
         totals=totals,
         stop=run.stop,
         grace_s=run.options.grace_s,
-        record=lambda unit: recorded(run, unit),
-        hopeless=hopelessness(run),
-        room=lambda: room_for(run, pool, len(left)),
+        record=lambda unit: _record(run, unit),
+        hopeless=_hopelessness(run),
+        room=lambda: _room_for(run, pool, len(left)),
         need=demand.need if demand else lambda units: None,
-        watchers=Watchers(watchers_of(run), note=run.display.note),
+        watchers=Watchers(_watchers_of(run), note=run.display.note),
     )
     is_over = False
     try:
@@ -154,7 +157,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
             demand.close()
         totals.stop()
         log.flush(totals)
-        driver.watchers.over(totals, driver.scheduler)
+        driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
         if is_over:
             run.backend.retire(pool)
         else:
@@ -162,7 +165,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
     return finish, driver.committed
 
 
-def watchers_of(run: Run) -> list[Watcher]:
+def _watchers_of(run: Run) -> list[Watcher]:
     """What looks on while this run's units are decoded: notices, and metrics where there is a Ray to export them."""
     watchers: list[Watcher] = []
     if run.ending is not None and run.spec.notify:
@@ -181,7 +184,7 @@ def allocate_workers(run: Run, units: int) -> Allocation:
     return replace(found, kinds=tuple(fitting_threads(resources, size) for resources in found.kinds))
 
 
-def room_for(run: Run, pool: WorkerPool, units: int) -> int:
+def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
     """How many workers fit now, which the pool is told, too; 0 if the cluster has lost too many resources for even one."""
     try:
         found = allocate_workers(run, units)
@@ -191,7 +194,7 @@ def room_for(run: Run, pool: WorkerPool, units: int) -> int:
     return found.count
 
 
-def hopelessness(run: Run) -> Callable[[int], bool]:
+def _hopelessness(run: Run) -> Callable[[int], bool]:
     """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
     try:
         before = read_sessions(run.store).committed.failed
@@ -211,7 +214,7 @@ def limits_of(spec: JobSpec) -> Limits:
     return Limits(attempts=spec.errors.attempts, lease_s=stall_s, start_s=start_s)
 
 
-def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
+def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:
     """Record a unit that a worker reports as committed; StoreError if the worker wrote to another machine's disk."""
     if not run.conditional:
         return record_commit(run.store, unit, epoch=run.lease.epoch)
@@ -220,3 +223,60 @@ def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
             f"a worker wrote {unit.object}, but not here; on several machines, output.path must be a shared folder or s3://"
         )
     return unit
+
+
+# ---- the manifest
+
+
+SETTLE_S = 1.0
+"""Wait before each last look for stray files, in a store that ignores conditional writes."""
+
+
+def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str]) -> None:
+    """Write the manifest: this session's units come from the receipts, earlier ones are read from the store."""
+    units = committed.facts
+    for _, facts in parallel_map(run.store, earlier, lambda name: committed_facts(run, name), reads=True):
+        units.add(facts.result())
+    if not run.conditional:
+        _delete_duplicates(run, units)
+    write_manifest(
+        run.store,
+        units,
+        fingerprint=run.plan.fingerprint,
+        units=run.plan.units,
+        rows=run.plan.rows,
+        lease=run.lease,
+    )
+
+
+def _delete_duplicates(run: Run, units: Iterable[CommittedUnit]) -> None:
+    """Delete the files of duplicate attempts. The names that count are recorded, and all workers have ended.
+
+    The last write of an ended worker may still be in progress in the store: repeat until no more files appear.
+    """
+    counting = {unit.object.removeprefix("data/") for unit in units}
+    _delete_others(run, counting)
+    time.sleep(SETTLE_S)
+    while _delete_others(run, counting):
+        time.sleep(SETTLE_S)
+
+
+def _delete_others(run: Run, counting: set[str]) -> int:
+    """Delete unit files and traces with other names; returns how many. A trace has the same name as its data file."""
+    others = [
+        stat.name
+        for folder in ("data/", "traces/")
+        for stat in run.store.list(folder)
+        if stat.name.removeprefix(folder) not in counting
+    ]
+    for name in others:
+        run.lease.check()  # without the lease delete nothing: the files may belong to our successor
+        run.store.delete(name)
+    return len(others)
+
+
+def committed_facts(run: Run, name: str) -> CommittedUnit:
+    """The facts of a unit that an earlier session committed, from its data file or its record."""
+    if run.conditional:
+        return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
+    return read_record(run.store, name)

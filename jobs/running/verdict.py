@@ -6,14 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from draftmill.jobs.driving.run_log import read_sessions
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
-from draftmill.jobs.finished.metric_figures import metric_lines
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, most_failed, too_many_failed
 from draftmill.jobs.finished.passes import Pass, finished, left_failed, passes_of
-from draftmill.jobs.finished.summary import read_summary, table_lines
+from draftmill.jobs.finished.summary import metric_lines, read_summary, table_lines
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.spec.thresholds import most_failed, too_many_failed
 from draftmill.storage.errors import StoreError, StoreFull
 from draftmill.storage.runs.commit import (
     SUCCESS,

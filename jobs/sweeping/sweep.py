@@ -18,15 +18,23 @@ from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
 from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display, make_display
-from draftmill.jobs.driving.session import RayDidNotStart
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of, severest
+from draftmill.jobs.driving.ray_session import RayDidNotStart
+from draftmill.jobs.exit_codes import (
+    INTERRUPTED,
+    OK,
+    TOO_MANY_FAILED,
+    UNEXPECTED,
+    UNUSABLE,
+    code_of,
+    severest,
+    too_many_failed,
+)
 from draftmill.jobs.finished.measure import SpareMeasurers, measure_units
 from draftmill.jobs.finished.passes import left_failed, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import told_full
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
-from draftmill.jobs.spec.thresholds import too_many_failed
 from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.jobs.sweeping.table import sweep_lines
 from draftmill.storage.errors import StoreError, UserError

@@ -10,9 +10,8 @@ import pyarrow.compute as pc
 
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import ratio
-from draftmill.jobs.finished.metric_figures import figure_text
 from draftmill.jobs.finished.passes import left_failed, passes_of
-from draftmill.jobs.finished.summary import read_summary
+from draftmill.jobs.finished.summary import figure_text, read_summary
 from draftmill.jobs.formatting import counted, rate_text
 from draftmill.jobs.spec.sweep_spec import Sweep
 from draftmill.jobs.sweeping.cases import SweepCase

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftmill.actors.messages import Failure, Receipt, TurnReport
+from draftmill.jobs.driving.driver import Watcher
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.driving.watchers import Watcher
 from draftmill.jobs.schedule.scheduler import Scheduler
 
 EVERY_S = 1.0

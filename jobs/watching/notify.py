@@ -22,8 +22,8 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
 
+from draftmill.jobs.driving.driver import Watcher
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.driving.watchers import Watcher
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.spec.notify_settings import VARIABLE, NotifySettings
 from draftmill.storage.errors import UserError

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from draftmill.jobs.driving.driver import Driver
 from draftmill.jobs.driving.run_log import RunLog
-from draftmill.jobs.running import manifest, session
+from draftmill.jobs.running import session
 from draftmill.storage.runs import commit as committer
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
@@ -33,7 +33,7 @@ def simulated() -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(session, name, fake))
-        stack.enter_context(patch.object(manifest, "time", sleeps))
+        stack.enter_context(patch.object(session, "time", sleeps))
         stack.enter_context(patch.object(committer, "_checked_file", unit_file))
         stack.enter_context(
             patch("draftmill.jobs.driving.events.presentable", str)

@@ -14,7 +14,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.recurring import pruning
 from draftmill.jobs.recurring.catching_up import dates_of
 from draftmill.jobs.recurring.pruning import Keep, candidates, prune_run
-from draftmill.jobs.recurring.runs_below import runs_below
+from draftmill.jobs.recurring.runs import runs_below
 from draftmill.jobs.spec.job_spec import load_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
@@ -391,5 +391,5 @@ def test_only_run_directories_are_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_name_as_a_bucket_may_have_one_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftmill.jobs.recurring.runs_below.level_of", lambda store, name: Level(("", "_own"), {}))
+    monkeypatch.setattr("draftmill.jobs.recurring.runs.level_of", lambda store, name: Level(("", "_own"), {}))
     assert runs_below(open_store("memory://nameless")) == []

@@ -1,23 +1,90 @@
-"""What a list of runs shows of each: its state, date and sums, read without its results."""
+"""The runs below a folder, found level by level without listing their units, and the facts of each, read without its results."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from draftmill.jobs.driving.run_log import read_sessions
-from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
+from draftmill.jobs.exit_codes import hopeless, too_many_failed
+from draftmill.jobs.finished.passes import PRUNED, is_unplanned, left_failed, passes_of
 from draftmill.jobs.plan.plan import Plan, load_plan
-from draftmill.jobs.recurring.runs_below import FoundRun
-from draftmill.jobs.spec.dated_path import read_date, written
-from draftmill.jobs.spec.thresholds import hopeless, too_many_failed
+from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of, read_date, written
 from draftmill.storage.errors import DamagedRun
-from draftmill.storage.runs.commit import done_units
+from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import S3Options, Stat, Store
+from draftmill.storage.stores.levels import Level, level_of
+from draftmill.storage.stores.parallel import thread_pool
+from draftmill.storage.stores.store import open_store
+
+MOST_LEVELS = 12
+"""How deep runs are searched for; a folder tree below that is not one of runs."""
+
+THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """A run directory: its name below the folder that was searched (empty for the folder itself), and its own level.
+
+    The names of the level's Stats begin at the folder that was searched.
+    """
+
+    name: str
+    store: Store
+    level: Level
+
+    @property
+    def success(self) -> Stat | None:
+        """The facts of `_SUCCESS` of a finished run, None for others."""
+        is_finished = PLAN in self.level.files and MANIFEST in self.level.files
+        return self.level.files.get(SUCCESS) if is_finished else None
+
+
+def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_LEVELS) -> list[FoundRun]:
+    """Every run directory at most `levels` below a folder, sorted by name; the folder itself if it is one.
+
+    A folder with `_lease.json` that holds nothing else but parts of a plan is a run that is being planned, or was.
+    """
+    with thread_pool(THREADS, "levels") as threads:
+        found: list[FoundRun] = []
+        names = [""]
+        for depth in range(levels + 1):
+            looked = zip(names, threads.map(lambda name: level_of(store, name), names), strict=True)
+            names = []
+            for name, level in looked:
+                if PLAN in level.files or (name and is_unplanned(level)):
+                    place = open_store(f"{store.url.rstrip('/')}/{name}", s3=s3) if name else store
+                    found.append(FoundRun(name, place, level))
+                elif depth < levels:
+                    inner = [folder for folder in level.folders if folder[:1] not in "._"]  # on S3 a name may be empty
+                    names += [f"{name}/{folder}" if name else folder for folder in inner]
+    return sorted(found, key=lambda run: run.name)
+
+
+@dataclass(frozen=True, slots=True)
+class DatedRun:
+    """A run of a recurring job."""
+
+    date: datetime
+    run: FoundRun
+
+
+def runs_of(path: str, *, s3: S3Options | None = None) -> list[DatedRun]:
+    """The runs of a recurring job, by date; `path` is its output path with the date. Other folders below the base are ignored."""
+    runs = runs_below(open_store(base_of(path), s3=s3), s3=s3, levels=depth_of(path))
+    dated = ((date_in(below_base(path), run.name), run) for run in runs)
+    return sorted((DatedRun(date, run) for date, run in dated if date is not None), key=lambda one: one.date)
+
+
+def finished_below(path: str, *, s3: S3Options | None = None) -> list[FoundRun]:
+    """Every finished run below the base path, whatever its name: the base belongs to this job alone."""
+    return [run for run in runs_below(open_store(base_of(path), s3=s3), s3=s3) if run.success is not None]
+
 
 State = Literal["finished", "failed", "running", "interrupted", "damaged"]
 """failed: too many samples failed (exit code 3). interrupted: not finished, and no driver works on it."""
@@ -48,10 +115,6 @@ class RunFacts:
     def date(self) -> str | None:
         """The logical date, or else when it was planned."""
         return self.logical_date or self.planned_at
-
-    def data(self) -> dict[str, Any]:
-        """The facts as JSON data."""
-        return asdict(self)
 
 
 def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
