@@ -52,15 +52,15 @@ def validate(spec: JobSpec) -> int:
     spec = at_date(spec, datetime.now(UTC))
     check_places(spec)
     store = open_store(spec.output.path, s3=spec.s3.options())
-    news = new_files(spec, store, path, keep=False)
-    if news is not None:
-        print(f"since     {news.text}")
-        if not news.files:
+    new_inputs = new_files(spec, store, path)
+    if new_inputs is not None:
+        print(f"since     {new_inputs.text}")
+        if not new_inputs.files:
             print(f"nothing is new in {spec.input.shown}; a run would end at once, with exit code 0")
             return OK
     if spec.input.dedupe is not None:
         print("dedupe    the figures below still count rows whose ids finished runs have as ok; a run leaves them out")
-    prepared = prepare(spec, store, loaders=None if news is None else news.loaders())
+    prepared = prepare(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
     ready_for(spec, prepared.plan)
     check_receivers(spec.notify)
     sample = take_sample(prepared)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,7 +28,6 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.duplicates import DuplicateFinder, Place
 from draftmill.jobs.plan.fingerprint import (
     Hashes,
     changed_files,
@@ -38,6 +37,7 @@ from draftmill.jobs.plan.fingerprint import (
     results_key,
     shortened,
 )
+from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.survey import Survey, each_sample, survey
 from draftmill.jobs.schedule.unit_sizes import UnitSize
@@ -61,6 +61,8 @@ UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
 FORMAT = 1
 """Version of `_plan.json`; SCHEMA_VERSION is the version of the results."""
 
+
+T = TypeVar("T")
 
 Sift = Callable[[pa.Table], pa.Table]
 """Leaves rows out of a survey's table."""
@@ -244,11 +246,20 @@ def store_plan(
 
 def load_plan(store: Store) -> Plan | None:
     """Return the plan of a run directory, None if it has none; UserError if it is damaged or has another format."""
+    return _read_plan(store, lambda content: _plan_of(content, store))
+
+
+def planned_inputs(store: Store) -> list[dict[str, Any]]:
+    """The inputs of a run's plan as data, each an InputFile's; none if it has no plan. UserError as `load_plan`."""
+    return _read_plan(store, lambda content: list(content["inputs"])) or []
+
+
+def _read_plan(store: Store, take: Callable[[dict[str, Any]], T]) -> T | None:
     try:
         content = json.loads(store.get(PLAN), object_hook=_compact)
         if content["format"] != FORMAT:
             raise UserError(f"{store.url}/{PLAN} has format {content['format']}; this draftmill reads {FORMAT}")
-        return _plan_of(content, store)
+        return take(content)
     except NotFound:
         return None
     except (ValueError, KeyError, TypeError, OverflowError) as error:
@@ -303,7 +314,9 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
     rows, kinds = 0, Counter[str | None]()
     with DuplicateFinder() as finder:
         for table in tables:
-            add_ids(finder, table)
+            is_hashed = HASH.name in table.column_names
+            hashes = hashes_in(table[HASH.name]) if is_hashed else hashes_of(table["id"].to_pylist())
+            finder.add(hashes, table["file"].to_numpy(), table["row"].to_numpy())
             before, rows = rows, rows + table.num_rows
             if (
                 before < spec.batching.window <= rows
@@ -322,16 +335,6 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
         twice = finder.first()
         if twice is not None:
             raise _twice(spec, inputs, *twice)
-
-
-def add_ids(finder: DuplicateFinder, table: pa.Table) -> None:
-    """Add the ids of a survey's table; hashes them here unless they are hashed already."""
-    places = table["file"].to_numpy(), table["row"].to_numpy()
-    if HASH.name in table.column_names:
-        hashes = table[HASH.name].combine_chunks()
-        finder.add_hashes(b"".join(hashes.to_pylist()) if hashes.offset else hashes.buffers()[1], *places)
-    else:
-        finder.add(table["id"].to_pylist(), *places)
 
 
 def kinds_of(kinds: pa.ChunkedArray) -> Counter[str | None]:

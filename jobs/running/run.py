@@ -71,14 +71,14 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
 
 
 def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, ending: Ending, *, path: str | None) -> int:
-    news = new_files(spec, store, path, keep=True)
-    if news is not None:
-        print(f"input.since: {news.text}")
-        if not news.files:
+    new_inputs = new_files(spec, store, path)
+    if new_inputs is not None:
+        print(f"input.since: {new_inputs.text}")
+        if not new_inputs.files:
             print(f"nothing is new in {spec.input.shown}; no run is started")
             return OK
     with make_display(quiet=options.quiet) as display:
-        prepared = prepare(spec, store, display, loaders=None if news is None else news.loaders())
+        prepared = prepare(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
     ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
         if store.exists(PRUNED):
