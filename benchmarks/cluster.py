@@ -54,7 +54,7 @@ from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.plan.packing import auto_unit_rows, cut, longest_first, window_rows
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes
 from draftmill.storage.runs.commit import CommittedUnit, unit_name
 from draftmill.storage.stores.memory import MemoryStore
 
@@ -350,7 +350,7 @@ def simulate(workers: int, samples: int, unit_rows: int | None, seed: int) -> di
     """Run one job; returns its figures, and the units that the driver recorded as committed, in order."""
     before_mb = peak_mb()
     units = packed(samples, unit_rows, seed)
-    tokens = sum(units.tokens)
+    tokens = int(units.tokens.sum())
     mean = sum(share * speed for share, speed in SPEEDS)
     machines = drawn_machines(workers, seed, LOAD_S + tokens / (workers * mean))
     world = World(machines, seed)

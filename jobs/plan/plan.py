@@ -40,7 +40,7 @@ from draftmill.jobs.plan.fingerprint import (
 from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.survey import Survey, each_sample, survey
-from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from draftmill.storage.errors import UserError, brief, listed
 from draftmill.storage.failpoints import failpoint

@@ -28,7 +28,7 @@ from draftmill.jobs.plan.worker_job import make_job
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.schedule.unit_sizes import UnitSizes
+from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.watching.ending import Ending
 from draftmill.storage.errors import StoreError, UserError

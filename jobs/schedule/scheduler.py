@@ -51,7 +51,7 @@ from draftmill.jobs.schedule.events import (
 )
 from draftmill.jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
 from draftmill.jobs.schedule.unit_leases import COPIES, Limits, SchedulerState, Unit, UnitLease, Worker
-from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes
 
 DEFAULT = Limits()
 
@@ -66,7 +66,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Scheduler:
-    """Leases units, in the order of waiting.py, to `workers` workers, or more if there is room, until all are done."""
+    """Leases units, in the order of units.py, to `workers` workers, or more if there is room, until all are done."""
 
     def __init__(
         self, units: UnitSizes | Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1

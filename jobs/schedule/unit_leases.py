@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS, Verdict, WorkUnit
 from draftmill.jobs.schedule.bisection import Bisection, Range
-from draftmill.jobs.schedule.unit_sizes import UnitSet, UnitSize, UnitSizes
-from draftmill.jobs.schedule.waiting import Waiting
+from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes, Waiting
 
 AHEAD = 1
 """Leases per worker on units whose samples still wait for slots: the reserve from which it refills slots."""

@@ -18,7 +18,7 @@ from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.runs.commit import commit_unit, done_units, record_commit
 from draftmill.storage.runs.records import read_results, table_from_rows
 from draftmill.storage.stores.interface import Body, Stat, Store

@@ -34,7 +34,7 @@ from draftmill.jobs.schedule.events import (
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 
 
 def sizes(*tokens: int, rows: int = 4) -> list[UnitSize]:

@@ -14,7 +14,7 @@ from draftmill.jobs.driving.driver import Watchers
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.schedule.events import Assign, Tick, WorkerUp
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.watching.metrics import METRICS, Metric, MetricsWatcher
 from tests.jobs.driving.test_cost import Hand
 

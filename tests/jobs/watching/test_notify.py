@@ -19,7 +19,7 @@ import yaml
 
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.schedule.waiting import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import check_spec, load_spec
 from draftmill.jobs.spec.notify_settings import NotifySettings
 from draftmill.jobs.spec.spec_file import parse
