@@ -9,11 +9,11 @@ from draftmill.jobs.driving.cost import DeviceSums, cost_rows
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.finished.passes import PRUNED, NoPlanYet, Pass, left_failed, passes_of, require_plan
+from draftmill.jobs.finished.passes import PRUNED, NoPlanYet, Pass, left_failed, passes_of, require_plan, units_done
 from draftmill.jobs.finished.summary import metric_lines
 from draftmill.jobs.formatting import duration, rate_text
 from draftmill.jobs.plan.plan import Plan
-from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
+from draftmill.storage.runs.commit import SUCCESS, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
@@ -41,7 +41,7 @@ def pass_line(one: Pass) -> str:
     """One line on the progress of a later pass."""
     if one.manifest is not None:
         return f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {left_failed([one]):,} of them failed"
-    done = len(done_units(one.store, conditional=False) or done_units(one.store))
+    done = len(units_done(one.store))
     return f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` resumes it"
 
 
@@ -51,7 +51,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
         yield "  state    finished; its results were deleted by `draftmill prune`"
         yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_so_far(store)} failed"
         return
-    done = done_units(store, conditional=False) or done_units(store)
+    done = units_done(store)
     rows = sum(size.rows for size in plan.sizes() if size.unit in done)
     driver = driver_of(store)
     sessions = read_sessions(store)

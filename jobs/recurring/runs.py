@@ -9,11 +9,11 @@ from typing import Literal
 
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.exit_codes import hopeless, too_many_failed
-from draftmill.jobs.finished.passes import PRUNED, is_unplanned, left_failed, passes_of
+from draftmill.jobs.finished.passes import PRUNED, is_unplanned, left_failed, passes_of, units_done
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of, read_date, written
 from draftmill.storage.errors import DamagedRun
-from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units
+from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import S3Options, Stat, Store
@@ -125,7 +125,7 @@ def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
         if plan is None:
             return _facts(run, None, "running" if driver else "interrupted", driver, None, None)
         if run.success is None:
-            done = done_units(run.store, conditional=False) or done_units(run.store)
+            done = units_done(run.store)
             return _facts(run, plan, _unfinished(run, plan, driver), driver, len(done), None)
         failed = failed_samples(run, s3=s3)
         is_bad = too_many_failed(failed, plan.rows, plan.spec.errors)

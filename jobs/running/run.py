@@ -26,12 +26,12 @@ from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.runs import finished_below
+from draftmill.jobs.running.outcome import RunOutcome, report_outcome
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import broken_off, close, without_ray
 from draftmill.jobs.spec.dated_path import base_of, has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places
-from draftmill.jobs.watching.ending import Ending, ended
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.stores.interface import S3Options, Store
@@ -65,12 +65,14 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
     """
     store = open_store(spec.output.path, s3=spec.s3.options())
     code = UNEXPECTED
-    with ended(spec, store) as ending:
-        ending.code = code = _work(spec, store, options, stop, ending, path=path)
+    with report_outcome(spec, store) as outcome:
+        outcome.code = code = _work(spec, store, options, stop, outcome, path=path)
     return code
 
 
-def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, ending: Ending, *, path: str | None) -> int:
+def _work(
+    spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, outcome: RunOutcome, *, path: str | None
+) -> int:
     new_inputs = new_files(spec, store, path)
     if new_inputs is not None:
         print(f"input.since: {new_inputs.text}")
@@ -92,7 +94,7 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
     conditional = probe(store)
     try:
         with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
-            display = LoggedDisplay(shown, ending.log)
+            display = LoggedDisplay(shown, outcome.log)
             sweep(store)
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
@@ -102,7 +104,7 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
                     stack.enter_context(backend.opening(display, prepared))
                 plan = prepared.plan or planned(backend, prepared, store, display, epoch=lease.epoch, path=path)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
-                run.ending = ending
+                run.outcome = outcome
                 finish = decode(run)
                 is_measured = True
                 if finish.how == "done" and ready is not None:

@@ -25,12 +25,12 @@ from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
 from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.running.outcome import RunOutcome
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.ending import Ending
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import (
     CommittedUnit,
@@ -61,7 +61,7 @@ class RunOptions:
 class Run:
     """The data that the steps of one run share. `loads` says whether workers have to load the model first.
 
-    `ending` tells how the run ends; None for the parts of a sweep or an evaluation.
+    `outcome` reports how the run ends; None for the parts of a sweep or an evaluation.
     """
 
     spec: JobSpec
@@ -75,14 +75,14 @@ class Run:
     display: Display
     backend: Backend
     loads: bool = True
-    ending: Ending | None = None
+    outcome: RunOutcome | None = None
 
 
 def decode(run: Run) -> Finish:
     """Decode the units that are not done yet, and write the manifest if that completes the plan."""
     before = run.display
-    log = RunLog() if run.ending is None else run.ending.log
-    if run.ending is None:
+    log = RunLog() if run.outcome is None else run.outcome.log
+    if run.outcome is None:
         run.display = LoggedDisplay(before, log)
     log.attach(run.store, run.lease.epoch, run.spec.name)
     run.display.event(
@@ -168,8 +168,8 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
 def _watchers_of(run: Run) -> list[Watcher]:
     """What looks on while this run's units are decoded: notices, and metrics where there is a Ray to export them."""
     watchers: list[Watcher] = []
-    if run.ending is not None and run.spec.notify:
-        watchers.append(run.ending.stalls())
+    if run.outcome is not None and run.spec.notify:
+        watchers.append(run.outcome.stall_watcher())
     if not run.options.local and is_connected():
         from draftmill.jobs.watching.metrics import MetricsWatcher
 

@@ -210,9 +210,9 @@ def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_in(tmp_path, notify={"command": keeper(tmp_path)[0]})
-    with patch("draftmill.jobs.watching.ending.run_facts", side_effect=RuntimeError("no facts")):
+    with patch("draftmill.jobs.running.outcome.payload", side_effect=RuntimeError("no facts")):
         assert main(["run", str(spec), "--local"]) == 0
-        assert "the end of the run was not told to all: RuntimeError: no facts" in capsys.readouterr().err
+        assert "the end of the run was not reported to all: RuntimeError: no facts" in capsys.readouterr().err
         assert main(["run", str(spec), "--local", "--set", "input.path=nowhere.jsonl"]) == 2
     assert "nowhere.jsonl" in capsys.readouterr().err
 
