@@ -19,8 +19,7 @@ import pyarrow as pa
 
 from benchmarks.makespans import makespan_bound, refill_makespan, static_makespan
 from draftmill.jobs.plan.id_sets import DuplicateFinder, hashes_of
-from draftmill.jobs.plan.packing import longest_first, padding_efficiency
-from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.packing import PlanWriter, longest_first, padding_efficiency
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.store import open_store
 

@@ -17,8 +17,8 @@ from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.exit_codes import INTERRUPTED
 from draftmill.jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
 from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import Plan, create_plan
-from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import prepare
 from draftmill.jobs.running.run import measure_run, ready_for
 from draftmill.jobs.running.session import Run, RunOptions, decode
@@ -86,7 +86,7 @@ def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *,
     unit_rows = None if first.spec.output.unit_rows == "auto" else first.spec.output.unit_rows
     window = first.spec.batching.window
     writer = PlanWriter(store, window=window, unit_rows=unit_rows, keep_order=True, epoch=epoch)
-    writer.discard()
+    discard_parts(store, epoch)
     for table in failed_rows(last):
         writer.add(table)
     writer.finish()

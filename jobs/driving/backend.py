@@ -128,7 +128,6 @@ class LocalBackend(Backend):
         self._model_cache: ModelCache | None = None
 
     def check(self, spec: JobSpec) -> None:
-        """See Backend."""
         if len(spec.shapes) > 1:
             raise UserError(f"{len(spec.shapes)} kinds of workers, but --local has one worker", field="workers")
         (workers,) = spec.shapes
@@ -151,7 +150,6 @@ class LocalBackend(Backend):
         return Allocation((resources,), (1,))
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
-        """See Backend."""
         from draftmill.actors.loop.local_pool import LocalPool
         from draftmill.actors.loop.model_cache import ModelCache
 
@@ -160,7 +158,6 @@ class LocalBackend(Backend):
         return LocalPool(job, allocation.kinds[0], model_cache=self._model_cache)
 
     def retire(self, pool: WorkerPool) -> None:
-        """See Backend."""
         pool.release()
 
     def end_spare(self) -> None:
@@ -177,11 +174,9 @@ class ReadingBackend(LocalBackend):
         self._info, self._tokenizer = info, tokenizer
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
-        """See Backend."""
         return Allocation((WorkerResources(1.0, 0.0, 1),), (1,))
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
-        """See Backend."""
         from draftmill.actors.loop.local_pool import LocalPool
         from draftmill.actors.loop.worker import reading_runner
 
@@ -201,12 +196,10 @@ class RayBackend(Backend):
         self._spare: list[Spare] = []
 
     def check(self, spec: JobSpec) -> None:
-        """See Backend."""
         check_reachable(self.address)
 
     @contextmanager
     def opened(self, display: Display) -> Iterator[None]:
-        """See Backend."""
         if self._is_open:
             self._wait()
             yield
@@ -216,7 +209,6 @@ class RayBackend(Backend):
 
     @contextmanager
     def opening(self, display: Display, prepared: Prepared) -> Iterator[None]:
-        """See Backend."""
         spec = prepared.spec
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
@@ -250,7 +242,6 @@ class RayBackend(Backend):
             yield found
 
     def survey(self, prepared: Prepared, display: Display) -> Survey:
-        """See Backend."""
         is_ours = self._start is not None
         if not pays(prepared, _num_cpus(local_nodes() if is_ours else cluster_nodes()), is_ours=is_ours):
             return survey
@@ -258,16 +249,13 @@ class RayBackend(Backend):
         return cluster_survey(prepared, _num_cpus(cluster_nodes()), is_ours=is_ours, note=display.note)
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
-        """See Backend."""
         self._wait()
         return self._allocate_now(spec, units=units)
 
     def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
-        """See Backend."""
         return lacking(spec.shapes, found, cluster_nodes())
 
     def demand(self, spec: JobSpec) -> Demand | None:
-        """See Backend."""
         possible = possible_nodes(spec.shapes, cluster_nodes())
         if possible is None:
             return None
@@ -285,14 +273,12 @@ class RayBackend(Backend):
         return RayPool(job, allocation, early=spare)
 
     def retire(self, pool: WorkerPool) -> None:
-        """See Backend."""
         if self._keep:
             self._spare = pool.release()
         else:
             pool.close()
 
     def end_spare(self) -> None:
-        """See Backend."""
         if self._spare:
             from draftmill.actors.ray.pool import end_workers
 

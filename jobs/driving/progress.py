@@ -72,7 +72,6 @@ class Silence(Unnoted):
         return None
 
     def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        """See Display."""
         if message is not None:
             self.note(message)
 
@@ -104,23 +103,19 @@ class LineDisplay(Silence):
         return True
 
     def show(self, totals: Totals) -> None:
-        """See Display."""
         if self._is_due(decoding=totals.started_s is not None):
             self.note(self.heading + progress_line(totals))
 
     def line(self, share: float, text: str) -> None:
-        """See Display."""
         if self._is_due():
             self.note(text)
 
     def note(self, message: str) -> None:
-        """See Display."""
         # One write: Ray starts in a thread of its own, and `print` would let its notes in between a line and its end.
         self._stream.write(f"{presentable(message)}\n")
         self._stream.flush()
 
     def step(self, what: str, done: int, total: int) -> None:
-        """See Display."""
         if self._is_due():
             self.note(f"{what}: {size_text(done)} of {size_text(total)}")
 
@@ -133,16 +128,13 @@ class EventDisplay(LineDisplay):
         self._events = stream
 
     def show(self, totals: Totals) -> None:
-        """See Display."""
         if self._is_due(decoding=totals.started_s is not None):
             self._events.emit("progress", self.heading + progress_line(totals), **progress_facts(totals))
 
     def note(self, message: str) -> None:
-        """See Display."""
         self._events.emit("note", message)
 
     def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        """See Display."""
         self._events.emit(event, message, level=level, **facts)
 
 
@@ -161,15 +153,12 @@ class LiveLine(Silence):
         self._live.stop()
 
     def show(self, totals: Totals) -> None:
-        """See Display."""
         self._bar(ratio(totals.rows_done, totals.rows), self.heading + progress_line(totals))
 
     def line(self, share: float, text: str) -> None:
-        """See Display."""
         self._bar(share, text)
 
     def step(self, what: str, done: int, total: int) -> None:
-        """See Display."""
         self._bar(ratio(done, total), f"{what}: {size_text(done)} of {size_text(total)}")
 
     def _bar(self, share: float, line: str) -> None:
@@ -178,7 +167,6 @@ class LiveLine(Silence):
         self._live.update(Text.assemble(*bar, " ", line, no_wrap=True, overflow="ellipsis"))
 
     def note(self, message: str) -> None:
-        """See Display."""
         self._console.print(Text(presentable(message)))
 
 

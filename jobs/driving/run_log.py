@@ -108,7 +108,6 @@ class LoggedDisplay:
 
     @property
     def heading(self) -> str:
-        """See Display."""
         return self._display.heading
 
     @heading.setter
@@ -123,17 +122,14 @@ class LoggedDisplay:
         self._display.__exit__(*error)
 
     def note(self, message: str) -> None:
-        """See Display."""
         self._log.add("note", message)
         self._display.note(message)
 
     def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        """See Display."""
         self._log.add(event, message, level=level, **facts)
         self._display.event(event, message, level=level, **facts)
 
     def show(self, totals: Totals) -> None:
-        """See Display."""
         self._log.show(totals)
         self._display.show(totals)
 

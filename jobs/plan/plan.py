@@ -38,7 +38,7 @@ from draftmill.jobs.plan.fingerprint import (
     shortened,
 )
 from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
-from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.survey import Survey, each_sample, survey
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
@@ -168,7 +168,7 @@ def build_plan(
     maker = make_maker(spec, tokenizer, info, hashes)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
-    writer.discard()
+    discard_parts(store, epoch)
     kept = KeptTypes(spec.kept) if spec.kept else None
     try:
         for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
@@ -182,7 +182,7 @@ def build_plan(
             field = "input.keep" if absent[0] in spec.input.keep else "input.columns.reference"
             raise UserError(f"no row has a column {absent[0]!r}", field=field)
     except UserError:
-        writer.discard()
+        discard_parts(store, epoch)
         raise
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
@@ -233,7 +233,19 @@ def store_plan(
     keep: pa.Schema | None = None,
 ) -> Plan:
     """Write `_plan.json` for parts that are in the store; `totals` and `parts` as the file lists them."""
-    content = _content(spec, results, inputs, totals, parts, pass_) | {"keep": written(keep)}
+    content = {
+        "format": FORMAT,
+        "fingerprint": fingerprint(results),
+        "schema_version": SCHEMA_VERSION,
+        "code_version": draftmill.__version__,
+        "pass": pass_,
+        "totals": totals,
+        "results": results,
+        "spec": spec.model_dump(mode="json"),
+        "inputs": [asdict(file) for file in inputs],
+        "parts": parts,
+        "keep": written(keep),
+    }
     try:
         store.create(PLAN, _text(content).encode())
     except AlreadyExists:  # another driver wrote it; use it if it is the same job
@@ -399,29 +411,6 @@ def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
         read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
     )
     return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
-
-
-def _content(
-    spec: JobSpec,
-    results: dict[str, Any],
-    inputs: Sequence[InputFile],
-    totals: dict[str, Any],
-    parts: list[dict[str, Any]],
-    pass_: int,
-) -> dict[str, Any]:
-    """The content of `_plan.json`."""
-    return {
-        "format": FORMAT,
-        "fingerprint": fingerprint(results),
-        "schema_version": SCHEMA_VERSION,
-        "code_version": draftmill.__version__,
-        "pass": pass_,
-        "totals": totals,
-        "results": results,
-        "spec": spec.model_dump(mode="json"),
-        "inputs": [asdict(file) for file in inputs],
-        "parts": parts,
-    }
 
 
 def _text(content: dict[str, Any]) -> str:

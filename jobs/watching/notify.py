@@ -204,7 +204,6 @@ class StallWatcher(Watcher):
         self._told: set[int] = set()
 
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
-        """See Watcher."""
         now_s = self._clock()
         self._still_s += min(MOST_GAP_S, max(0.0, now_s - self._looked_s))
         self._looked_s = now_s

@@ -94,10 +94,10 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
     log.write_text(rows("a", "b", "c"))
     assert on(spec, 2) == 0 and ids_on(tmp_path, 2) == ["c"]
     before = cache.read_bytes()
-    for number, damage in enumerate(
-        (cache.unlink, lambda: cache.write_bytes(before[:50]), lambda: cache.write_bytes(b""))
-    ):
-        damage()
+    for number, damaged in enumerate((None, before[:50], b"")):
+        cache.unlink()
+        if damaged is not None:
+            cache.write_bytes(damaged)
         log.write_text(rows("a", "b", "c", f"d{number}"))
         assert on(spec, 3 + number) == 0 and ids_on(tmp_path, 3 + number) == [f"d{number}"]
         assert cache.read_bytes() == before
