@@ -17,14 +17,7 @@ import pyarrow as pa
 
 from draftmill.actors.job import Allocation, Job, WorkerResources
 from draftmill.actors.rows.makers import Maker
-from draftmill.jobs.driving.allocation import (
-    Demand,
-    NodeRoom,
-    allocate,
-    lacking,
-    possible_nodes,
-    request_of_ray,
-)
+from draftmill.jobs.driving.allocation import Demand, NodeRoom, allocate, lacking, possible_nodes, request_of_ray
 from draftmill.jobs.driving.driver import Workers
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.ray_session import (

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from draftmill.jobs.driving.events import JsonStream, Level
 from draftmill.jobs.driving.totals import Totals, ratio
-from draftmill.jobs.formatting import Notes, Unnoted, counted, duration, rate_text, size_text
+from draftmill.jobs.formatting import Notes, counted, duration, rate_text, size_text
 from draftmill.storage.secrets import presentable
 
 LINE_EVERY_S = 30.0
@@ -28,26 +28,27 @@ BAR = 16
 """Width of the bar in characters."""
 
 
-class Display(Notes, Protocol):
-    """A place to show progress; used as a context manager. `heading` begins every line of progress."""
+class Display(Notes):
+    """A place to show progress, here nowhere; used as a context manager. `heading` begins every line of progress."""
 
-    heading: str
+    heading: str = ""
 
-    def __enter__(self) -> Display: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
     def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
         """Tell what has happened to a unit or a worker; a display for people shows the message, if there is one."""
-        ...
+        if message is not None:
+            self.note(message)
 
     def show(self, totals: Totals) -> None:
         """Show the current totals; may be called often."""
-        ...
 
     def line(self, share: float, text: str) -> None:
         """Show a line of figures, and which share of the work is done; may be called often."""
-        ...
 
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
@@ -60,29 +61,11 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     return LiveLine(stream) if stream.isatty() else LineDisplay(stream)
 
 
-class Silence(Unnoted):
+class Silence(Display):
     """Shows nothing."""
 
-    heading = ""
 
-    def __enter__(self) -> Silence:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        if message is not None:
-            self.note(message)
-
-    def show(self, totals: Totals) -> None:
-        """See Display."""
-
-    def line(self, share: float, text: str) -> None:
-        """See Display."""
-
-
-class LineDisplay(Silence):
+class LineDisplay(Display):
     """One line every LINE_EVERY_S seconds, at first every FIRST_EVERY_S, for logs."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,14 +121,14 @@ class EventDisplay(LineDisplay):
         self._events.emit(event, message, level=level, **facts)
 
 
-class LiveLine(Silence):
+class LiveLine(Display):
     """A bar and the figures, redrawn in place."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream)
         self._live = Live(Text("starting"), console=self._console, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> LiveLine:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 

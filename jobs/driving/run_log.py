@@ -15,7 +15,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
@@ -99,12 +99,17 @@ class RunLog:
             self._written = 0
 
 
-class LoggedDisplay:
+class LoggedDisplay(Display):
     """A display whose notes, events and progress are in the run's log too."""
 
     def __init__(self, display: Display, log: RunLog) -> None:
         self._display, self._log = display, log
-        self.step, self.line = display.step, display.line
+
+    def step(self, what: str, done: int, total: int) -> None:
+        self._display.step(what, done, total)
+
+    def line(self, share: float, text: str) -> None:
+        self._display.line(share, text)
 
     @property
     def heading(self) -> str:
@@ -114,7 +119,7 @@ class LoggedDisplay:
     def heading(self, text: str) -> None:
         self._display.heading = text
 
-    def __enter__(self) -> LoggedDisplay:
+    def __enter__(self) -> Self:
         self._display.__enter__()
         return self
 

@@ -13,11 +13,7 @@ from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError, StoreFull
-from draftmill.storage.runs.commit import (
-    SUCCESS,
-    done_units,
-    read_manifest,
-)
+from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.stores.interface import Store
 
 

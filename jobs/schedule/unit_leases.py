@@ -243,13 +243,7 @@ class SchedulerState:
         resting = sum(unit.resting_until_s is not None for _, unit in open_)
         suspected = sum(unit.resting_until_s is None and unit.alone for _, unit in open_)
         left = len(self.sizes) - len(self.done) - len(held) - resting - suspected
-        return {
-            "done": len(self.done),
-            "held": len(held),
-            "resting": resting,
-            "suspected": suspected,
-            "waiting": left,
-        }
+        return {"done": len(self.done), "held": len(held), "resting": resting, "suspected": suspected, "waiting": left}
 
     def overdue(self, now_s: float, limits: Limits) -> list[tuple[str, str]]:
         """The workers that hang, while decoding or while starting: (name, reason)."""
