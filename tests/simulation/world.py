@@ -191,8 +191,7 @@ class World:
             display=Silence(),
             backend=SimSite(self),
             loads=True,
-            ending=None,
-            earlier=None,
+            outcome=None,
             prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1), inputs=()),
         )
 

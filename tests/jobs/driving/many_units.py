@@ -175,8 +175,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
         display=Silence(),
         backend=ManyWorkers(),
         loads=False,
-        ending=None,
-        earlier=None,
+        outcome=None,
     )
     assert session.decode(run).how == "done"
     peaks["closed"] = peak_mb()
