@@ -51,12 +51,16 @@ class StoreRefused(StoreError):
     """The store answers, but refuses: credentials, permissions, a read-only disk, no such bucket.
 
     Mostly the user must act, but a refusal may also pass, as that of a token that is being renewed. So a command ends with 2
-    only where it has written nothing yet (jobs/driving/lease_keeper.py); later a refusal is like any other StoreError.
+    only where it has written nothing yet (jobs/driving/leases.py); later a refusal is like any other StoreError.
     """
 
 
 class StoreFull(StoreError):
     """The disk, or the user's share of it, is full. Nothing is lost: with more room the same command goes on (exit code 4)."""
+
+
+class AnotherDriver(StoreError):
+    """Another driver has the lease that this one needs. Nothing is lost: the same command can go on later (exit code 4)."""
 
 
 class ChangedInput(StoreError):

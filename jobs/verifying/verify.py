@@ -25,7 +25,6 @@ from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
-from draftmill.jobs.schedule.unit_sizes import UnitSet
 from draftmill.jobs.verifying.metrics import check_metrics
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
@@ -137,12 +136,12 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     places[numbers[inside]] = np.flatnonzero(inside)
     missing = np.flatnonzero(places < 0).tolist()
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
-    left = UnitSet(map(int, numbers))
     for (committed, names), file in parallel_map(
-        store, _planned(plan, manifest, places, left), lambda one: _read(store, one[0].object)
+        store, _planned(plan, manifest, places), lambda one: _read(store, one[0].object)
     ):
         findings.problems += check_unit(plan, committed, names, file, findings)
-    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in left]
+    surplus = np.union1d(numbers[~inside], np.flatnonzero(places >= 0)).tolist()
+    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in surplus]
     if not findings.is_copy:
         findings.problems += findings.moved
     findings.problems += check_whole(store, plan, manifest)
@@ -150,13 +149,13 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
 
 
 def _planned(
-    plan: Plan, manifest: Manifest, places: NDArray[np.int64], left: UnitSet
+    plan: Plan, manifest: Manifest, places: NDArray[np.int64]
 ) -> Iterator[tuple[CommittedUnit, list[SampleName]]]:
-    """The planned units that the manifest has, with the names of their samples; takes them out of `left`."""
+    """The planned units that the manifest has, with the names of their samples; takes them out of `places`."""
     for unit, names in plan.unit_samples():
-        if unit in left:
-            left.discard(unit)
-            yield manifest.units[int(places[unit])], names
+        if unit < len(places) and (place := int(places[unit])) >= 0:
+            places[unit] = -1
+            yield manifest.units[place], names
 
 
 def _read(store: Store, name: str) -> tuple[bytes, str | None]:

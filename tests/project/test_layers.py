@@ -55,7 +55,7 @@ BREACHES = [
     ("decoders/kernels/sampling.py", "import draftmill.decoders.engine.samples", ROOMS),
     ("decoders/backbones/cache.py", "import draftmill.decoders.draws.noise", "models know nothing of draws and drafts"),
     ("jobs/schedule/scheduler.py", "import time", "the scheduler knows no Ray, clock, disk or threads"),
-    ("jobs/schedule/waiting.py", "import threading", "the scheduler knows no Ray, clock, disk or threads"),
+    ("jobs/schedule/units.py", "import threading", "the scheduler knows no Ray, clock, disk or threads"),
     ("jobs/plan/plan.py", "import draftmill.jobs.driving.totals", "the rooms of jobs: imports go down"),
     ("actors/metrics/settings.py", "import torch", "the driver imports no torch and no transformers"),
     ("jobs/running/session.py", "import draftmill.jobs.commands.status", "the rooms of jobs: imports go down"),

@@ -121,7 +121,7 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
     texts["output"] = "".join(capfd.readouterr()) + caplog.text
     assert {name: leaks(text) for name, text in texts.items() if leaks(text)} == {}
     assert HIDDEN in texts["out"] and "trying again" in texts["output"]
-    logged = "".join(text for name, text in texts.items() if name.startswith(("attempts/", "log/")))
+    logged = "".join(text for name, text in texts.items() if name.startswith("attempts/"))
     assert "could not write with" in logged and HIDDEN in logged
 
 
@@ -244,7 +244,7 @@ def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path: Pat
     names = [path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()]
     shape = re.compile(
         r"(passes/0002/)?(_plan\.json|_lease\.json|_manifest\.json|_SUCCESS|plan/part-[\d-]+\.parquet|data/unit-\d+\.parquet|"
-        r"attempts/epoch-\d+-[a-z]+(-\d+)?\.jsonl|log/(epoch-\d+-part-\d+\.jsonl|estimate\.json))"
+        r"attempts/epoch-\d+-[a-z]+(-\d+)?\.jsonl)"
     )
     assert names and all(shape.fullmatch(name) for name in names), names
 

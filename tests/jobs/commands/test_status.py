@@ -17,7 +17,7 @@ from draftmill.decoders.base import EngineStats
 from draftmill.jobs.cli import main
 from draftmill.jobs.commands import status
 from draftmill.jobs.commands.status import state_of, status_lines
-from draftmill.jobs.driving.attempts import Sessions
+from draftmill.jobs.driving.run_log import Sessions
 from draftmill.storage.runs.lease import acquire, driver_of, this_process
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.store import open_store

@@ -8,7 +8,7 @@ import pytest
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.attempts import Sessions
+from draftmill.jobs.driving.run_log import Sessions
 from draftmill.jobs.finished.summary import Results, is_small, read_summary, table_lines
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.commit import Manifest

@@ -16,8 +16,8 @@ import json, resource
 import numpy as np
 import pyarrow as pa
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
-from draftmill.jobs.plan import plan_writer
-from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan import packing
+from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.storage.runs.commit import done_units, unit_name
 from draftmill.storage.stores.interface import Stat
 
@@ -45,7 +45,7 @@ def rows(first):
 def peak_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-plan_writer.part_bytes = lambda units: bytes(100)  # Parquet with a million row groups takes a minute
+packing.part_bytes = lambda units: bytes(100)  # Parquet with a million row groups takes a minute
 writer = PlanWriter(Store(), window=WINDOW, unit_rows=1)
 writer.add(rows(0))
 small = peak_mb()

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.records import table_from_rows
 from draftmill.storage.runs.unit_table import ROW_SCHEMA

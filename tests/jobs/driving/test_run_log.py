@@ -1,4 +1,4 @@
-"""Events and the driver's log: one JSON object a line, nothing before a run exists, nothing secret, and no run fails by it."""
+"""Events and the log of a run: one JSON object a line, nothing before a run exists, nothing secret, and no run fails by it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
 from draftmill.jobs.driving.events import JsonStream, event_line, json_streams, say_in_events
-from draftmill.jobs.driving.line_files import LINES_PER_FILE, LineFiles
 from draftmill.jobs.driving.progress import EventDisplay, LineDisplay, make_display
+from draftmill.jobs.driving.run_log import LINES_PER_FILE, LoggedDisplay, RunLog
 from draftmill.jobs.driving.totals import Totals
 from draftmill.storage.errors import StoreError, StoreRefused
-from draftmill.storage.stores.interface import Stat
+from draftmill.storage.stores.interface import Stat, Store
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.store import open_store
-from tests.jobs.driving.test_device_time import Hand
+from tests.jobs.driving.test_cost import Hand, log_in
 
 SECRET = "b8c1f0a94d7e"
 
@@ -98,32 +97,31 @@ def test_the_display_of_events_has_units_workers_and_progress_in_figures() -> No
 
 
 def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything() -> None:
-    store = open_store("memory://driver-log-early")
-    log = DriverLog()
+    store = open_store("memory://run-log-early")
+    log = RunLog()
     display = LoggedDisplay(LineDisplay(io.StringIO()), log)
     display.note("hashing the model")
     log.flush()
     assert list(store.list()) == [] and not log.is_attached
     log.attach(store, 3, "job")
     display.note("planned")
-    display.event("done", unit=1)  # the attempts log has it
+    display.event("done", unit=1)
     log.flush()
-    events = lines_of(store.get("log/epoch-0003-part-0000.jsonl").decode())
-    assert [event["message"] for event in events] == ["hashing the model", "planned"]
-    assert events[1]["run"] == "job"
+    events = lines_of(store.get("attempts/epoch-0003-part-0000.jsonl").decode())
+    assert [event.get("message") for event in events] == ["hashing the model", "planned", None]
+    assert events[1]["run"] == "job" and (events[2]["event"], events[2]["unit"]) == ("done", 1)
 
 
 def test_the_log_is_written_every_ten_seconds_and_has_the_progress_every_minute() -> None:
     clock, store = Hand(), open_store("memory://driver-log-period")
-    log = DriverLog(clock=clock)
-    log.attach(store, 1, "job")
+    log = log_in(store, clock=clock)
     log.add("note", "begun")
     totals = Totals(units=1, rows=10, clock=clock)
     written = []
     for _ in range(130):
         clock.now_s += 1.0
         log.show(totals)
-        stat = store.stat("log/epoch-0001-part-0000.jsonl")
+        stat = store.stat("attempts/epoch-0001-part-0000.jsonl")
         written.append(0 if stat is None else len(lines_of(store.get(stat.name).decode())))
     assert written[8] == 0 and written[9] == 1
     assert written[-1] == 3 and sorted(set(written)) == [0, 1, 2, 3]
@@ -140,37 +138,41 @@ def test_a_store_that_refuses_the_log_fails_no_run_and_gets_the_lines_later(erro
             return super().put(name, data)
 
     store = Refusing(f"memory://refusing-{type(error).__name__}")
-    log = DriverLog()
-    log.attach(store, 1, "job")
+    log = log_in(store)
     log.add("note", "one")
     log.flush()
     store.refuses = False
     log.add("note", "two")
     log.flush()
-    events = lines_of(store.get("log/epoch-0001-part-0000.jsonl").decode())
+    events = lines_of(store.get("attempts/epoch-0001-part-0000.jsonl").decode())
     assert [event["message"] for event in events] == ["one", "two"]
+
+
+def notes_in(store: Store, part: int) -> list[str]:
+    events = lines_of(store.get(f"attempts/epoch-0001-part-{part:04d}.jsonl").decode())
+    return [event["message"] for event in events]
 
 
 def test_a_full_file_is_followed_by_another_and_not_written_again() -> None:
     store = open_store("memory://line-files")
-    lines = LineFiles(store, "log/x")
+    log = log_in(store)
     for number in range(LINES_PER_FILE):
-        lines.add(str(number))
-    lines.flush()
-    etag = store.stat("log/x-part-0000.jsonl")
-    lines.add("more")
-    lines.flush()
-    lines.flush()
-    assert store.get("log/x-part-0001.jsonl") == b"more\n"
-    assert store.stat("log/x-part-0000.jsonl") == etag
+        log.add("note", str(number))
+    log.flush()
+    etag = store.stat("attempts/epoch-0001-part-0000.jsonl")
+    log.add("note", "more")
+    log.flush()
+    log.flush()
+    assert notes_in(store, 1) == ["more"]
+    assert store.stat("attempts/epoch-0001-part-0000.jsonl") == etag
 
 
 class Raced(list[str]):
     """Lines to which another thread adds one in the moment after they were copied."""
 
-    def __init__(self, add: Callable[[str], None]) -> None:
+    def __init__(self, add: Callable[[], None]) -> None:
         super().__init__()
-        self.then = [lambda: add("late")]
+        self.then = [add]
 
     def __getitem__(self, place: Any) -> Any:
         found = super().__getitem__(place)
@@ -181,9 +183,9 @@ class Raced(list[str]):
 
 def test_a_line_that_comes_while_the_others_are_copied_is_in_the_next_flush() -> None:
     store = open_store("memory://raced-lines")
-    lines = LineFiles(store, "log/x")
-    lines._lines = Raced(lines.add)
-    lines.add("early")
-    lines.flush()
-    lines.flush()
-    assert store.get("log/x-part-0000.jsonl") == b"early\nlate\n"
+    log = log_in(store)
+    log._lines = Raced(lambda: log.add("note", "late"))
+    log.add("note", "early")
+    log.flush()
+    log.flush()
+    assert notes_in(store, 0) == ["early", "late"]

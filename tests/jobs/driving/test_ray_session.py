@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from draftmill.jobs.driving import session
+from draftmill.jobs.driving import ray_session
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ def test_the_code_is_shipped_unless_the_submitted_job_has_a_folder_or_an_image(
     environment, ships, monkeypatch: pytest.MonkeyPatch
 ):
     given = []
-    monkeypatch.setattr(session, "_init", lambda **options: given.append(options["runtime_env"]))
-    monkeypatch.delenv(session.JOB_CONFIG, raising=False)
+    monkeypatch.setattr(ray_session, "_init", lambda **options: given.append(options["runtime_env"]))
+    monkeypatch.delenv(ray_session.JOB_CONFIG, raising=False)
     if environment is not None:
-        monkeypatch.setenv(session.JOB_CONFIG, json.dumps({"runtime_env": environment, "metadata": {}}))
-    session._connect("auto")
+        monkeypatch.setenv(ray_session.JOB_CONFIG, json.dumps({"runtime_env": environment, "metadata": {}}))
+    ray_session._connect("auto")
     assert (given[0] is not None) == ships

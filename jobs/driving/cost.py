@@ -1,8 +1,8 @@
-"""Counts what workers' devices were held for: loading, decoding, idle time, and work that came to nothing; and its price.
+"""What a run costs: the seconds for which workers held their devices, by purpose, and hours times price. All of it is measured.
 
 A worker's device is held from the start of loading to the worker's end. The worker measures how long it loaded and decoded, and
 how much of that each unit took; the driver measures the rest. A start that never came up is not counted: waiting for a machine
-and loading can't be told apart there.
+and loading can't be told apart there. Money has no currency: it is in whatever unit `workers.price_per_hour` is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HOUR_S = 3600.0
+MILLION = 1_000_000
+
+UNPRICED_S = 1.0
+"""Seconds without a price that are no reason to leave out the price of the rest: sums are rounded."""
+
+PURPOSES = ("decoding", "loading", "idle", "wasted")
+"""What worker seconds go to; in a session that still runs, also to units in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,10 @@ class DeviceSums:
     def open_s(self) -> float:
         """Busy seconds that went to no committed unit: in progress while the session runs, wasted afterwards."""
         return max(0.0, self.busy_s - self.counted_s)
+
+    def to_json(self) -> dict[str, float]:
+        """The sums as JSON data."""
+        return {name: round(value, 6) for name, value in dataclasses.asdict(self).items()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> DeviceSums:
@@ -118,6 +129,56 @@ class DeviceTime:
         return DeviceSums(up_s=up_s, priced_s=up_s, cost=up_s / HOUR_S * life.price)
 
 
-def to_json(sums: DeviceSums) -> dict[str, float]:
-    """The sums as JSON data."""
-    return {name: round(value, 6) for name, value in dataclasses.asdict(sums).items()}
+def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tuple[str, str]]:
+    """Labels and figures of what these worker seconds were and what they cost; `tokens` are the tokens of ok samples.
+
+    `open_s` are seconds of a session that still runs, on units that it has not committed yet.
+    """
+    if not sums.up_s:
+        return []
+    least = "at least " if sums.unended else ""
+    rows = [("device time", f"{least}{hours_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
+    if not sums.priced_s:
+        return rows
+    money = f"{least}{money_text(sums.cost)}"
+    unpriced_s = sums.up_s - sums.priced_s
+    if unpriced_s > UNPRICED_S:
+        money += f" for {hours_text(sums.priced_s)}; {hours_text(unpriced_s)} had no price"
+    elif tokens:
+        money += f"  ({money_text(sums.cost * MILLION / tokens)} per million tokens of ok samples)"
+    return [*rows, ("cost", money)]
+
+
+def money_cells(sums: DeviceSums, tokens: int) -> tuple[str, str]:
+    """What these seconds cost, and a million of the tokens that they made; "-" where there is no price for all of them."""
+    if not sums.priced_s or sums.up_s - sums.priced_s > UNPRICED_S:
+        return "-", "-"
+    return money_text(sums.cost), money_text(sums.cost * MILLION / tokens) if tokens else "-"
+
+
+def purposes_text(sums: DeviceSums, open_s: float = 0.0) -> str:
+    """Device time by purpose: `1.42 h decoding, 180 s loading, 36 s idle, 0 s wasted`; with `open_s` also what is in progress."""
+    seconds = purposes_of(sums, open_s) | ({"in progress": open_s} if open_s else {})
+    return ", ".join(f"{hours_text(amount_s)} {purpose}" for purpose, amount_s in seconds.items())
+
+
+def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
+    """Seconds for each of PURPOSES; together they are all of `up_s`, but for the `open_s` that are in progress."""
+    wasted_s = max(0.0, sums.busy_s - sums.counted_s - open_s) + sums.lost_s
+    return dict(zip(PURPOSES, (sums.counted_s, sums.loading_s, sums.idle_s, wasted_s), strict=True))
+
+
+def hours_text(seconds: float) -> str:
+    """Device time in hours, below an hour in seconds, with three significant digits."""
+    if seconds < HOUR_S:
+        return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_rounded(seconds)} s"
+    return f"{_rounded(seconds / HOUR_S)} h"
+
+
+def money_text(amount: float) -> str:
+    """An amount, with two decimals, and three significant digits below one."""
+    return f"{amount:,.2f}" if amount >= 1 or amount == 0 else _rounded(amount)
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from draftmill.jobs.driving.lease_keeper import give_back, keep_once, kept_lease
+from draftmill.jobs.driving.leases import give_back, hold_lease, keep_once
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from draftmill.storage.stores.interface import Body, Stat
@@ -60,11 +60,11 @@ def test_a_driver_that_wakes_up_hears_that_its_lease_was_taken_over_and_gives_no
 
 
 def test_a_kept_lease_is_held_inside_and_free_afterwards(store: Unreachable):
-    with kept_lease(store, lambda reason: None) as lease:
+    with hold_lease(store, lambda reason: None) as lease:
         with pytest.raises(LeaseHeld, match=lease.owner):
             acquire(store, "another", 60)
         lease.check()
-    with kept_lease(store, lambda reason: None) as again:
+    with hold_lease(store, lambda reason: None) as again:
         assert again.epoch == lease.epoch + 1
 
 
@@ -75,7 +75,7 @@ def test_a_driver_that_is_refused_before_it_wrote_anything_leaves_what_it_found(
 ):
     for owner in before:
         acquire(store, owner, 60).release()
-    with pytest.raises(UserError), kept_lease(store, lambda reason: None):
+    with pytest.raises(UserError), hold_lease(store, lambda reason: None):
         for name in written:
             store.create(name, b"")
         raise UserError("an id occurs twice")
@@ -85,7 +85,7 @@ def test_a_driver_that_is_refused_before_it_wrote_anything_leaves_what_it_found(
 
 @pytest.mark.parametrize("written", [[], ["plan"]])
 def test_a_refusal_is_the_users_only_while_nothing_is_written(store: Unreachable, written: list[str]):
-    with pytest.raises(StoreError) as raised, kept_lease(store, lambda reason: None):
+    with pytest.raises(StoreError) as raised, hold_lease(store, lambda reason: None):
         for name in written:
             store.create(name, b"")
         raise StoreRefused("no permission")
@@ -95,5 +95,5 @@ def test_a_refusal_is_the_users_only_while_nothing_is_written(store: Unreachable
 
 def test_a_refusal_below_the_lease_of_a_name_stays_one(store: Unreachable):
     store.create("2026-11-22/_plan.json", b"")
-    with pytest.raises(StoreRefused), kept_lease(store, lambda reason: None, covers=False):
+    with pytest.raises(StoreRefused), hold_lease(store, lambda reason: None, covers=False):
         raise StoreRefused("no permission")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 
 import pytest
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.commands.status import cost_lines
-from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
-from draftmill.jobs.driving.device_time import DeviceSums, DeviceTime
+from draftmill.jobs.driving.cost import DeviceSums, DeviceTime, cost_rows, hours_text, purposes_of
+from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.watching.cost import cost_rows, hours_text, purposes_of
+from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 
 
@@ -24,6 +26,13 @@ class Hand:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def log_in(store: Store, epoch: int = 1, *, clock: Callable[[], float] = time.monotonic) -> RunLog:
+    """The log of a driver of this run directory."""
+    log = RunLog(clock=clock)
+    log.attach(store, epoch, "job")
+    return log
 
 
 def worked(clock: Hand, price: float | None) -> DeviceTime:
@@ -45,13 +54,7 @@ def worked(clock: Hand, price: float | None) -> DeviceTime:
 def test_every_second_of_a_worker_has_one_purpose() -> None:
     sums = worked(Hand(), None).sums
     assert sums.up_s == (10 + 50) + (5 + 20)
-    assert purposes_of(sums) == {
-        "decoding": 20,
-        "loading": 15,
-        "idle": 20,
-        "wasted": (30 - 20) + 12 + 8,
-        "in_progress": 0,
-    }
+    assert purposes_of(sums) == {"decoding": 20, "loading": 15, "idle": 20, "wasted": (30 - 20) + 12 + 8}
     assert sum(purposes_of(sums).values()) == sums.up_s
     assert sums.cost == sums.priced_s == 0
 
@@ -59,8 +62,8 @@ def test_every_second_of_a_worker_has_one_purpose() -> None:
 def test_what_is_in_progress_is_not_called_wasted() -> None:
     sums = worked(Hand(), None).sums
     purposes = purposes_of(sums, open_s=sums.open_s)
-    assert purposes["wasted"] == sums.lost_s == 8 and purposes["in_progress"] == 22
-    assert sum(purposes.values()) == sums.up_s
+    assert purposes["wasted"] == sums.lost_s == 8 and sums.open_s == 22
+    assert sum(purposes.values()) + sums.open_s == sums.up_s
 
 
 def test_money_is_hours_times_the_price() -> None:
@@ -83,7 +86,7 @@ def test_sessions_add_up_also_after_one_that_was_killed_and_one_of_an_earlier_ve
     for epoch in (1, 2):
         totals = Totals(units=1, rows=1, devices=worked(Hand(), 3.60))
         totals.worker_up()
-        AttemptsLog(store, epoch).flush(totals)
+        log_in(store, epoch).flush(totals)
     store.put("attempts/epoch-0003-session.jsonl", json.dumps(old_record()).encode())
     store.put("attempts/epoch-0004-session.jsonl", b'{"wall_s": 1.0, "torn')
     assert read_sessions(store).devices.up_s == pytest.approx(2 * 85)
@@ -94,11 +97,11 @@ def test_what_a_lost_driver_did_last_is_missing_and_said_to_be() -> None:
     store, hand = open_store("memory://sessions-cut"), Hand()
     for epoch in (1, 2):
         totals = Totals(units=1, rows=1, devices=worked(hand, 3.60), clock=hand)
-        log = AttemptsLog(store, epoch, clock=hand)
-        log.maybe_flush(totals)
+        log = log_in(store, epoch, clock=hand)
+        log.show(totals)
         assert store.stat(f"attempts/epoch-{epoch:04d}-session.jsonl") is None
         totals.worker_up()
-        log.maybe_flush(totals)  # a session is known from its first worker on, however soon its driver is lost
+        log.show(totals)  # a session is known from its first worker on, however soon its driver is lost
         assert read_sessions(store).devices.unended == epoch
         if epoch == 2:
             totals.stop()

@@ -36,7 +36,7 @@ from draftmill.actors.ray.ray_inside import (
     required,
     silence_workers,
 )
-from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.allocation import NodeRoom
 from draftmill.storage.errors import StoreError, UserError
 
 ROOT = Path(draftmill.__file__).parents[1]

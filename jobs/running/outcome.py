@@ -1,4 +1,4 @@
-"""How a run ends, told to all that want to know: the driver's log, `--log json`, and the receivers of `notify`."""
+"""How a run ends, reported to the run's log, to `--log json` and to the receivers of `notify`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
-from draftmill.jobs.driving.attempts import read_sessions
-from draftmill.jobs.driving.device_time import HOUR_S
-from draftmill.jobs.driving.driver_log import DriverLog
-from draftmill.jobs.driving.events import JsonStream, Level, say_in_events, time_text
+from draftmill.jobs.driving.cost import HOUR_S, MILLION, money_text, purposes_of
+from draftmill.jobs.driving.events import JsonStream, Level, now_text, say_in_events
+from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
+from draftmill.jobs.finished.passes import units_done
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.cost import MILLION, mean_price, money_text, purposes_of
-from draftmill.jobs.watching.estimate import read_estimate, to_json
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
-from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.runs.commit import done_units, read_manifest
+from draftmill.storage.errors import AnotherDriver, StoreError, UserError
+from draftmill.storage.runs.commit import read_manifest
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.interface import Store
 
@@ -36,29 +33,28 @@ MESSAGES = {
 
 
 @dataclass(slots=True)
-class Ending:
+class RunOutcome:
     """A run that is being watched: its log, and its exit code once it is known."""
 
     spec: JobSpec
     store: Store
-    log: DriverLog = field(default_factory=DriverLog)
+    log: RunLog = field(default_factory=RunLog)
     code: int | None = None
 
-    def tell(self, message: str) -> None:
-        """Tell the user of a notice that was not taken."""
+    def warn(self, message: str) -> None:
+        """Note on stderr and in the log that a notice was not taken."""
         self.log.add("note", message, level="warning")
         print(presentable(f"draftmill: {message}"), file=sys.stderr)
 
-    def stalls(self) -> StallWatcher:
+    def stall_watcher(self) -> StallWatcher:
         """The watcher that sends notices when the run stands still."""
-        return StallWatcher(self.spec.notify, self._stalled, self.tell)
+        return StallWatcher(self.spec.notify, self._stall_notice, self.warn)
 
-    def _stalled(self, totals: Totals, still_s: float) -> dict[str, Any]:
+    def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
         sums = totals.devices.sums
+        message = f"no progress for {still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
         return {
-            **self._head(
-                f"no progress for {still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done", None
-            ),
+            **self._head(message, None),
             "samples": {"planned": totals.rows, "done": totals.rows_done},
             "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
             "workers": totals.workers,
@@ -72,22 +68,22 @@ class Ending:
         return {
             "run": self.spec.name,
             "path": self.store.url,
-            "time": time_text(datetime.now(UTC)),
+            "time": now_text(),
             "exit_code": code,
             "message": presentable(message),
             "text": presentable(f"draftmill run {self.spec.name}: {message}"),
         }
 
-    def over(self, code: int, message: str, *, is_error: bool = False) -> None:
-        """The run has ended with this exit code, `is_error` if by an exception: note it, and send the notices. Never raises."""
+    def report(self, code: int, message: str, *, is_error: bool = False) -> None:
+        """Log that the run has ended with this exit code, `is_error` if by an exception, and send the notices. Never raises."""
         try:
-            self._over(code, message, is_error=is_error)
-        except Exception as error:  # noqa: BLE001 - telling of an end must not change it
+            self._report(code, message, is_error=is_error)
+        except Exception as error:  # noqa: BLE001 - reporting an end must not change it
             with suppress(Exception):  # stderr itself may be closed
-                self.tell(f"the end of the run was not told to all: {type(error).__name__}: {error}")
+                self.warn(f"the end of the run was not reported to all: {type(error).__name__}: {error}")
 
-    def _over(self, code: int, message: str, *, is_error: bool) -> None:
-        facts = run_facts(self.store) if self.log.is_attached else {}
+    def _report(self, code: int, message: str, *, is_error: bool) -> None:
+        facts = payload(self.store) if self.log.is_attached else {}
         event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
         level: Level = "info" if code == OK else "warning" if code == INTERRUPTED else "error"
         self.log.add("ended", message, level=level, exit_code=code, summary=facts)
@@ -96,11 +92,12 @@ class Ending:
         self.log.flush()
         if self.log.is_attached or is_error:
             most_s = INTERRUPTED_S if event == "interrupt" else 300.0
-            send(self.spec.notify, event, {**self._head(told(message, facts), code), **facts}, self.tell, most_s=most_s)
+            notice = {**self._head(_with_figures(message, facts), code), **facts}
+            send(self.spec.notify, event, notice, self.warn, most_s=most_s)
         self.log.flush()
 
 
-def told(message: str, facts: Mapping[str, Any]) -> str:
+def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
     """The message of a notice: how the run ended, with its samples and its cost, if they are known."""
     if not facts:
         return message
@@ -111,49 +108,46 @@ def told(message: str, facts: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def ended(spec: JobSpec, store: Store, *, ignored: tuple[type[BaseException], ...] = ()) -> Iterator[Ending]:
-    """Watch a run: the block sets the `code` of what it yields, or raises, and how it ended is told.
+def report_outcome(spec: JobSpec, store: Store) -> Iterator[RunOutcome]:
+    """Watch a run: the block sets the `code` of what it yields, or raises; then the outcome is reported.
 
-    Receivers are not told of a run that wrote nothing, unless it ended with an error, nor of errors of the types `ignored`, which
-    mean that another driver has the run. Raises UserError before the block if a receiver of notices can't be used.
+    Receivers hear nothing of a run that wrote nothing, unless it ended with an error, nor of one that another driver has. Raises
+    UserError before the block if a receiver of notices can't be used.
     """
     check_receivers(spec.notify)
     say_in_events(run=spec.name)
-    ending = Ending(spec, store)
+    outcome = RunOutcome(spec, store)
     try:
-        yield ending
-    except ignored as error:
-        ending.log.add("ended", str(error), level="warning")
-        ending.log.flush()
+        yield outcome
+    except AnotherDriver as error:
+        outcome.log.add("ended", str(error), level="warning")
+        outcome.log.flush()
         raise
     except KeyboardInterrupt:
-        ending.over(INTERRUPTED, MESSAGES[INTERRUPTED])
+        outcome.report(INTERRUPTED, MESSAGES[INTERRUPTED])
         raise
     except Exception as error:
-        ending.over(code_of(error), str(error), is_error=True)
+        outcome.report(code_of(error), str(error), is_error=True)
         raise
-    if ending.code is not None:
-        ending.over(ending.code, MESSAGES.get(ending.code, f"exit code {ending.code}"))
+    if outcome.code is not None:
+        outcome.report(outcome.code, MESSAGES.get(outcome.code, f"exit code {outcome.code}"))
 
 
-def run_facts(store: Store) -> dict[str, Any]:
+def payload(store: Store) -> dict[str, Any]:
     """What a run has done and cost, finished or not, as JSON data; {} if it has no plan, or its directory can't be read."""
     try:
-        return _facts(store)
+        plan = load_plan(store)
+        if plan is None:
+            return {}
+        manifest, sessions = read_manifest(store), read_sessions(store)
+        done = plan.units if manifest else len(units_done(store))
     except (StoreError, UserError):
         return {}
-
-
-def _facts(store: Store) -> dict[str, Any]:
-    plan = load_plan(store)
-    if plan is None:
-        return {}
-    manifest, sessions = read_manifest(store), read_sessions(store)
     sums, tally = sessions.devices, sessions.committed
-    done = plan.units if manifest else len(done_units(store, conditional=False) or done_units(store))
     ok = manifest.total("ok") if manifest else tally.ok
     failed = manifest.total("failed") if manifest else tally.failed
-    hours = {name: round(seconds / 3600, 6) for name, seconds in purposes_of(sums).items() if name != "in_progress"}
+    has_price = bool(sums.priced_s and tally.new_tokens)
+    hours = {name: round(seconds / HOUR_S, 6) for name, seconds in purposes_of(sums).items()}
     return {
         "fingerprint": plan.fingerprint,
         "pass": plan.pass_,
@@ -166,11 +160,8 @@ def _facts(store: Store) -> dict[str, Any]:
         "drafts_proposed": tally.proposed,
         "drafts_accepted": tally.accepted,
         "decoding_s": round(sessions.wall_s, 3),
-        "device_hours": {"total": round(sums.up_s / 3600, 6), **hours},
+        "device_hours": {"total": round(sums.up_s / HOUR_S, 6), **hours},
         "lost_drivers": round(sums.unended),
         "cost": round(sums.cost, 6) if sums.priced_s else None,
-        "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6)
-        if sums.priced_s and tally.new_tokens
-        else None,
-        "estimate": to_json(read_estimate(store), sums.up_s if manifest else 0.0, mean_price(sums)),
+        "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6) if has_price else None,
     }
