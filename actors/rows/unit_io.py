@@ -30,7 +30,8 @@ from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.storage.errors import ChangedInput, RowError, brief
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, from_bytes, kept_values, names_read
-from draftmill.storage.inputs.reader import Row, default_id, fetched_ahead, read_rows
+from draftmill.storage.inputs.reader import fetched_ahead, read_rows
+from draftmill.storage.inputs.rows import Row, default_id
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
 from draftmill.storage.runs.unit_table import PlannedRow, PlanTable

@@ -10,8 +10,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
 from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.levels import level_of
+from draftmill.storage.stores.interface import S3Options, Store, level_of
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
 

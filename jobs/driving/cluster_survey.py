@@ -18,7 +18,7 @@ from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.plan.survey import Survey, reading_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.kept import KeptTypes
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 
 LEAST_BYTES = 64 * 2**20
 """Smaller inputs are read sooner than processes that tokenize have started. A Ray of our own must also start first, so that

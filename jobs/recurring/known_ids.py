@@ -21,8 +21,7 @@ from draftmill.jobs.recurring.ledger import cache, cached
 from draftmill.jobs.recurring.runs_below import FoundRun
 from draftmill.storage.parquet import read_parquet
 from draftmill.storage.runs.commit import MANIFEST
-from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.levels import level_of
+from draftmill.storage.stores.interface import S3Options, Store, level_of
 
 IDS = "_ids.parquet"
 """In a pruned run: the hashes of its ids that are ok."""

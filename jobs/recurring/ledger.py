@@ -14,7 +14,7 @@ from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.recurring.runs_below import FoundRun
 from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.parallel import parallel_map

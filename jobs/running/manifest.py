@@ -6,13 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from draftmill.storage.runs.commit import (
-    CommittedUnit,
-    read_record,
-    read_unit,
-    write_manifest,
-)
-from draftmill.storage.runs.unit_facts import CommittedUnits
+from draftmill.storage.runs.commit import read_record, read_unit, write_manifest
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
 from draftmill.storage.stores.parallel import parallel_map
 
 if TYPE_CHECKING:

@@ -37,13 +37,9 @@ from draftmill.jobs.spec.thresholds import hopeless
 from draftmill.jobs.watching.ending import Ending
 from draftmill.jobs.watching.estimate import Estimate, EstimateWatcher
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.runs.commit import (
-    CommittedUnit,
-    done_units,
-    record_commit,
-)
+from draftmill.storage.runs.commit import done_units, record_commit
 from draftmill.storage.runs.lease import Lease, this_process
-from draftmill.storage.runs.unit_facts import CommittedUnits
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
 from draftmill.storage.stores.interface import Store
 
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.inputs.huggingface import list_dataset
+from draftmill.storage.inputs.rows import FIELD, InputFile
 from draftmill.storage.stores.interface import S3Options, Stat, about
 from draftmill.storage.stores.store import open_store
 
@@ -93,8 +94,6 @@ def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
     if path.startswith("builtin:"):
         raise UserError(f"{path!r} is not a builtin input; allowed: {STDLIB}", field=FIELD)
     if path.startswith("hf://"):
-        from draftmill.storage.inputs.huggingface import list_dataset
-
         return list_dataset(path, list_inputs)
     if path.startswith("s3://"):
         return _list_s3(path, s3)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
-from draftmill.storage.stores.levels import Level
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Level, NotFound, Stat, checked_name
 
 try:
     import fcntl

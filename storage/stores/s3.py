@@ -33,8 +33,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.secrets import presentable
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, NotFound, S3Options, Stat
-from draftmill.storage.stores.levels import Level
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, Level, NotFound, S3Options, Stat
 
 TOKEN = "write-token"
 ATTEMPTS = 8

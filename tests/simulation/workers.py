@@ -16,7 +16,8 @@ from draftmill.actors.messages import Effort, Failure, PoolEvent, Receipt, Repor
 from draftmill.jobs.driving.allocation import allocate
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.storage.errors import StoreError
-from draftmill.storage.runs.commit import CommittedUnit, commit_unit
+from draftmill.storage.runs.commit import commit_unit
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from tests.simulation.disk import Crash, Handle, Job, Process
 
 if TYPE_CHECKING:

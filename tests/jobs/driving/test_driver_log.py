@@ -18,8 +18,7 @@ from draftmill.jobs.driving.progress import EventDisplay, LineDisplay, make_disp
 from draftmill.jobs.driving.totals import Totals
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.stores.interface import Stat
-from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import MemoryStore, open_store
 from tests.jobs.driving.test_device_time import Hand
 
 SECRET = "b8c1f0a94d7e"

@@ -10,7 +10,7 @@ from draftmill.jobs.driving.lease_keeper import give_back, keep_once, kept_lease
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from draftmill.storage.stores.interface import Body, Stat
-from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import MemoryStore
 
 
 class Unreachable(MemoryStore):

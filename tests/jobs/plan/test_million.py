@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from draftmill.storage.runs.commit import unit_name
-from draftmill.storage.runs.done import BLOCK, DoneUnits
+from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits, unit_name
 
 CODE = """
 import json, resource
@@ -18,7 +17,8 @@ import pyarrow as pa
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.jobs.plan import plan_writer
 from draftmill.jobs.plan.plan_writer import PlanWriter
-from draftmill.storage.runs.commit import done_units, unit_name
+from draftmill.storage.runs.commit import done_units
+from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.stores.interface import Stat
 
 UNITS, WINDOW, BYTES = 1_000_000, 50_000, 0
@@ -79,7 +79,7 @@ def test_listing_a_million_units_keeps_a_byte_of_each(taken: dict[str, float]) -
 
 
 def test_the_done_units_are_a_mapping_of_names() -> None:
-    done = DoneUnits(unit_name)
+    done = DoneUnits()
     units = [0, 5, BLOCK - 1, BLOCK, 7 * BLOCK + 3, 10**12]
     for unit in reversed(units):
         done.add(unit, unit_name(unit))

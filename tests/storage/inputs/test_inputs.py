@@ -11,8 +11,9 @@ import datasets
 import pytest
 
 from draftmill.storage.errors import StoreRefused, UserError
-from draftmill.storage.inputs.inputs import format_of, glob_pattern
-from draftmill.storage.inputs.reader import InputFile, default_id, iterate, list_inputs, read_rows
+from draftmill.storage.inputs.inputs import format_of, glob_pattern, list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
+from draftmill.storage.inputs.rows import InputFile, default_id
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 

@@ -12,9 +12,8 @@ import pytest
 
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import FailpointError
-from draftmill.storage.inputs.sources import open_object
+from draftmill.storage.stores.block_cache import BLOCK_BYTES, open_object
 from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
-from draftmill.storage.stores.object_parts import BLOCK_BYTES
 from draftmill.storage.stores.store import open_store, probe, sweep
 
 
