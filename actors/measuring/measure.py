@@ -137,7 +137,6 @@ class MeasureWorker:
         return self.where()
 
     def measure(self, unit: UnitToMeasure) -> UnitMeasured:
-        """See UnitMeasurer."""
         return self._measurer.measure(unit)
 
 

@@ -19,7 +19,7 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost
 from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.store import sweep
+from draftmill.storage.stores.store import delete_strays
 
 
 class Options(Protocol):
@@ -57,7 +57,7 @@ def measure_run(
     stop = StopFlag()
     try:
         with lease(store, stop.set), make_display(quiet=options.quiet) as display:
-            sweep(store)
+            delete_strays(store)
             is_done = measure_units(
                 store,
                 spec,

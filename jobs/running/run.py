@@ -38,7 +38,7 @@ from draftmill.storage.runs.commit import (
 )
 from draftmill.storage.runs.lease import LeaseLost
 from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store, probe, sweep
+from draftmill.storage.stores.store import delete_strays, open_store, probe
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
@@ -97,7 +97,7 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
     try:
         with run_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
             display = LoggedDisplay(shown, ending.log)
-            sweep(store)
+            delete_strays(store)
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             with ExitStack() as stack:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from draftmill.storage.arrow_validation import THREADS, check_sound
+from draftmill.storage.arrow_validation import THREADS, sound
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.fields import outer_columns
 from draftmill.storage.inputs.rows import InputFile, Slice, damaged
@@ -120,8 +120,7 @@ def _longest_shared(file: InputFile, group: int, columns: Columns, s3: S3Options
     batch = next(coded.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=THREADS), None)
     if batch is None:
         return 0
-    check_sound(batch)
-    return sum(pc.max(pc.binary_length(column.dictionary)).as_py() or 0 for column in batch.columns)
+    return sum(pc.max(pc.binary_length(column.dictionary)).as_py() or 0 for column in sound(batch).columns)
 
 
 @lru_cache(maxsize=64)

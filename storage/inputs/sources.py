@@ -83,11 +83,9 @@ class _LocalFile(io.FileIO):
         check_same(file, self._opened)
 
     def readinto(self, buffer: Any) -> int:
-        """See io.RawIOBase."""
         return self._unchanged(super().readinto(buffer))
 
     def readall(self) -> bytes:
-        """See io.RawIOBase."""
         return self._unchanged(super().readall())
 
     def _unchanged(self, found: T) -> T:
@@ -146,11 +144,9 @@ class _Decompressed(io.RawIOBase):
         self._size = 0
 
     def readable(self) -> bool:
-        """See io.RawIOBase."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """See io.RawIOBase."""
         try:
             data = self._stream.read(len(buffer))
         except OSError as error:
@@ -162,7 +158,6 @@ class _Decompressed(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """See io.RawIOBase."""
         self._source.close()
         super().close()
 
@@ -226,7 +221,7 @@ class _UnpackedFile(SeekableFile):
         return sum(piece.end - piece.start for piece in self._pieces)
 
     def _read(self, length: int) -> bytes:
-        """See SeekableFile. Raises UserError for damaged compression."""
+        """Raises UserError for damaged compression."""
         start = self._pieces[0].start if self._pieces else self._end
         if len(self._head.getbuffer()) <= self._position < start:
             self._begin_again()
@@ -235,7 +230,6 @@ class _UnpackedFile(SeekableFile):
         return self._kept(self._position, length)
 
     def close(self) -> None:
-        """See io.RawIOBase."""
         self._close_all()
         super().close()
 

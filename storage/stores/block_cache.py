@@ -152,22 +152,18 @@ class SeekableFile(io.RawIOBase):
         raise NotImplementedError
 
     def readable(self) -> bool:
-        """See io.RawIOBase."""
         return True
 
     def seekable(self) -> bool:
-        """See io.RawIOBase."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See io.RawIOBase."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         assert base is not None, "the end is unknown"
         self._position = base + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """See io.RawIOBase."""
         data = self._read(len(buffer))
         buffer[: len(data)] = data
         self._position += len(data)

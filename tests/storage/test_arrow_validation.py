@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.storage.arrow_validation import check_sound, plain_form
+from draftmill.storage.arrow_validation import plain_form, sound
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
@@ -87,7 +87,7 @@ BEYOND_THE_DAY = pa.array([2**62], pa.int64()).view(pa.time64("ns"))
 def test_a_strange_value_is_sound(column: pa.Array) -> None:
     with pytest.raises(pa.ArrowInvalid):
         column.validate(full=True)
-    check_sound(pa.record_batch({"x": column}))
+    sound(pa.record_batch({"x": column}))
 
 
 def test_every_text_and_time_has_a_plain_form() -> None:
