@@ -45,8 +45,7 @@ from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from draftmill.storage.errors import UserError, brief, listed
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of
-from draftmill.storage.inputs.kept import KeptTypes, written
-from draftmill.storage.inputs.kept import read as read_kept
+from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to_json
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
@@ -232,7 +231,7 @@ def store_plan(
     keep: pa.Schema | None = None,
 ) -> Plan:
     """Write `_plan.json` for parts that are in the store; `totals` and `parts` as the file lists them."""
-    content = _content(spec, results, inputs, totals, parts, pass_) | {"keep": written(keep)}
+    content = _content(spec, results, inputs, totals, parts, pass_) | {"keep": schema_to_json(keep)}
     try:
         store.create(PLAN, _text(content).encode())
     except AlreadyExists:  # another driver wrote it; use it if it is the same job
@@ -453,5 +452,5 @@ def _plan_of(content: dict[str, Any], store: Store) -> Plan:
         parts=content["parts"],
         store=store,
         pass_=content.get("pass", 1),
-        keep=read_kept(content.get("keep")),
+        keep=schema_from_json(content.get("keep")),
     )

@@ -38,14 +38,14 @@ def names(path: str | Path, *, s3: S3Options | None = None) -> list[str]:
         ("a.b.csv.zst", ("csv", "zstd")),
         ("a.tsv", ("csv", None)),
         ("a.parquet", ("parquet", None)),
-        ("a.parquet.gz", None),
+        ("a.parquet.gz", ("", None)),
         ("a.arrow", ("arrow", None)),
         ("a.txt", ("txt", None)),
         ("a.py", ("text", None)),
         ("a.md.gz", ("text", "gzip")),
-        ("a.gz", None),
-        ("a.png", None),
-        ("jsonl", None),
+        ("a.gz", ("", None)),
+        ("a.png", ("", None)),
+        ("jsonl", ("", None)),
     ],
 )
 def test_endings_tell_format_and_compression(name: str, expected: tuple[str, str | None] | None) -> None:
