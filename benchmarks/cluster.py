@@ -56,7 +56,7 @@ from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes
 from draftmill.storage.runs.commit import CommittedUnit, unit_name
-from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import MemoryStore
 
 SPEEDS = ((0.5, 2000.0), (0.3, 1000.0), (0.2, 400.0))
 """Shares of machines, and the tokens per second that a worker on them generates: an 8B model in batches of some dozen rows on

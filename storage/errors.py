@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 MOST_CHARS = 80
@@ -24,7 +25,7 @@ class UserError(ValueError):
         return f"{self.field}: {self.message}" if self.field else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _user_error, (self.message, self.field)
+        return partial(UserError, field=self.field), (self.message,)
 
 
 class RowError(Exception):
@@ -99,7 +100,3 @@ def printable(text: str) -> str:
         return text
     kept = [one if one.isprintable() or one in "\t\n" else one.encode("unicode_escape").decode() for one in text]
     return "".join(kept)
-
-
-def _user_error(message: str, field: str | None) -> UserError:
-    return UserError(message, field=field)

@@ -79,7 +79,6 @@ class ExactMatch(MetricBase):
     kind: Literal["exact_match", "normalised_match", "number_match"]
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return (self.kind,)
 
 
@@ -102,11 +101,9 @@ class Rouge(MetricBase):
     words: Literal["ascii", "unicode"] = "ascii"
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return self.types
 
     def columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return self.types if self.name is None else tuple(f"{self.name}_{one}" for one in self.types)
 
 
@@ -119,7 +116,6 @@ class Bleu(MetricBase):
     tokenize: Literal["13a", "intl", "char", "none"] = "13a"
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("bleu",)
 
 
@@ -132,7 +128,6 @@ class Chrf(MetricBase):
     lowercase: bool = False
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("chrf",)
 
 
@@ -144,7 +139,6 @@ class EditSimilarity(MetricBase):
     over: Literal["characters", "words"] = "characters"
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("edit_similarity",)
 
 
@@ -156,11 +150,9 @@ class Distinct(MetricBase):
     over: Literal["words", "tokens"] = "words"
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return tuple(f"distinct_{n}" for n in self.n)
 
     def columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return self.own_columns() if self.name is None else tuple(f"{self.name}_{n}" for n in self.n)
 
 
@@ -172,7 +164,6 @@ class Entropy(MetricBase):
     over: Literal["tokens", "words"] = "tokens"
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("entropy",)
 
 
@@ -183,7 +174,6 @@ class Length(MetricBase):
     kind: Literal["length"]
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("length_tokens", "length_characters", "length_words")
 
 
@@ -203,15 +193,12 @@ class Judge(MetricBase):
     max_rows: Annotated[int, Field(ge=1, le=1024)] = 32
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("judge_logprob", "judge_perplexity", "judge_tokens")
 
     def columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return tuple(f"{self.name or 'judge'}_{part}" for part in ("logprob", "perplexity", "tokens"))
 
     def kept(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return () if self.prompt is None else (self.prompt,)
 
 
@@ -256,16 +243,13 @@ class PassAtK(MetricBase):
         return tuple(dict.fromkeys(name for _, name in PLACE.findall(self.program) if name))
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("passed", *(f"pass@{k}" for k in self.k))
 
     def estimates(self) -> dict[str, dict[str, Any]]:
-        """See MetricBase."""
         first, *rest = self.columns()
         return {column: {"of": first, "k": k} for column, k in zip(rest, self.k, strict=True)}
 
     def kept(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return tuple(place for place in self.places() if place != "text")
 
 
@@ -295,11 +279,9 @@ class OwnMetric(MetricBase):
 
     @property
     def shown(self) -> str:
-        """See MetricBase."""
         return self.name or self.path
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return self.values or (self._stem(),)
 
 

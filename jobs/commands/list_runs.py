@@ -10,8 +10,7 @@ from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.levels import level_of
+from draftmill.storage.stores.interface import S3Options, Store, level_of
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
 

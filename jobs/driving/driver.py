@@ -51,8 +51,7 @@ from draftmill.jobs.schedule.events import (
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.runs.commit import CommittedUnit
-from draftmill.storage.runs.unit_facts import CommittedUnits
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
 
 POLL_S = 0.2
 

@@ -25,8 +25,7 @@ from draftmill.storage.runs.commit import Manifest, done_units, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA
-from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.levels import Level, level_of
+from draftmill.storage.stores.interface import Level, S3Options, Store, level_of
 from draftmill.storage.stores.store import open_store
 
 FOLDER = "passes/"

@@ -45,9 +45,9 @@ from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from draftmill.storage.errors import UserError, brief, listed
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of
-from draftmill.storage.inputs.kept import KeptTypes, written
-from draftmill.storage.inputs.kept import read as read_kept
-from draftmill.storage.inputs.reader import InputFile, Row, default_id, delimiter_hint, iterate, read_rows
+from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to_json
+from draftmill.storage.inputs.reader import InputFile, Row, delimiter_hint, iterate, read_rows
+from draftmill.storage.inputs.rows import default_id
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
 from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store
@@ -244,7 +244,7 @@ def store_plan(
         "spec": spec.model_dump(mode="json"),
         "inputs": [asdict(file) for file in inputs],
         "parts": parts,
-        "keep": written(keep),
+        "keep": schema_to_json(keep),
     }
     try:
         store.create(PLAN, _text(content).encode())
@@ -444,5 +444,5 @@ def _plan_of(content: dict[str, Any], store: Store) -> Plan:
         parts=content["parts"],
         store=store,
         pass_=content.get("pass", 1),
-        keep=read_kept(content.get("keep")),
+        keep=schema_from_json(content.get("keep")),
     )

@@ -20,7 +20,7 @@ from draftmill.jobs.plan.packing import discard_parts
 from draftmill.jobs.plan.plan import Plan, store_plan
 from draftmill.jobs.plan.prepare import Prepared, begins_with_request
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import part_name
 from draftmill.storage.stores.interface import Store
 

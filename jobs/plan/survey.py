@@ -15,7 +15,7 @@ from draftmill.actors.planning.surveying import BATCH_ROWS, Piece, Reading, surv
 from draftmill.actors.rows.makers import Maker
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.kept import KeptTypes
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 
 MOST_THREADS = 16

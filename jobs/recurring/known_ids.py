@@ -24,8 +24,7 @@ from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.commit import MANIFEST
-from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.levels import level_of
+from draftmill.storage.stores.interface import S3Options, Store, level_of
 
 IDS = "_ids.parquet"
 """In a pruned run: the hashes of its ids that are ok."""

@@ -24,8 +24,8 @@ from draftmill.jobs.spec.dated_path import base_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.contents import hashed
-from draftmill.storage.inputs.inputs import NothingThere
-from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.inputs.inputs import NothingThere, list_inputs
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.parallel import parallel_map

@@ -25,8 +25,7 @@ from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import LEASE
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import AlreadyExists, S3Options, Stat, Store
-from draftmill.storage.stores.levels import Level, level_of
+from draftmill.storage.stores.interface import AlreadyExists, Level, S3Options, Stat, Store, level_of
 from draftmill.storage.stores.store import remove_empty_folders
 
 FOLDERS = ("data/", "traces/", "commits/", "compact/", "metrics/", "passes/", "plan/", "attempts/", "log/")

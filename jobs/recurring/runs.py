@@ -16,8 +16,7 @@ from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import S3Options, Stat, Store
-from draftmill.storage.stores.levels import Level, level_of
+from draftmill.storage.stores.interface import Level, S3Options, Stat, Store, level_of
 from draftmill.storage.stores.parallel import thread_pool
 from draftmill.storage.stores.store import open_store
 

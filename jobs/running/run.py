@@ -35,7 +35,7 @@ from draftmill.jobs.spec.places import check_places
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.store import open_store, probe, sweep
+from draftmill.storage.stores.store import delete_strays, open_store, probe
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
@@ -95,7 +95,7 @@ def _work(
     try:
         with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
             display = LoggedDisplay(shown, outcome.log)
-            sweep(store)
+            delete_strays(store)
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             with ExitStack() as stack:
@@ -154,7 +154,7 @@ def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions, 
     stop = StopFlag()
     try:
         with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
-            sweep(store)
+            delete_strays(store)
             return _measure(store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3)
     except RayDidNotStart as error:
         raise StoreError(f"{error}; run it again to resume") from error

@@ -40,8 +40,7 @@ from draftmill.jobs.sweeping.table import sweep_lines
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.stores.interface import NotFound, Store
-from draftmill.storage.stores.store import open_store, probe
-from draftmill.storage.stores.store import sweep as delete_stray_files
+from draftmill.storage.stores.store import delete_strays, open_store, probe
 
 FORMAT = 1
 
@@ -102,7 +101,7 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, backend: Backen
     conditional = probe(store)
     ready = in_order([case for case in cases if case.is_ready])
     with hold_lease(store, stops.lost), make_display(quiet=options.quiet) as display:
-        delete_stray_files(store)
+        delete_strays(store)
         if not conditional:
             display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
         with backend.opening_for(display, [case.prepared for case in ready]) as refusals:

@@ -28,9 +28,9 @@ from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.verifying.metrics import check_metrics
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
-from draftmill.storage.runs.commit import SUCCESS, CommittedUnit, Manifest, unit_name, unit_number, unit_numbers
-from draftmill.storage.runs.done import DoneUnits
+from draftmill.storage.runs.commit import SUCCESS, Manifest, unit_number
 from draftmill.storage.runs.records import REMEDY
+from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
@@ -126,7 +126,7 @@ def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     """Check every unit of the plan against its file and the manifest, and the run as a whole."""
     findings = Findings()
-    numbers = unit_numbers(manifest)
+    numbers = manifest.units.numbers()
     if len(np.unique(numbers)) != len(numbers):
         findings.problems.append("the manifest lists a unit twice")
     if manifest.fingerprint != plan.fingerprint:
@@ -246,7 +246,7 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
         problems.append("there is no _SUCCESS")
     elif _said_in(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
         problems.append("_SUCCESS is damaged or belongs to another job")
-    objects = DoneUnits(unit_name)
+    objects = DoneUnits()
     for unit in manifest.units:
         objects.add(unit.unit, unit.object)
     names = (stat.name for stat in store.list("data/") if stat.name.endswith(".parquet"))

@@ -24,7 +24,8 @@ from draftmill.jobs.driving.progress import LineDisplay
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs import sources
-from draftmill.storage.inputs.reader import iterate, list_inputs
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.secrets import HIDDEN, redacted
 from draftmill.storage.stores import s3 as s3_module
 from draftmill.storage.stores.interface import S3Options

@@ -22,8 +22,7 @@ from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.runs.commit import commit_unit, done_units, record_commit
 from draftmill.storage.runs.records import read_results, table_from_rows
 from draftmill.storage.stores.interface import Body, Stat, Store
-from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.store import open_store, probe
+from draftmill.storage.stores.store import MemoryStore, open_store, probe
 from tests.actors.fakes import FakeClerk, FakeDecoder
 from tests.jobs.driving.test_cost import log_in
 

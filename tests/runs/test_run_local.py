@@ -20,7 +20,7 @@ from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.running import session
 from draftmill.jobs.running.session import Run
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
-from draftmill.storage.runs.commit import CommittedUnit
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 

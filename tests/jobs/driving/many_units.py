@@ -32,7 +32,8 @@ from draftmill.jobs.plan.plan import load_plan, store_plan
 from draftmill.jobs.running import session
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.jobs.spec.worker_shape import WorkerShape
-from draftmill.storage.runs.commit import MANIFEST, CommittedUnit, UnitFacts, read_manifest, unit_name
+from draftmill.storage.runs.commit import MANIFEST, read_manifest
+from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
 from draftmill.storage.runs.unit_table import FOLDER, PLAN, ROW_SCHEMA
 from draftmill.storage.stores.interface import Body, Stat
 from draftmill.storage.stores.local import LocalStore

@@ -10,7 +10,7 @@ from draftmill.jobs.driving.leases import give_back, hold_lease, keep_once
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from draftmill.storage.stores.interface import Body, Stat
-from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import MemoryStore
 
 
 class Unreachable(MemoryStore):

@@ -17,8 +17,7 @@ from draftmill.jobs.driving.run_log import LINES_PER_FILE, LoggedDisplay, RunLog
 from draftmill.jobs.driving.totals import Totals
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.stores.interface import Stat, Store
-from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import MemoryStore, open_store
 from tests.jobs.driving.test_cost import Hand, log_in
 
 SECRET = "b8c1f0a94d7e"

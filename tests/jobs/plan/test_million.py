@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from draftmill.storage.runs.commit import unit_name
-from draftmill.storage.runs.done import BLOCK, DoneUnits
+from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits
 
 CODE = """
 import json, resource
@@ -79,7 +79,7 @@ def test_listing_a_million_units_keeps_a_byte_of_each(taken: dict[str, float]) -
 
 
 def test_the_done_units_are_a_mapping_of_names() -> None:
-    done = DoneUnits(unit_name)
+    done = DoneUnits()
     units = [0, 5, BLOCK - 1, BLOCK, 7 * BLOCK + 3, 10**12]
     for unit in reversed(units):
         done.add(unit, unit_name(unit))

@@ -23,7 +23,8 @@ from draftmill.jobs.plan.plan import Plan, build_plan, compare_plan, compare_set
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import ChangedInput, StoreError, UserError
-from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store

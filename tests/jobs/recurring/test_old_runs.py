@@ -18,8 +18,7 @@ from draftmill.jobs.recurring.runs import runs_below
 from draftmill.jobs.spec.job_spec import load_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
-from draftmill.storage.stores.interface import S3Options
-from draftmill.storage.stores.levels import Level
+from draftmill.storage.stores.interface import Level, S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.recurring.recurring_jobs import DATED, KILLS, driver, interrupted, nightly, run

@@ -25,7 +25,8 @@ import json, sys
 from pathlib import Path
 import psutil
 from draftmill.storage.runs.unit_table import PlanTable, parts_of
-from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
 from draftmill.storage.parquet import parquet_groups, read_parquet
 from draftmill.storage.stores.store import open_store
 

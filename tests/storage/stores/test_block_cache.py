@@ -10,20 +10,21 @@ from threading import Barrier, Thread
 import pytest
 
 from draftmill.storage.errors import StoreError
-from draftmill.storage.inputs.reader import fetched_ahead, list_inputs, read_rows
-from draftmill.storage.inputs.sources import RangeFile
-from draftmill.storage.stores.interface import S3Options
-from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.object_parts import (
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import fetched_ahead, read_rows
+from draftmill.storage.stores.block_cache import (
     AHEAD,
     AHEAD_BYTES,
     BLOCK_BYTES,
     ENTRY_BYTES,
     Block,
-    ObjectParts,
+    BlockCache,
+    RangeFile,
     ahead,
 )
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import MemoryStore
 from tests.storage.stores.s3_server import S3Server
 
 PATIENCE_S = 60.0
@@ -51,11 +52,11 @@ class Counting(MemoryStore):
 def filled(store: Counting, count: int, size: int = 10) -> list[Block]:
     for number in range(count):
         store.put(f"{number}", bytes([number % 256]) * size)
-    return [Block(store, f"{number}", None, 0, size) for number in range(count)]
+    return [Block(store, f"{number}", None, size, 0) for number in range(count)]
 
 
 def test_many_who_ask_for_one_block_cause_one_request() -> None:
-    store, blocks = Counting("one"), ObjectParts()
+    store, blocks = Counting("one"), BlockCache()
     (block,) = filled(store, 1)
     found: list[bytes] = []
     threads = [Thread(target=lambda: found.append(blocks.get(block))) for _ in range(20)]
@@ -67,7 +68,7 @@ def test_many_who_ask_for_one_block_cause_one_request() -> None:
 
 
 def test_what_the_next_items_need_is_fetched_side_by_side() -> None:
-    store, blocks = Counting("side", Barrier(4)), ObjectParts(threads=4)
+    store, blocks = Counting("side", Barrier(4)), BlockCache(threads=4)
     wanted = filled(store, 8)
     # Each request waits for three others: one after the other none would ever be answered.
     assert [blocks.get(block)[0] for block in ahead(wanted, lambda block: [block], blocks=blocks)] == [*range(8)]
@@ -75,7 +76,7 @@ def test_what_the_next_items_need_is_fetched_side_by_side() -> None:
 
 
 def test_no_more_is_kept_than_allowed_and_what_was_used_last_stays() -> None:
-    store, blocks = Counting("kept"), ObjectParts(kept_bytes=3 * (10 + ENTRY_BYTES))
+    store, blocks = Counting("kept"), BlockCache(kept_bytes=3 * (10 + ENTRY_BYTES))
     wanted = filled(store, 5)
     for number in (0, 1, 2, 0, 3, 0, 4, 0):
         blocks.get(wanted[number])
@@ -88,7 +89,7 @@ def test_no_more_is_kept_than_allowed_and_what_was_used_last_stays() -> None:
 
 
 def test_a_block_that_could_not_be_read_is_tried_again_by_the_next_one() -> None:
-    store, blocks = Counting("broken"), ObjectParts()
+    store, blocks = Counting("broken"), BlockCache()
     (block,) = filled(store, 1)
     store.broken = 1
     with pytest.raises(StoreError, match="not now"):
@@ -97,7 +98,7 @@ def test_a_block_that_could_not_be_read_is_tried_again_by_the_next_one() -> None
 
 
 def test_items_come_in_order_and_no_more_is_under_way_than_allowed() -> None:
-    class Watched(ObjectParts):
+    class Watched(BlockCache):
         def fetch(self, block: Block) -> None:
             under_way.append(block)
 
@@ -105,7 +106,7 @@ def test_items_come_in_order_and_no_more_is_under_way_than_allowed() -> None:
     store = Counting("order")
     sizes = [BLOCK_BYTES] * 20 + [0] * 300 + [10] * 300 + [100 * BLOCK_BYTES, 10]
     items = [
-        [Block(store, f"{number}", None, index, size) for index in range(-(-size // BLOCK_BYTES))]
+        [Block(store, f"{number}", None, size, index) for index in range(-(-size // BLOCK_BYTES))]
         for number, size in enumerate(sizes)
     ]
 
@@ -143,19 +144,18 @@ def test_many_small_files_on_s3_are_fetched_once_each(
 
 
 @pytest.fixture
-def object_of_blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[Counting, ObjectParts, bytes]:
+def object_of_blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[Counting, BlockCache, bytes]:
     """An object of nine blocks of a hundred bytes and a half one."""
     data = bytes(number % 251 for number in range(950))
-    store, blocks = Counting("object"), ObjectParts()
+    store, blocks = Counting("object"), BlockCache()
     store.put("object", data)
-    for module in ("draftmill.storage.stores.object_parts", "draftmill.storage.inputs.sources"):
-        monkeypatch.setattr(f"{module}.BLOCK_BYTES", 100)
-    monkeypatch.setattr("draftmill.storage.inputs.sources.BLOCKS", blocks)
+    monkeypatch.setattr("draftmill.storage.stores.block_cache.BLOCK_BYTES", 100)
+    monkeypatch.setattr("draftmill.storage.stores.block_cache.BLOCKS", blocks)
     return store, blocks, data
 
 
 def test_who_reads_one_block_after_the_other_has_the_next_ones_fetched_side_by_side(
-    object_of_blocks: tuple[Counting, ObjectParts, bytes],
+    object_of_blocks: tuple[Counting, BlockCache, bytes],
 ) -> None:
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))
@@ -168,7 +168,7 @@ def test_who_reads_one_block_after_the_other_has_the_next_ones_fetched_side_by_s
 
 
 def test_a_file_that_is_read_at_two_places_at_once_is_fetched_ahead_at_both(
-    object_of_blocks: tuple[Counting, ObjectParts, bytes],
+    object_of_blocks: tuple[Counting, BlockCache, bytes],
 ) -> None:
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))
@@ -182,7 +182,7 @@ def test_a_file_that_is_read_at_two_places_at_once_is_fetched_ahead_at_both(
 
 
 def test_of_a_file_that_is_read_here_and_there_nothing_is_fetched_that_was_not_asked_for(
-    object_of_blocks: tuple[Counting, ObjectParts, bytes],
+    object_of_blocks: tuple[Counting, BlockCache, bytes],
 ) -> None:
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.inputs import sources, spools
-from draftmill.storage.inputs.input_file import InputFile
+from draftmill.storage.inputs import sources
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
-from draftmill.storage.inputs.spools import Spools
+from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.sources import DecompressionCache, open_stream
 
 WHOLE = random.Random(0).randbytes(200_000)
 
@@ -29,16 +29,16 @@ class Unpackings:
 
     def open_stream(self, file: InputFile, *, s3: Any) -> io.BufferedReader:
         self.count += 1
-        return sources.open_stream(file, s3=s3)
+        return open_stream(file, s3=s3)
 
 
 @pytest.fixture
 def unpackings(monkeypatch: pytest.MonkeyPatch) -> Unpackings:
     """Small pieces, so that a file has many."""
     for name, size in {"PIECE_BYTES": 10_000, "HEAD_BYTES": 500, "READ_BYTES": 3_000, "SEEK_BUFFER_BYTES": 700}.items():
-        monkeypatch.setattr(spools, name, size)
+        monkeypatch.setattr(sources, name, size)
     counter = Unpackings()
-    monkeypatch.setattr(spools, "open_stream", counter.open_stream)
+    monkeypatch.setattr(sources, "open_stream", counter.open_stream)
     return counter
 
 
@@ -50,7 +50,7 @@ def packed(folder: Path, data: bytes, name: str = "a.txt.gz") -> InputFile:
 
 @pytest.mark.parametrize("kept", [30_000, 10**9])
 def test_whatever_is_sought_is_what_stands_there(tmp_path: Path, unpackings: Unpackings, kept: int) -> None:
-    stream = Spools(kept).open(packed(tmp_path, WHOLE), None)
+    stream = DecompressionCache(kept).open(packed(tmp_path, WHOLE), None)
     rng = random.Random(1)
     for _ in range(300):
         start = rng.choice([rng.randrange(len(WHOLE) + 100), rng.randrange(600)])
@@ -63,7 +63,7 @@ def test_whatever_is_sought_is_what_stands_there(tmp_path: Path, unpackings: Unp
 def test_a_file_is_unpacked_once_by_windows_that_follow_each_other_however_large_it_is(
     tmp_path: Path, unpackings: Unpackings
 ) -> None:
-    files = Spools(60_000)
+    files = DecompressionCache(60_000)
     file = packed(tmp_path, WHOLE)
     for window in range(0, len(WHOLE), 20_000):
         for unit in range(4):
@@ -81,7 +81,7 @@ def test_a_file_is_unpacked_once_by_windows_that_follow_each_other_however_large
 
 
 def test_files_that_were_not_read_for_long_are_let_go(tmp_path: Path, unpackings: Unpackings) -> None:
-    files = Spools(50_000)
+    files = DecompressionCache(50_000)
     places = [packed(tmp_path, WHOLE[:20_000], f"{number}.txt.gz") for number in range(3)]
     for _ in range(2):
         for file in places[:2]:
@@ -105,7 +105,7 @@ def test_a_full_disk_ends_nothing(
             return super().write(data)
 
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **options: Full())
-    stream = Spools(10**9).open(packed(tmp_path, WHOLE), None)
+    stream = DecompressionCache(10**9).open(packed(tmp_path, WHOLE), None)
     for start in (5, 30_000, 31_000, 90_000, 89_000, 199_990, 400):
         stream.seek(start)
         assert stream.read(100) == WHOLE[start : start + 100]
@@ -115,7 +115,7 @@ def test_damage_is_told_each_time(tmp_path: Path, unpackings: Unpackings) -> Non
     whole = gzip.compress(WHOLE, 1)
     (tmp_path / "a.txt.gz").write_bytes(whole[: len(whole) // 2])
     (file,) = list_inputs(str(tmp_path / "a.txt.gz"))
-    stream = Spools().open(file, None)
+    stream = DecompressionCache().open(file, None)
     for _ in range(3):
         stream.seek(len(WHOLE) - 1)
         with pytest.raises(UserError, match="damaged"):
@@ -125,12 +125,12 @@ def test_damage_is_told_each_time(tmp_path: Path, unpackings: Unpackings) -> Non
 def test_a_store_that_does_not_answer_for_a_while_is_asked_again(
     tmp_path: Path, unpackings: Unpackings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = Spools(30_000)
+    files = DecompressionCache(30_000)
     stream = files.open(packed(tmp_path, WHOLE), None)
     stream.seek(150_000)
     assert stream.read(5) == WHOLE[150_000:150_005]
     with monkeypatch.context() as patch:
-        patch.setattr(spools, "open_stream", refused)
+        patch.setattr(sources, "open_stream", refused)
         for _ in range(2):
             stream.seek(90_000)
             with pytest.raises(StoreError, match="not now"):

@@ -1,4 +1,4 @@
-"""Stretches: what was read last of tables, and that it is read once."""
+"""BatchCache: what was read last of tables, and that it is read once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pytest
 
-from draftmill.storage.inputs.last_read import Stretches
+from draftmill.storage.inputs.tables import BatchCache
 
 BATCH = 10
 
@@ -27,14 +27,14 @@ class Table:
             yield pa.record_batch({"x": pa.array(range(first, min(self.rows, first + BATCH)), pa.int64())})
 
 
-def picked(stretches: Stretches, table: Table, rows: Sequence[int]) -> list[int]:
+def picked(stretches: BatchCache, table: Table, rows: Sequence[int]) -> list[int]:
     found = list(stretches.pick(table, rows, table.open))
     assert all(batch["x"].to_pylist() == list(numbers) for batch, numbers in found)
     return [number for _, numbers in found for number in numbers]
 
 
 def test_units_of_a_window_read_it_once_and_no_further_than_they_need() -> None:
-    stretches, table = Stretches(), Table(1000)
+    stretches, table = BatchCache(), Table(1000)
     for rows in ([3, 150, 299], [0, 11, 298], [7], [299], [12, 13, 200]):
         assert picked(stretches, table, rows) == rows
     assert (table.opened, table.read) == (1, 30)
@@ -43,14 +43,14 @@ def test_units_of_a_window_read_it_once_and_no_further_than_they_need() -> None:
 
 
 def test_rows_beyond_the_end_are_passed_over() -> None:
-    stretches, table = Stretches(), Table(25)
+    stretches, table = BatchCache(), Table(25)
     assert picked(stretches, table, [24, 25, 99]) == [24]
     assert picked(stretches, table, [30]) == [] and picked(stretches, table, []) == []
     assert picked(stretches, table, [0]) == [0] and table.read == 3
 
 
 def test_what_was_read_first_is_forgotten_and_read_again_from_the_front() -> None:
-    stretches, table = Stretches(kept_bytes=5 * 80), Table(1000)
+    stretches, table = BatchCache(kept_bytes=5 * 80), Table(1000)
     assert picked(stretches, table, [0, 999]) == [0, 999]
     assert stretches.num_bytes == 5 * 80
     assert picked(stretches, table, [950]) == [950] and table.read == 100
@@ -58,7 +58,7 @@ def test_what_was_read_first_is_forgotten_and_read_again_from_the_front() -> Non
 
 
 def test_another_table_is_forgotten_before_the_front_of_this_one() -> None:
-    stretches, first, second = Stretches(kept_bytes=5 * 80), Table(40), Table(50)
+    stretches, first, second = BatchCache(kept_bytes=5 * 80), Table(40), Table(50)
     picked(stretches, first, [39])
     picked(stretches, second, [49])
     assert stretches.num_bytes == 5 * 80
@@ -69,7 +69,7 @@ def test_another_table_is_forgotten_before_the_front_of_this_one() -> None:
 
 
 def test_a_table_that_breaks_off_is_read_anew() -> None:
-    stretches = Stretches()
+    stretches = BatchCache()
     breaks = [True]
 
     def opened() -> Iterator[pa.RecordBatch]:
