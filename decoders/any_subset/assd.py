@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from draftmill.decoders.any_subset import one_pass
 from draftmill.decoders.any_subset.ngram import Ngrams
@@ -43,9 +43,7 @@ from draftmill.decoders.engine.asks import (
     SampleFrom,
 )
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""

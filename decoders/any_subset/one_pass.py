@@ -19,16 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import INDEPENDENT, JUDGE, MARKOV, NO_DRAFT, SEARCH, Decoding, Offer, Roll
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def one_pass(s: Sample, k: int, *, head: int, ends: bool, auto: bool) -> Decoding:

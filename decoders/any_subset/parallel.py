@@ -7,16 +7,12 @@ The log-probability of the result is unknown: holes do not see each other. Sourc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import ParallelSettings
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import NO_DRAFT, TARGET_ONCE, Decoding
 from draftmill.decoders.engine.samples import Sample, equal_queries
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def parallel(s: Sample) -> Decoding:

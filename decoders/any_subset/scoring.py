@@ -14,17 +14,13 @@ Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import SCORE, Decoding
 from draftmill.decoders.engine.samples import Sample, fresh_queries
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def score(s: Sample) -> Decoding:

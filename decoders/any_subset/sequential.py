@@ -10,15 +10,11 @@ sampling" (ASSD), the sequential sampler of their section on decoding.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import JUST_ONE, TARGET, Decoding
 from draftmill.decoders.engine.samples import Sample, fresh_queries
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def any_subset(s: Sample) -> Decoding:

@@ -36,7 +36,7 @@ import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.blocks.rules import Rules
@@ -44,9 +44,7 @@ from draftmill.decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSam
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, BlockSettings
 from draftmill.decoders.engine.algorithm import Algorithm, Wanted
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, JUST_ONE, NO_DRAFT, Answer, Decoding, Span
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 Forwards = Generator[Any, Answer, None]
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftmill.decoders.blocks import s2d2_fused
 from draftmill.decoders.blocks.block_diffusion import Block, Draft, algorithm_of, denoise, notes_of
@@ -39,9 +39,7 @@ from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import JUDGE, SELF, Answer, Decoding, Span
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def s2d2(s: BlockSample, rules: Rules, settings: S2d2Settings) -> Decoding:

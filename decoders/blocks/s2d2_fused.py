@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from draftmill.decoders.blocks.block_diffusion import algorithm_of
 from draftmill.decoders.blocks.rules import Rules
@@ -33,10 +32,7 @@ from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSam
 from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, Answer, Ask, Decoding, Run, Span
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
-
+from draftmill.decoders.engine.setup import Setup
 
 _AHEAD, _COPIES = range(2)
 """The banks of drafts: a position may be drafted by a mask ahead and by a copy in one forward."""

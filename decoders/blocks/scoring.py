@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,10 +30,8 @@ from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.asks import FAR, Ints, Span
+from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_score, kind_of
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)

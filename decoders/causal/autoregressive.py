@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import JUST_ONE, TARGET, Decoding
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def autoregressive(s: Sample) -> Decoding:

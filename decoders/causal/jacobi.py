@@ -30,7 +30,6 @@ window); Santilli et al., 2023.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,9 +39,7 @@ from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import NO_DRAFT, TARGET, Decoding
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def jacobi(s: Sample, block_size: int, *, running: bool) -> Decoding:

@@ -30,7 +30,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.jacobi import fill_with_prompt
@@ -39,9 +38,7 @@ from draftmill.decoders.causal.settings import MultiblockJacobiSettings
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding, Run, Span
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 class Blocks:

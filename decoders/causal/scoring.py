@@ -7,17 +7,13 @@ holds       given       | given              | the last scored token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import SCORE, Decoding
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def score(s: Sample) -> Decoding:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -42,9 +42,7 @@ from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Run, Span
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 48
 """The most drafts that `auto` gives to a sample; the paper's best are 30 to 45."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from draftmill.decoders.causal import autoregressive
 from draftmill.decoders.causal.autoregressive import prompt_but_one
@@ -33,9 +33,7 @@ from draftmill.decoders.drafts.suffix_index import Reader, SuffixIndex
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import JUDGE, MODEL, NO_DRAFT, SEARCH, SURE, Decoding, Offer, Roll
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""

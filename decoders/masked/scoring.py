@@ -10,7 +10,6 @@ given tokens of a text are never masked, so with few scored tokens that is early
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +18,8 @@ from draftmill.decoders.common_settings import DecoderChoice, Estimate
 from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.asks import FAR, Span
+from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_score, kind_of
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
 
 
 def all_together(request: Request) -> Grouping:

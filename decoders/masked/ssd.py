@@ -33,10 +33,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Decoding
+from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import (
     Caching,
     Canvas,
@@ -50,9 +51,6 @@ from draftmill.decoders.masked.canvas import (
 )
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.masked.stepwise import Reading, algorithm_of, reading_of
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
 
 MOST_AHEAD: Final = 8
 """For how many steps ahead masks are drawn; later drafts are what the last of these would reveal."""

@@ -23,17 +23,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from draftmill.decoders.engine.algorithm import Algorithm, Wanted, no_prompt
 from draftmill.decoders.engine.asks import Answer, Ask, Decoding
+from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import Caching, Canvas, CanvasAsk, Pick, Windows
 from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
 
 # The end time of Dream's schedule.
 _LAST_TIME: Final = 1e-3
