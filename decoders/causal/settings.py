@@ -8,7 +8,6 @@ from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import DecoderChoice, Settings
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 
 
 class AutoregressiveSettings(DecoderChoice):
@@ -17,7 +16,7 @@ class AutoregressiveSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "causal"
     tasks: ClassVar = ("infill", "complete", "score")
     token_logprobs: ClassVar = True
-    scorer: ClassVar = "draftmill.decoders.causal.scoring:algorithm"
+    scorer: ClassVar = "draftmill.decoders.causal.autoregressive:scorer"
     runs: ClassVar = "draftmill.decoders.causal.autoregressive:algorithm"
     kind: Literal["autoregressive"]
 
@@ -47,6 +46,19 @@ class NgramDrafterSettings(Settings):
         if self.min_n > self.max_n:
             raise ValueError(f"decoder.drafter.min_n: {self.min_n} is above max_n = {self.max_n}; allowed: 1 .. max_n")
         return self
+
+
+class SuffixDrafterSettings(Settings):
+    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding).
+
+    The index holds the last `max_tokens` tokens or at least half of them. Up to `max_spec_factor` times as many tokens are
+    drafted as match, as long as all of them hold with a probability of at least `min_token_prob`, by how often they followed.
+    """
+
+    kind: Literal["suffix"]
+    max_tokens: int = Field(default=1 << 20, ge=1 << 10, le=1 << 28)
+    max_spec_factor: float = Field(default=1.0, gt=0.0, le=64.0, allow_inf_nan=False)
+    min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0, allow_inf_nan=False)
 
 
 class SpeculativeSettings(DecoderChoice):
@@ -118,7 +130,7 @@ class JacobiSettings(DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     token_logprobs: ClassVar = True
     draft_law: ClassVar = False
-    runs: ClassVar = "draftmill.decoders.causal.jacobi:algorithm"
+    runs: ClassVar = "draftmill.decoders.causal.jacobi:jacobi_algorithm"
     kind: Literal["jacobi"]
     block_size: int = Field(default=16, ge=1, le=256)
     window: Literal["fixed", "running"] = "fixed"
@@ -141,7 +153,7 @@ class MultiblockJacobiSettings(DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     token_logprobs: ClassVar = True
     draft_law: ClassVar = False
-    runs: ClassVar = "draftmill.decoders.causal.multiblock_jacobi:algorithm"
+    runs: ClassVar = "draftmill.decoders.causal.jacobi:multiblock_algorithm"
     kind: Literal["multiblock_jacobi"]
     block_size: int = Field(default=16, ge=1, le=256)
     blocks: int = Field(default=2, ge=1, le=8)

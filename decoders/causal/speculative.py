@@ -15,7 +15,7 @@ A drafting model has its own cache, and is behind by what was accepted last:
     drafter's forwards   [catch up.. ]  [D]  [D+1]             the last draft is run only when it was accepted: then it is
     target's forward              [D-1   D    D+1  D+2]        caught up with the bonus in the drafter's next forward
 
-Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023.
+Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023; Saxena, "Prompt lookup decoding", 2023.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from typing import Any, Final
 
 from draftmill.decoders.causal import autoregressive
 from draftmill.decoders.causal.autoregressive import prompt_but_one
-from draftmill.decoders.causal.lookup import Lookup
-from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
-from draftmill.decoders.drafts.suffix_index import Reader, SuffixIndex
+from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings, SuffixDrafterSettings
+from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import JUDGE, MODEL, NO_DRAFT, SEARCH, SURE, Decoding, Offer, Roll
 from draftmill.decoders.engine.samples import Sample
@@ -37,6 +35,8 @@ from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""
+# An n-gram is one integer: its tokens in this base, and a leading 1, so that lengths stay apart.
+_BASE: Final = 1 << 20
 
 Drafting = Generator[Any, Any, list[int]]
 Drafter = Callable[[int], Drafting]
@@ -112,6 +112,44 @@ def among_texts(s: Sample, k: int, index: SuffixIndex, allot: Allot, *, searches
     read()
     yield from speculative(s, k, lambda _: draft, SURE, searches=searches)
     read()
+
+
+class Lookup:
+    """Knows where each n-gram of one sample's text last ended, if a token followed it; O(max_n) a token."""
+
+    __slots__ = ("_end_of", "_known", "_max_n", "_min_n")
+
+    def __init__(self, max_n: int, min_n: int) -> None:
+        self._max_n, self._min_n = max_n, min_n
+        self._known = 1
+        self._end_of: dict[int, int] = {}
+
+    def drafts(self, text: list[int], length: int, most: int) -> list[int]:
+        """Up to `most` tokens to follow `text[:length]`: those after the last occurrence of its last n tokens, for the largest n.
+
+        A copy that reaches the end of the text goes on with what it has copied: a repetition goes on. Empty without a match.
+        """
+        found = self._match(text, length)
+        period = length - found
+        return [text[found + place % period] for place in range(most)] if found else []
+
+    def _match(self, text: list[int], length: int) -> int:
+        """The place after the longest earlier match of the text's end, the last one of several; 0 without a match."""
+        end_of, found = self._end_of, 0
+        # An n-gram is known as soon as a token follows it: all that end before the text's last token are.
+        for end in range(self._known, length + 1):
+            code, place = 0, 1
+            for n in range(1, min(self._max_n, end) + 1):
+                code += text[end - n] * place
+                place *= _BASE
+                if n < self._min_n:
+                    continue
+                if end < length:
+                    end_of[code + place] = end
+                elif n < length:
+                    found = end_of.get(code + place, found)
+        self._known = length
+        return found
 
 
 def all_of(most: int) -> Generator[Any, Any, int]:

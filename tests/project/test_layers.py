@@ -53,7 +53,7 @@ BREACHES = [
     ("decoders/draws/noise.py", "import draftmill.decoders.backbones.cache", ROOMS),
     ("decoders/kernels/attention.py", "import draftmill.decoders.backbones.cache", ROOMS),
     ("decoders/kernels/sampling.py", "import draftmill.decoders.engine.samples", ROOMS),
-    ("decoders/backbones/cache.py", "import draftmill.decoders.draws.noise", "models know nothing of draws and drafts"),
+    ("decoders/backbones/cache.py", "import draftmill.decoders.draws.noise", "models know nothing of draws"),
     ("jobs/schedule/scheduler.py", "import time", "the scheduler knows no Ray, clock, disk or threads"),
     ("jobs/schedule/waiting.py", "import threading", "the scheduler knows no Ray, clock, disk or threads"),
     ("jobs/plan/plan.py", "import draftmill.jobs.driving.totals", "the rooms of jobs: imports go down"),
