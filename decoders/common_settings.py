@@ -101,7 +101,7 @@ class DecoderChoice(Settings):
 
 
 class Estimate(Settings):
-    """How the log-probability of a text is estimated where a model has none that is exact (decoders/draws/score_masks.py).
+    """How the log-probability of a text is estimated where a model has none that is exact (decoders/estimates.py).
 
     `kind` is LLaDA's estimator or MDLM's; `auto` is the family's own. `samples` masks are drawn for each text.
     """

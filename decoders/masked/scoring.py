@@ -1,6 +1,6 @@
 """Scores texts under masked diffusion (LLaDA, Dream, MDLM, SEDD): a bound of the log-probability of any tokens given all others.
 
-A canvas is the text with one random mask over its scored tokens (decoders/estimates.py, draws/score_masks.py). All rows of a
+A canvas is the text with one random mask over its scored tokens (decoders/estimates.py). All rows of a
 canvas see all of it, and each masked token's probability is read from the row that predicts it.
 
 A network that is conditioned on the noise (SEDD) gets that of the time at which the canvas's own share of masks is expected: the
