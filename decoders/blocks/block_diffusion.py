@@ -36,15 +36,17 @@ import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftmill.decoders.base import HOLE
-from draftmill.decoders.blocks.rules import Rules
 from draftmill.decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSample, Revealed
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, BlockSettings
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, BlockSettings, Rules
 from draftmill.decoders.engine.algorithm import Algorithm, Wanted
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, JUST_ONE, NO_DRAFT, Answer, Decoding, Span
 from draftmill.decoders.engine.setup import Setup
+
+if TYPE_CHECKING:
+    from draftmill.decoders.blocks.s2d2 import SelfVerifier
 
 Forwards = Generator[Any, Answer, None]
 
@@ -82,25 +84,7 @@ class Block:
     finished: bool = False
 
 
-class Verifier(Protocol):
-    """What `s2d2` adds: judges the drafts of a run of masks by the tokens to their left."""
-
-    def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
-        """The places to verify; none if it does not pay."""
-        ...
-
-    def verdict(
-        self, s: BlockSample, block: Block, run: list[int], draft: Draft
-    ) -> Generator[Any, Answer, list[Revealed]]:
-        """Verify them; returns the accepted drafts, and the token that replaces the first rejected one."""
-        ...
-
-    def learn(self, decoded: int, *, verified: bool) -> None:
-        """The step is over, and revealed so many tokens."""
-        ...
-
-
-def denoise(s: BlockSample, rules: Rules, verifier: Verifier | None = None) -> Decoding:
+def denoise(s: BlockSample, rules: Rules, verifier: SelfVerifier | None = None) -> Decoding:
     """Fill block after block."""
     s.widen(rules.full(s.length))
     start = s.prompt // rules.size * rules.size
@@ -136,7 +120,7 @@ def commit_span(uncached: tuple[int, int], rules: Rules) -> Span:
 
 
 def fill(
-    s: BlockSample, rules: Rules, block: Block, uncached: tuple[int, int] | None, verifier: Verifier | None
+    s: BlockSample, rules: Rules, block: Block, uncached: tuple[int, int] | None, verifier: SelfVerifier | None
 ) -> Forwards:
     """Draft and reveal until no mask of the block is left, or the completion ends."""
     while not (block.finished or s.is_over):
@@ -220,7 +204,7 @@ def edits_of(s: BlockSample, rules: Rules, block: Block, draft: Draft) -> list[R
 
 
 def decide(
-    s: BlockSample, rules: Rules, block: Block, masks: list[int], draft: Draft, verifier: Verifier | None
+    s: BlockSample, rules: Rules, block: Block, masks: list[int], draft: Draft, verifier: SelfVerifier | None
 ) -> Forwards:
     """Reveal what a verification leaves of the draft, if there is one; then what the schedule chooses, up to the step's share."""
     judged: list[Revealed] = []

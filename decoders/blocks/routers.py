@@ -17,11 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from draftmill.decoders.blocks.router_settings import (
+from draftmill.decoders.blocks.settings import (
     Bandit,
     Confidence,
     Entropy,
@@ -130,26 +129,6 @@ def signals_of(
 # ---- routing ---------------------------------------------------------------------------------------------------------
 
 
-class Route(Protocol):
-    """A router at work on one sample. Call `decide` once for each draft, then `learn` when that step's tokens are revealed.
-
-    A block without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
-    """
-
-    def decide(self, signals: Signals) -> bool:
-        """Whether to verify the run."""
-        ...
-
-    def learn(self, decoded: int, *, verified: bool) -> None:
-        """The step after the last `decide` decoded so many tokens, with or without a verification."""
-        ...
-
-
-def route_of(router: Router, cost: VerificationCost) -> Route:
-    """A router for a new sample."""
-    return UpperConfidence(router) if isinstance(router, Bandit) else Threshold(router, cost)
-
-
 class Threshold:
     """Compares the run's length or its score; hysteresis remembers what it did last."""
 
@@ -163,6 +142,7 @@ class Threshold:
         return signals.expected - self._cost.c * (signals.num_sure if self._cost.kind == "dynamic" else 1.0)
 
     def decide(self, signals: Signals) -> bool:
+        """Whether to verify the run."""
         match self._router:
             case MinSpan(span=span):
                 return signals.span >= span
@@ -174,7 +154,7 @@ class Threshold:
                 return self._on
 
     def learn(self, decoded: int, *, verified: bool) -> None:
-        """See Route; nothing is learned."""
+        """The step after the last `decide` revealed so many tokens; nothing is learned."""
 
 
 Context = tuple[int, int, int]
@@ -226,3 +206,15 @@ class UpperConfidence:
 def _bin(share: float, num_bins: int) -> int:
     """The bin of a number between 0 and 1, each closed below, the last one also above."""
     return 0 if math.isnan(share) else min(max(int(share * num_bins), 0), num_bins - 1)
+
+
+Route = Threshold | UpperConfidence
+"""A router at work on one sample. Call `decide` once for each draft, then `learn` when that step's tokens are revealed.
+
+A block without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
+"""
+
+
+def route_of(router: Router, cost: VerificationCost) -> Route:
+    """A router for a new sample."""
+    return UpperConfidence(router) if isinstance(router, Bandit) else Threshold(router, cost)
