@@ -49,7 +49,7 @@ BREACHES = [
     ("actors/rows/row.py", "import draftmill.decoders.draws.noise", "the driver imports no torch and no transformers"),
     ("decoders/causal/jacobi.py", "import draftmill.decoders.masked.stepwise", ROOMS),
     ("decoders/blocks/settings.py", "import draftmill.decoders.settings", ROOMS),
-    ("decoders/engine/lengths.py", "import draftmill.decoders.causal.speculative", ROOMS),
+    ("decoders/engine/budget.py", "import draftmill.decoders.causal.speculative", ROOMS),
     ("decoders/draws/noise.py", "import draftmill.decoders.backbones.cache", ROOMS),
     ("decoders/kernels/attention.py", "import draftmill.decoders.backbones.cache", ROOMS),
     ("decoders/kernels/sampling.py", "import draftmill.decoders.engine.samples", ROOMS),

@@ -17,8 +17,8 @@ from draftmill.decoders.engine import memory, sampler
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.sampler import Sampler
+from draftmill.decoders.engine.samples import SlotTable
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.engine.slots import SlotTable
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
