@@ -38,9 +38,8 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from draftmill.decoders.any_subset.sequential import any_subset_model
 from draftmill.decoders.any_subset.settings import AssdSettings
-from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.algorithm import Algorithm, any_subset_model
 from draftmill.decoders.engine.asks import (
     DRAFT,
     INDEPENDENT,

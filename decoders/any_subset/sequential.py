@@ -23,12 +23,11 @@ decoding, parallel sampling and density estimation.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, ParallelSettings
 from draftmill.decoders.common_settings import Estimate
-from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.algorithm import Algorithm, any_subset_model
 from draftmill.decoders.engine.asks import JUST_ONE, NO_DRAFT, SCORE, TARGET, TARGET_ONCE, Decoding
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 
@@ -56,17 +55,6 @@ def score(s: Sample) -> Decoding:
     scored = s.tokens[s.prompt :]
     first_choices, _, log_ps, _ = yield s.two_stream(s.length - 1, fresh_queries(s.prompt, len(scored)), SCORE, scored)
     s.grade(log_ps, first_choices)
-
-
-def whole_prompt(s: Sample) -> int:
-    """The columns of a prompt that another sample can take over: all, since holes are predicted by rows of their own."""
-    return s.prompt
-
-
-any_subset_model: Final = partial(
-    Algorithm, kind="any_subset", joins_prompts=False, reusable=whole_prompt, cut_multiple=WHOLE
-)
-"""An Algorithm, as far as all decoders of these models share it."""
 
 
 def any_subset_algorithm(setup: Setup, settings: AnySubsetSettings) -> Algorithm:

@@ -46,7 +46,7 @@ from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, JUST_ONE, NO_DRAFT
 from draftmill.decoders.engine.setup import Setup
 
 if TYPE_CHECKING:
-    from draftmill.decoders.blocks.s2d2 import SelfVerifier
+    from draftmill.decoders.blocks.verifier import SelfVerifier
 
 Forwards = Generator[Any, Answer, None]
 

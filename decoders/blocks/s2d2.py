@@ -1,7 +1,7 @@
 """`s2d2`: the model verifies its own block drafts at block size 1, when the router decides that it pays.
 
 A drafting forward predicts a token for every mask. The first run of masks is the span. If the router finds the span worth a
-forward (routers.py), its drafts are put in place, and the model predicts each of these positions from the tokens to its left
+forward (verifier.py), its drafts are put in place, and the model predicts each of these positions from the tokens to its left
 alone. Drafts are accepted from left to right. The first rejected one is replaced by the verification's token, and nothing after
 it is kept. There is no bonus token. Without a verification the schedule of `block_diffusion` chooses what to reveal; after one
 it does so only if fewer tokens came out than the step's share.
@@ -46,15 +46,13 @@ beyond it.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-from draftmill.decoders.blocks.block_diffusion import Block, Draft, algorithm_of, denoise, notes_of
-from draftmill.decoders.blocks.routers import first_run, measure_of, route_of, signals_of
+from draftmill.decoders.blocks.block_diffusion import algorithm_of, denoise, notes_of
 from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import Rules, S2d2Settings
+from draftmill.decoders.blocks.verifier import SelfVerifier, measure_of
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, Answer, Ask, Decoding, Run, Span
 from draftmill.decoders.engine.setup import Setup
@@ -63,50 +61,6 @@ from draftmill.decoders.engine.setup import Setup
 def s2d2(s: BlockSample, rules: Rules, settings: S2d2Settings) -> Decoding:
     """Block diffusion with a verifier."""
     return denoise(s, rules, SelfVerifier(rules, settings))
-
-
-class SelfVerifier:
-    """Judges the drafts of a run of masks by the tokens to their left, when the router decides so."""
-
-    def __init__(self, rules: Rules, settings: S2d2Settings) -> None:
-        self._rules, self._settings, self._route = rules, settings, route_of(settings.router, settings.cost)
-
-    def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
-        """The places to verify; none if it does not pay."""
-        signals = signals_of(
-            self._settings.router,
-            self._settings.estimator,
-            masks,
-            {place: draft[place].measured for place in masks},
-            num_sure=num_sure,
-            progress=progress,
-            size=self._rules.sub_block,
-            most_entropy=self._rules.most_entropy,
-        )
-        return first_run(masks) if self._route.decide(signals) else []
-
-    def learn(self, decoded: int, *, verified: bool) -> None:
-        """The step is over, and revealed so many tokens."""
-        self._route.learn(decoded, verified=verified)
-
-    def verdict(
-        self, s: BlockSample, block: Block, run: list[int], draft: Draft
-    ) -> Generator[Any, Answer, list[Revealed]]:
-        """Verify them; returns the accepted drafts, and the token that replaces the first rejected one."""
-        start, first, count, shift = block.start, block.start + run[0], len(run), self._rules.shift
-        drafts, end = [draft[place].token for place in run], first + count
-        spans: tuple[int, ...] = Span(end - start, start, start)
-        copied = count if not shift else int(first == 0)
-        if copied:
-            # Column block.end + j stands for position first + j.
-            spans += Span(copied, block.end, first, 0, block.end + 1 - first, own=SELF)
-        rows = [end - start + j if j < copied else run[j] - shift for j in range(count)]
-        tokens = s.tokens[start:first] + drafts + [self._rules.mask] * copied
-        told = yield s.forward(VERIFY, tokens, spans, s.runs(JUDGE, rows, range(first, end)), drafts)
-        s.proposed += count
-        s.accepted += told.accepted
-        judged = min(told.accepted + 1, count)
-        return [Revealed(first + j, told.tokens[j], told.log_ps[j]) for j in range(judged)]
 
 
 # ---- verifications that draft ------------------------------------------------------------------------------------------

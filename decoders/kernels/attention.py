@@ -1,4 +1,4 @@
-"""Attention of flat rows over one layer of the slot cache, in Triton: find.reference_attend on a GPU.
+"""Attention of flat rows over one layer of the slot cache, in Triton: trial.reference_attend on a GPU.
 
 One program serves a tile of rows, the G query heads of one key head, and one share of the columns. It walks through the intervals
 one after the other, from the first column that a row of the tile sees to the last one. A column that an earlier interval has
@@ -208,7 +208,7 @@ def attend(
     relative_NHP: Tensor | None = None,
     shares: int | None = None,
 ) -> Tensor:
-    """See find.reference_attend. The columns are cut into `shares` parts, a power of two; None: as many as are worth it.
+    """See trial.reference_attend. The columns are cut into `shares` parts, a power of two; None: as many as are worth it.
 
     Raises ValueError where query and cache have dtypes that the kernel does not know.
     """

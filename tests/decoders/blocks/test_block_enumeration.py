@@ -201,7 +201,7 @@ def test_a_copy_that_sees_the_draft_at_its_place_is_found(fused: bool, monkeypat
     def near(count: int, column: int, position: int, below: int = 0, lag: int = 0, **more: int) -> Span:
         return Span(count, column, position, below, lag - (more.get("own") == SELF), **more)
 
-    monkeypatch.setattr("draftmill.decoders.blocks.s2d2.Span", near)
+    monkeypatch.setattr(f"draftmill.decoders.blocks.{'s2d2' if fused else 'verifier'}.Span", near)
     with pytest.raises(AssertionError, match="two columns of one position"):
         law_of(setup_of(), always(2, fused=fused), [request(CANVASES["long"])], 0)
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
-from draftmill.decoders.blocks.routers import (
+from draftmill.decoders.blocks.settings import Estimator, Router, ScoreRouter, VerificationCost
+from draftmill.decoders.blocks.verifier import (
     Route,
     Threshold,
     acceptance,
@@ -28,7 +29,6 @@ from draftmill.decoders.blocks.routers import (
     route_of,
     signals_of,
 )
-from draftmill.decoders.blocks.settings import Estimator, Router, ScoreRouter, VerificationCost
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
 from draftmill.decoders.kernels.sampling_reference import measure

@@ -10,16 +10,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks.routers import (
-    Signals,
-    Threshold,
-    acceptance,
-    expected_accepted,
-    first_run,
-    measure_of,
-    route_of,
-    signals_of,
-)
 from draftmill.decoders.blocks.settings import (
     Bandit,
     Estimator,
@@ -28,6 +18,16 @@ from draftmill.decoders.blocks.settings import (
     S2d2Settings,
     ScoreRouter,
     VerificationCost,
+)
+from draftmill.decoders.blocks.verifier import (
+    Signals,
+    Threshold,
+    acceptance,
+    expected_accepted,
+    first_run,
+    measure_of,
+    route_of,
+    signals_of,
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.kernels.sampling_reference import measure
