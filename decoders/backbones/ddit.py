@@ -155,11 +155,6 @@ class DDiT(nn.Module):
         self.base_model = _Stack(shape)
         self.head = nn.Linear(shape.hidden_size, shape.vocab_size)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.head.weight.device
-
     def get_input_embeddings(self) -> nn.Module:
         """The token embeddings."""
         return self.base_model.vocab_embed

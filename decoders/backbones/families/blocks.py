@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families.causal import CausalFamily, Config
-from draftmill.decoders.backbones.families.fields import demand, numbers, token_id
+from draftmill.decoders.backbones.families.config_fields import demand, numbers, token_id
 
 MASK_KEYS: Final = ("mask_token_id", "mask_id")
 """The fields of config.json that may name the mask, the first one first."""
