@@ -40,6 +40,7 @@ from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.cuda_graphs import VARIABLE as GRAPH_SWITCH
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
@@ -224,7 +225,7 @@ def _attention_rows(bench: Bench) -> Iterator[list[str]]:
 def _sampling_rows(bench: Bench) -> Iterator[list[str]]:
     num_rows, vocab_size = (4, 211) if bench.rehearse else (64, 128256)
     logits_RV = torch.randn(num_rows, vocab_size, device=bench.device) * 3
-    keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(num_rows)], bench.device)
+    keys = noise.key_words([sample_key(0, str(row)) for row in range(num_rows)], bench.device)
     positions = torch.arange(num_rows, device=bench.device)
     kernel, never_V = find_sampling(bench.device, bench.dtype), torch.arange(vocab_size, device=bench.device) < 3
     warps: dict[str, tuple[float, int | None]] = {
@@ -304,7 +305,7 @@ def _requests(case: Case, vocab_size: int, count: int) -> list[Request]:
             canvas[rng.permutation(case.length)[: case.new]] = HOLE
         else:
             canvas[case.length - case.new :] = HOLE
-        requests.append(Request(index, noise.sample_key(0, str(index)), canvas))
+        requests.append(Request(index, sample_key(0, str(index)), canvas))
     return requests
 
 

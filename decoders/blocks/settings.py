@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Sampling, Settings
+from draftmill.decoders.common_settings import DecoderChoice, Sampling, Settings, Tasks
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -153,7 +153,7 @@ class BlockSettings(DecoderChoice):
     """
 
     runs_on: ClassVar[ModelKind] = "blocks"
-    tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]] = ("complete",)
+    tasks: ClassVar[Tasks] = ("complete",)
     draws_by_row: ClassVar = False
     block_size: _Count | None = None
     schedule: Literal["static", "dynamic", "sequential", "entropy"] = "dynamic"

@@ -7,15 +7,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Settings
+from draftmill.decoders.common_settings import DecoderChoice, Settings, Tasks
 
 
-class AutoregressiveSettings(DecoderChoice):
-    """Sequential decoding of a causal model, one token per forward: the baseline."""
+class CausalSettings(DecoderChoice):
+    """What the decoders of causal models share."""
 
     runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete", "score")
+    tasks: ClassVar[Tasks] = ("infill", "complete")
     token_logprobs: ClassVar = True
+
+
+class AutoregressiveSettings(CausalSettings):
+    """Sequential decoding of a causal model, one token per forward: the baseline."""
+
+    tasks: ClassVar = ("infill", "complete", "score")
     scorer: ClassVar = "draftmill.decoders.causal.autoregressive:scorer"
     runs: ClassVar = "draftmill.decoders.causal.autoregressive:algorithm"
     kind: Literal["autoregressive"]
@@ -61,12 +67,9 @@ class SuffixDrafterSettings(Settings):
     min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0, allow_inf_nan=False)
 
 
-class SpeculativeSettings(DecoderChoice):
+class SpeculativeSettings(CausalSettings):
     """Speculative decoding of a causal model (Leviathan et al., 2023; Chen et al., 2023)."""
 
-    runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete")
-    token_logprobs: ClassVar = True
     runs: ClassVar = "draftmill.decoders.causal.speculative:algorithm"
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
@@ -79,7 +82,7 @@ class SpeculativeSettings(DecoderChoice):
         return isinstance(self.drafter, SuffixDrafterSettings)
 
 
-class SpecDiffSettings(DecoderChoice):
+class SpecDiffSettings(CausalSettings):
     """Speculative decoding of a causal model whose drafts a masked-diffusion model fills in (SpecDiff).
 
     Up to `gamma` masks after the text are revealed in at most `steps` forwards: from left to right, or in the random order of
@@ -88,9 +91,6 @@ class SpecDiffSettings(DecoderChoice):
     that were revealed before it in the same forward; there is none for the native order.
     """
 
-    runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete")
-    token_logprobs: ClassVar = True
     runs: ClassVar = "draftmill.decoders.causal.specdiff:algorithm"
     kind: Literal["specdiff"]
     gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 8
@@ -123,12 +123,9 @@ class SpecDiffSettings(DecoderChoice):
             )
 
 
-class JacobiSettings(DecoderChoice):
+class JacobiSettings(CausalSettings):
     """Jacobi decoding of a causal model: a block of drafts, refined by every forward until it is the model's own text."""
 
-    runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete")
-    token_logprobs: ClassVar = True
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.causal.jacobi:jacobi_algorithm"
     kind: Literal["jacobi"]
@@ -146,12 +143,9 @@ class JacobiSettings(DecoderChoice):
         return block_size
 
 
-class MultiblockJacobiSettings(DecoderChoice):
+class MultiblockJacobiSettings(CausalSettings):
     """Jacobi decoding with several blocks at once and rejection recycling (pcLLM, Algorithm 1)."""
 
-    runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete")
-    token_logprobs: ClassVar = True
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.causal.jacobi:multiblock_algorithm"
     kind: Literal["multiblock_jacobi"]

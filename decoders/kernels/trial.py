@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.kernels import sampling_reference
 from draftmill.decoders.kernels.seen import Seen, most_lines
 
@@ -105,7 +106,7 @@ def sampling_problem(device: torch.device) -> str | None:
         from draftmill.decoders.kernels import sampling
 
         number_R = torch.arange(8, device=device)
-        keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(8)], device)
+        keys = noise.key_words([sample_key(0, str(row)) for row in range(8)], device)
         own_2R = torch.tensor([[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4], dtype=torch.float64, device=device)
         # Of every three rows the first names no token, whose own log-probability is told then.
         told: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}

@@ -26,7 +26,7 @@ from draftmill.decoders.causal.settings import (
     SuffixDrafterSettings,
 )
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.support import decode, pairwise, texts
 

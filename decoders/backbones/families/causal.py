@@ -1,8 +1,8 @@
 """The causal model families: their transformers classes and the tensors of their checkpoints.
 
-A checkpoint is described from its JSON alone (config_fields.py, and `shapes_of` below). transformers takes seconds to import, and
-is imported only where the weights are loaded (`parse_config`, `empty_model`). Only its own classes are used: a checkpoint's remote
-code is never run.
+A checkpoint is described from its JSON alone (config_fields.py, and `shapes_of` below). transformers takes seconds to import,
+and is imported only where the weights are loaded (`parse_config`, `empty_model`). Only its own classes are used: a checkpoint's
+remote code is never run.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from draftmill.decoders.any_subset import assd
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine import sampler, samples
 from draftmill.decoders.engine.asks import Span
 from draftmill.decoders.engine.sampler import Sampler

@@ -14,7 +14,7 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.blocks import s2d2
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine import sampler
 from draftmill.decoders.engine.asks import SELF, Span
 from draftmill.decoders.engine.ends import Stops

@@ -22,7 +22,7 @@ from draftmill.decoders.causal import jacobi
 from draftmill.decoders.causal.jacobi import fill_with_prompt
 from draftmill.decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder

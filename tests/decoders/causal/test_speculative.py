@@ -19,7 +19,7 @@ from draftmill.decoders.causal.settings import (
 )
 from draftmill.decoders.causal.speculative import Lookup
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of
