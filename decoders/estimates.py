@@ -37,15 +37,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import comb, fsum, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.base import ModelInfo, Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
 from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
+from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.asks import SCORE, Ask, Decoding, Ints, Offer, Span, runs_of
 from draftmill.decoders.engine.samples import Sample
 
@@ -152,29 +154,13 @@ class Text(Sample):
     """
 
     __slots__ = (
-        "alone",
-        "by_position",
-        "exact_M",
-        "groups",
-        "num_run",
-        "per_canvas",
-        "positions",
-        "sampled_M",
-        "scored",
-    )
+        "alone", "by_position", "exact_M", "groups", "num_run", "per_canvas", "positions", "sampled_M", "scored",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        request: Request,
-        order: list[int] | None,
-        prompt: int,
-        *,
-        grouped: Callable[[Request], Grouping],
-        kind: str,
-        samples: int,
-        **more: Any,
+        self, request: Request, *args: Any, grouped: Callable[[Request], Grouping], kind: str, samples: int, **more: Any
     ) -> None:
-        super().__init__(request, order, prompt, **more)
+        super().__init__(request, *args, **more)
         self.scored = request.to_score()
         self.positions, self.alone, self.per_canvas = grouped(request)
         places = [np.searchsorted(self.scored, each).astype(np.int64) for each in self.positions]
@@ -312,6 +298,28 @@ def ask_about(canvases: Sequence[ScoredRows]) -> Ask:
     )
 
 
-def kind_of(settings: DecoderChoice, estimate: Estimate) -> str:
-    """The estimator: the family's own for `auto`."""
-    return settings.estimates[0] if estimate.kind == "auto" else estimate.kind
+def mask_of(info: ModelInfo) -> int:
+    """The id of the model's mask; ValueError if it has none."""
+    if info.mask_id is None:
+        raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to score with")
+    return info.mask_id
+
+
+def estimated(
+    settings: DecoderChoice,
+    estimate: Estimate,
+    rows_of: Callable[[Text, list[Draw]], ScoredRows],
+    grouped: Callable[[Request], Grouping],
+    **more: Any,
+) -> Algorithm:
+    """How the engine estimates scores, with the family's own estimator for `auto`."""
+    kind = settings.estimates[0] if estimate.kind == "auto" else estimate.kind
+    return Algorithm(
+        decode=partial(estimate_score, rows_of=rows_of),
+        scores=True,
+        estimates=True,
+        sample=partial(Text, grouped=grouped, kind=kind, samples=estimate.samples),
+        has_prompt=no_prompt,
+        keeps=False,
+        **more,
+    )

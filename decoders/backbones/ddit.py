@@ -183,12 +183,7 @@ class DDiTBackbone(ModuleBackbone):
     """
 
     def __init__(
-        self,
-        shape: DDiTShape,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, shape: DDiTShape, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.takes_sigma = shape.takes_sigma
         self.exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32

@@ -168,12 +168,7 @@ class XLNetBackbone(OnSlots):
     """See the module's docstring; `weights` are the checkpoint's tensors by name, already checked for completeness."""
 
     def __init__(
-        self,
-        shape: XLNetShape,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, shape: XLNetShape, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.vocab_size, self.width = shape.vocab_size, shape.d_model

@@ -161,7 +161,7 @@ def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     by_ratio = settings.paper_compat if sampling.temperature == 0.0 else sampling.acceptance == "rejection"
     measure = measure_of(settings.router, settings.estimator)
     # Whether every token comes from a verification, which sees only the tokens to its left.
-    known = settings.verifies_always and rules.tau_edit is None and rules.takes_all_steps
+    known = settings.verifies_always and rules.settings.tau_edit is None and rules.takes_all_steps
     decode, notes = partial(s2d2, rules=rules, settings=settings), notes_of(settings, measure)
     made = algorithm_of(rules, decode, notes, by_ratio=by_ratio, knows_logprob=known)
     return replace(made, measured=measure is not None, temper=settings.temper, keeps_laws=True)

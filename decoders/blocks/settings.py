@@ -191,11 +191,14 @@ class BlockSettings(DecoderChoice):
             raise ValueError(
                 f"decoder.block_size: models of family {info.family!r} don't specify it; allowed: a number"
             )
+        self._check_parts(size)
+        return size
+
+    def _check_parts(self, size: int) -> None:
         if self.sub_block is not None and size % self.sub_block:
             raise ValueError(
                 f"decoder.sub_block: {self.sub_block} does not divide block_size = {size}; allowed: its divisors"
             )
-        return size
 
     def check_model(self, info: ModelInfo) -> None:
         self.check_steps(self.size_for(info))
@@ -211,11 +214,8 @@ class BlockSettings(DecoderChoice):
 
     @model_validator(mode="after")
     def _fits_blocks(self) -> BlockSettings:
-        if self.block_size is not None and self.sub_block is not None and self.block_size % self.sub_block:
-            raise ValueError(
-                f"decoder.sub_block: {self.sub_block} does not divide block_size = {self.block_size}; allowed: its divisors"
-            )
         if self.block_size is not None:
+            self._check_parts(self.block_size)
             self.check_steps(self.block_size)
         return self
 
@@ -289,21 +289,19 @@ class S2d2Settings(BlockSettings):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row
-    predicts the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh`
-    each step draws all masks anew. `most_entropy` is the logarithm of the vocabulary."""
+    """The settings of a block decoder and what it needs to know of its model, as plain numbers.
 
+    Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row predicts
+    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step draws
+    all masks anew. `most_entropy` is the logarithm of the vocabulary.
+    """
+
+    settings: BlockSettings
     size: int
     sub_block: int
     mask: int
     shift: int
     grain: int
-    schedule: str
-    steps: int | None
-    tau: float
-    tau_edit: float | None
-    post_steps: int
-    fused: bool
     causal_draft: bool
     fresh: bool
     most_entropy: float
@@ -317,17 +315,12 @@ class Rules:
         if info.mask_id is None:
             raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to start from")
         return cls(
+            settings=settings,
             size=size,
             sub_block=settings.sub_block or size,
             mask=info.mask_id,
             shift=info.shift,
             grain=1 if settings.causal_cache else size,
-            schedule=settings.schedule,
-            steps=settings.steps,
-            tau=settings.tau,
-            tau_edit=settings.tau_edit,
-            post_steps=settings.post_steps,
-            fused=settings.fused,
             causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
             fresh=settings.draws_anew,
             most_entropy=max(math.log(info.vocab_size), 1e-12),
@@ -346,4 +339,4 @@ class Rules:
     @property
     def takes_all_steps(self) -> bool:
         """Whether there is a step for every place."""
-        return self.steps is None or self.steps >= self.sub_block
+        return self.settings.steps is None or self.settings.steps >= self.sub_block

@@ -171,20 +171,19 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
     allot, kind = those_that_pay if is_auto else all_of, SURE
-    decode: Callable[[Sample], Decoding]
+    drafter: Callable[[Sample], Drafter]
     match settings.drafter:
         case SuffixDrafterSettings():
             decode = partial(among_texts, k=k, index=SuffixIndex(settings.drafter), allot=allot, searches=is_auto)
+            return Algorithm(decode=decode, window=k + 1, most_auto=k * is_auto, reusable=prompt_but_one)
         case NgramDrafterSettings(max_n=max_n, min_n=min_n):
             drafter = partial(by_lookup, max_n=max_n, min_n=min_n, allot=allot)
-            decode = partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto)
         case _:
             assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
             longest, kind = None if setup.drafter_info is None else setup.drafter_info.max_length, JUDGE
-            by_own = partial(by_model, max_length=longest, allot=allot)
-            decode = partial(speculative, k=k, drafter=by_own, kind=kind, searches=is_auto)
+            drafter = partial(by_model, max_length=longest, allot=allot)
     return Algorithm(
-        decode=decode,
+        decode=partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto),
         window=k + 1,
         most_auto=k * is_auto,
         keeps_laws=kind == JUDGE,

@@ -38,16 +38,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, TraceStep
+from draftmill.decoders.base import HOLE, Outcome, TraceStep
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.algorithm import Algorithm, Wanted, no_prompt
 from draftmill.decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding, Ints, Span, runs_of
 from draftmill.decoders.engine.ends import EOS, STOP, Stops, ending
-from draftmill.decoders.engine.samples import Sample, Times
+from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import MaskedSettings
 
@@ -63,19 +64,8 @@ class Canvas(Sample):
 
     __slots__ = ("canvas", "holes", "keep", "log_p_at", "origin", "size", "uniform")
 
-    def __init__(
-        self,
-        request: Request,
-        order: list[int] | None,
-        prompt: int,
-        *,
-        block_length: int | None,
-        stops: Stops | None,
-        times: Times,
-        stats: EngineStats,
-        traced: bool,
-    ) -> None:
-        super().__init__(request, order, prompt, stops=stops, times=times, stats=stats, traced=traced)
+    def __init__(self, *args: Any, block_length: int | None, **more: Any) -> None:
+        super().__init__(*args, **more)
         self.holes = [position for position, token in enumerate(self.tokens) if token == HOLE]
         self.origin = self.holes[0] if self.holes else 0
         self.size = block_length or max(self.length, 1)

@@ -16,10 +16,10 @@ import numpy as np
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
 from draftmill.decoders.draws.schedule import noise_of_share
-from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
+from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import FAR, Span
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_score, kind_of
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimated, mask_of
 
 
 def all_together(request: Request) -> Grouping:
@@ -45,15 +45,5 @@ def rows_of(s: Text, canvas: list[Draw], *, mask: int, shift: int) -> ScoredRows
 
 def algorithm(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> Algorithm:
     """How the engine runs it; the estimator `auto` is MDLM's for models that diffuse in continuous time, else LLaDA's."""
-    info = setup.info
-    if info.mask_id is None:
-        raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to score with")
-    return Algorithm(
-        decode=partial(estimate_score, rows_of=partial(rows_of, mask=info.mask_id, shift=info.shift)),
-        kind="masked",
-        scores=True,
-        estimates=True,
-        sample=partial(Text, grouped=all_together, kind=kind_of(settings, estimate), samples=estimate.samples),
-        has_prompt=no_prompt,
-        keeps=False,
-    )
+    rows = partial(rows_of, mask=mask_of(setup.info), shift=setup.info.shift)
+    return estimated(settings, estimate, rows, all_together, kind="masked")

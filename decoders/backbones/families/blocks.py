@@ -105,11 +105,7 @@ _SDAR_MOE: Final = dataclasses.replace(_qwen("sdar_moe", "Qwen3Moe"), translate=
 
 
 _SDAR: Final = BlockFacts(
-    mask_token="<|MASK|>",
-    mask_id=151669,
-    block_keys=("block_size", "block_length"),
-    block_size=4,
-    ends=("<|im_end|>",),
+    mask_token="<|MASK|>", mask_id=151669, block_keys=("block_size", "block_length"), block_size=4, ends=("<|im_end|>",)
 )
 _FAST_DLLM_V2: Final = BlockFacts(
     mask_token="|<MASK>|",
