@@ -29,6 +29,9 @@ class Sampling(Settings):
     n: int = Field(default=1, ge=1, le=MOST_SAMPLES)
 
 
+Tasks = tuple[Literal["infill", "complete", "score"], ...]
+
+
 class DecoderChoice(Settings):
     """Base of a decoder's settings, one class for each `decoder.kind`; all that other packages know of a decoder.
 
@@ -46,7 +49,7 @@ class DecoderChoice(Settings):
 
     runs_on: ClassVar[ModelKind]
     runs: ClassVar[str]
-    tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]]
+    tasks: ClassVar[Tasks]
     draws_by_row: ClassVar[bool] = True
     token_logprobs: ClassVar[bool] = False
     draft_law: ClassVar[bool] = True
@@ -101,7 +104,7 @@ class DecoderChoice(Settings):
 
 
 class Estimate(Settings):
-    """How the log-probability of a text is estimated where a model has none that is exact (decoders/draws/score_masks.py).
+    """How the log-probability of a text is estimated where a model has none that is exact (decoders/estimates.py).
 
     `kind` is LLaDA's estimator or MDLM's; `auto` is the family's own. `samples` masks are drawn for each text.
     """

@@ -24,8 +24,7 @@ from draftmill.actors.rows.stop_text import stop_strings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.causal.settings import DrafterPlace, NgramDrafterSettings
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.causal.settings import DrafterPlace, NgramDrafterSettings, SuffixDrafterSettings
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.storage.errors import ChangedInput, RowError, brief
 from draftmill.storage.failpoints import failpoint

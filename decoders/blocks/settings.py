@@ -1,20 +1,140 @@
-"""Settings of the block-diffusion decoders: how a block is denoised, and how S2D2 verifies its drafts.
+"""Settings of the block-diffusion decoders: how a block is denoised, when S2D2 verifies a drafted span; and what follows
+from both with a model (`Rules`).
 
-Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), S2D2, and
+    decoder:
+      kind: s2d2
+      router: {kind: hysteresis, on: 1.0, off: -5.0}
+      estimator: {kind: entropy, beta: 1.0}      how likely a drafted token is accepted
+      cost: {kind: dynamic, c: 1.0}
+
+Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), Han et al.,
+"Fast decoding for diffusion LLMs via training-free self-speculation" (S2D2, 2026; thresholds compare as in its public code), and
 Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking" (2025).
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.blocks.router_settings import Entropy, Estimator, MinSpan, Router, VerificationCost
-from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.common_settings import DecoderChoice, Sampling, Settings, Tasks
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Bins = Annotated[int, Field(ge=1, le=64)]
+
+
+# ---- routers ---------------------------------------------------------------------------------------------------------
+
+
+class MinSpan(Settings):
+    """Verify a span of at least `span` tokens; 1 means always."""
+
+    kind: Literal["min_span"]
+    span: int = Field(default=1, ge=1, le=2**20)
+
+
+class ScoreRouter(Settings):
+    """Verify where the score (expected accepted tokens less their cost) is at least `tau`."""
+
+    kind: Literal["score"]
+    tau: _Number = 0.0
+
+
+class Hysteresis(Settings):
+    """Start to verify at a score above `on`, stop at a score below `off`; a sample starts without verification."""
+
+    kind: Literal["hysteresis"]
+    on: _Number = 0.0
+    off: _Number = -1.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Hysteresis:
+        if self.off >= self.on:
+            raise ValueError(f"decoder.router.off: {self.off:g} is not below on = {self.on:g}; allowed: below on")
+        return self
+
+
+class Bandit(Settings):
+    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy.
+
+    `beta` weighs the bonus of rarely tried actions. `entropy_of` chooses the mean entropy to use: the span's, or that
+    of all masks of the block.
+    """
+
+    kind: Literal["bandit"]
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    span_bins: _Bins = 2
+    progress_bins: _Bins = 2
+    entropy_bins: _Bins = 2
+    entropy_of: Literal["span", "masks"] = "span"
+
+
+Router = Annotated[MinSpan | ScoreRouter | Hysteresis | Bandit, Field(discriminator="kind")]
+
+
+# ---- estimators: how likely a drafted token is accepted --------------------------------------------------------------
+
+
+class Entropy(Settings):
+    """exp(-beta H / log V), with the entropy H of the draft distribution."""
+
+    kind: Literal["entropy"]
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+
+
+class Margin(Settings):
+    """1 where the best token leads the second by more than `tau`, else 0."""
+
+    kind: Literal["margin"]
+    tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False)
+
+
+class LinearMargin(Settings):
+    """The best token's lead over the second times `coefficient`, at most 1."""
+
+    kind: Literal["linear_margin"]
+    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+
+
+class Confidence(Settings):
+    """The drafted token's probability to the `power`."""
+
+    kind: Literal["confidence"]
+    power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+
+
+class Renyi(Settings):
+    """The sum of the squared probabilities: the chance that two draws agree."""
+
+    kind: Literal["renyi"]
+
+
+class HardEntropy(Settings):
+    """1 where H / log V is below `tau`, else 0."""
+
+    kind: Literal["hard_entropy"]
+    tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False)
+
+
+Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | HardEntropy, Field(discriminator="kind")]
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+class VerificationCost(Settings):
+    """The gain that a verification must reach: `c` tokens (static), or `c` per token revealed without it (dynamic)."""
+
+    kind: Literal["static", "dynamic"] = "static"
+    c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+
+
+# ---- decoders --------------------------------------------------------------------------------------------------------
 
 
 class BlockSettings(DecoderChoice):
@@ -33,7 +153,7 @@ class BlockSettings(DecoderChoice):
     """
 
     runs_on: ClassVar[ModelKind] = "blocks"
-    tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]] = ("complete",)
+    tasks: ClassVar[Tasks] = ("complete",)
     draws_by_row: ClassVar = False
     block_size: _Count | None = None
     schedule: Literal["static", "dynamic", "sequential", "entropy"] = "dynamic"
@@ -71,11 +191,14 @@ class BlockSettings(DecoderChoice):
             raise ValueError(
                 f"decoder.block_size: models of family {info.family!r} don't specify it; allowed: a number"
             )
+        self._check_parts(size)
+        return size
+
+    def _check_parts(self, size: int) -> None:
         if self.sub_block is not None and size % self.sub_block:
             raise ValueError(
                 f"decoder.sub_block: {self.sub_block} does not divide block_size = {size}; allowed: its divisors"
             )
-        return size
 
     def check_model(self, info: ModelInfo) -> None:
         self.check_steps(self.size_for(info))
@@ -91,11 +214,8 @@ class BlockSettings(DecoderChoice):
 
     @model_validator(mode="after")
     def _fits_blocks(self) -> BlockSettings:
-        if self.block_size is not None and self.sub_block is not None and self.block_size % self.sub_block:
-            raise ValueError(
-                f"decoder.sub_block: {self.sub_block} does not divide block_size = {self.block_size}; allowed: its divisors"
-            )
         if self.block_size is not None:
+            self._check_parts(self.block_size)
             self.check_steps(self.block_size)
         return self
 
@@ -165,3 +285,58 @@ class S2d2Settings(BlockSettings):
                 f"decoder.temper: {self.temper:g} is the power of the ratio p/q, which only sampling.acceptance 'rejection' "
                 "above temperature 0, or paper_compat at temperature 0, uses; allowed otherwise: 1"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings of a block decoder and what it needs to know of its model, as plain numbers.
+
+    Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row predicts
+    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step draws
+    all masks anew. `most_entropy` is the logarithm of the vocabulary.
+    """
+
+    settings: BlockSettings
+    size: int
+    sub_block: int
+    mask: int
+    shift: int
+    grain: int
+    causal_draft: bool
+    fresh: bool
+    most_entropy: float
+    max_length: int | None
+
+    @classmethod
+    def of(cls, settings: BlockSettings, info: ModelInfo) -> Rules:
+        """Raises ValueError, with the field path, where settings and model do not fit."""
+        settings.check_model(info)
+        size = settings.size_for(info)
+        if info.mask_id is None:
+            raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to start from")
+        return cls(
+            settings=settings,
+            size=size,
+            sub_block=settings.sub_block or size,
+            mask=info.mask_id,
+            shift=info.shift,
+            grain=1 if settings.causal_cache else size,
+            causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
+            fresh=settings.draws_anew,
+            most_entropy=max(math.log(info.vocab_size), 1e-12),
+            max_length=info.max_length,
+        )
+
+    def full(self, length: int) -> int:
+        """Where the last block of a canvas ends."""
+        whole = -(-length // self.size) * self.size
+        return whole if self.max_length is None else max(min(whole, self.max_length), length)
+
+    def columns(self, length: int) -> int:
+        """The columns of a canvas: copies come after the last block, and a block that is cut short has as many as any other."""
+        return self.full(length) + 2 * self.size
+
+    @property
+    def takes_all_steps(self) -> bool:
+        """Whether there is a step for every place."""
+        return self.settings.steps is None or self.settings.steps >= self.sub_block

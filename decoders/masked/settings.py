@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Settings
+from draftmill.decoders.common_settings import DecoderChoice, Tasks
 
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
 
-class MaskedSettings(Settings):
+class MaskedSettings(DecoderChoice):
     """Settings shared by the decoders of masked-diffusion models.
 
     Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
@@ -23,6 +23,8 @@ class MaskedSettings(Settings):
     distribution where the order depends on the tokens drawn (`top1` above temperature 0), and the same elsewhere.
     """
 
+    runs_on: ClassVar[ModelKind] = "masked"
+    tasks: ClassVar[Tasks] = ("infill", "complete")
     block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32
     confidence: Literal["top1", "margin", "entropy", "random"] = "top1"
     cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = "none"
@@ -43,10 +45,9 @@ class MaskedSettings(Settings):
         return self
 
 
-class StepwiseSettings(MaskedSettings, DecoderChoice):
+class StepwiseSettings(MaskedSettings):
     """Masked diffusion by a schedule (LLaDA, Dream); one token a step is the baseline of `ssd`."""
 
-    runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete", "score")
     scorer: ClassVar = "draftmill.decoders.masked.scoring:algorithm"
     estimates: ClassVar = ("llada", "mdlm")
@@ -70,11 +71,9 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
         return self
 
 
-class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
+class SelfSpeculativeSettings(MaskedSettings):
     """Self-speculative masked diffusion (SSD): the text and the order of `stepwise`, in fewer forwards."""
 
-    runs_on: ClassVar[ModelKind] = "masked"
-    tasks: ClassVar = ("infill", "complete")
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.masked.ssd:algorithm"
     kind: Literal["ssd"]
@@ -92,22 +91,18 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
         return draft_length
 
 
-class ThresholdSettings(MaskedSettings, DecoderChoice):
+class ThresholdSettings(MaskedSettings):
     """Masked diffusion that reveals all tokens above a confidence threshold (Fast-dLLM); lossy."""
 
-    runs_on: ClassVar[ModelKind] = "masked"
-    tasks: ClassVar = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.masked.stepwise:threshold"
     kind: Literal["threshold"]
     confidence: Literal["top1", "margin"] = "top1"
     tau: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
 
 
-class FactorSettings(MaskedSettings, DecoderChoice):
+class FactorSettings(MaskedSettings):
     """Masked diffusion that reveals more tokens at once the higher their confidences are (Fast-dLLM); lossy."""
 
-    runs_on: ClassVar[ModelKind] = "masked"
-    tasks: ClassVar = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.masked.stepwise:factor"
     kind: Literal["factor"]
     confidence: Literal["top1", "margin"] = "top1"

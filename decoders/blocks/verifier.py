@@ -1,4 +1,4 @@
-"""S2D2's routing: decides for a sample whether to verify the first run of masks in a drafted block.
+"""S2D2's routing and verification: whether to verify the first run of masks in a drafted block of a sample, and the verification.
 
     estimator   how likely each drafted token of the run is accepted: alpha_1 .. alpha_n (`acceptance`)
     K           sum_k prod_{i <= k} alpha_i, the tokens that a verification is expected to accept
@@ -15,13 +15,14 @@ Source: Han et al., "Fast decoding for diffusion LLMs via training-free self-spe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draftmill.decoders.blocks.router_settings import (
+from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Revealed
+from draftmill.decoders.blocks.settings import (
     Bandit,
     Confidence,
     Entropy,
@@ -33,10 +34,16 @@ from draftmill.decoders.blocks.router_settings import (
     MinSpan,
     Renyi,
     Router,
+    Rules,
+    S2d2Settings,
     ScoreRouter,
     VerificationCost,
 )
 from draftmill.decoders.engine.algorithm import Wanted
+from draftmill.decoders.engine.asks import JUDGE, SELF, Answer, Span
+
+if TYPE_CHECKING:
+    from draftmill.decoders.blocks.block_diffusion import Block, Draft
 
 # ---- reading a draft -------------------------------------------------------------------------------------------------
 
@@ -130,26 +137,6 @@ def signals_of(
 # ---- routing ---------------------------------------------------------------------------------------------------------
 
 
-class Route(Protocol):
-    """A router at work on one sample. Call `decide` once for each draft, then `learn` when that step's tokens are revealed.
-
-    A block without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
-    """
-
-    def decide(self, signals: Signals) -> bool:
-        """Whether to verify the run."""
-        ...
-
-    def learn(self, decoded: int, *, verified: bool) -> None:
-        """The step after the last `decide` decoded so many tokens, with or without a verification."""
-        ...
-
-
-def route_of(router: Router, cost: VerificationCost) -> Route:
-    """A router for a new sample."""
-    return UpperConfidence(router) if isinstance(router, Bandit) else Threshold(router, cost)
-
-
 class Threshold:
     """Compares the run's length or its score; hysteresis remembers what it did last."""
 
@@ -163,6 +150,7 @@ class Threshold:
         return signals.expected - self._cost.c * (signals.num_sure if self._cost.kind == "dynamic" else 1.0)
 
     def decide(self, signals: Signals) -> bool:
+        """Whether to verify the run."""
         match self._router:
             case MinSpan(span=span):
                 return signals.span >= span
@@ -174,7 +162,7 @@ class Threshold:
                 return self._on
 
     def learn(self, decoded: int, *, verified: bool) -> None:
-        """See Route; nothing is learned."""
+        """The step after the last `decide` revealed so many tokens; nothing is learned."""
 
 
 Context = tuple[int, int, int]
@@ -226,3 +214,62 @@ class UpperConfidence:
 def _bin(share: float, num_bins: int) -> int:
     """The bin of a number between 0 and 1, each closed below, the last one also above."""
     return 0 if math.isnan(share) else min(max(int(share * num_bins), 0), num_bins - 1)
+
+
+Route = Threshold | UpperConfidence
+"""A router at work on one sample. Call `decide` once for each draft, then `learn` when that step's tokens are revealed.
+
+A block without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
+"""
+
+
+def route_of(router: Router, cost: VerificationCost) -> Route:
+    """A router for a new sample."""
+    return UpperConfidence(router) if isinstance(router, Bandit) else Threshold(router, cost)
+
+
+# ---- verifying -------------------------------------------------------------------------------------------------------
+
+
+class SelfVerifier:
+    """Judges the drafts of a run of masks by the tokens to their left, when the router decides so."""
+
+    def __init__(self, rules: Rules, settings: S2d2Settings) -> None:
+        self._rules, self._settings, self._route = rules, settings, route_of(settings.router, settings.cost)
+
+    def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
+        """The places to verify; none if it does not pay."""
+        signals = signals_of(
+            self._settings.router,
+            self._settings.estimator,
+            masks,
+            {place: draft[place].measured for place in masks},
+            num_sure=num_sure,
+            progress=progress,
+            size=self._rules.sub_block,
+            most_entropy=self._rules.most_entropy,
+        )
+        return first_run(masks) if self._route.decide(signals) else []
+
+    def learn(self, decoded: int, *, verified: bool) -> None:
+        """The step is over, and revealed so many tokens."""
+        self._route.learn(decoded, verified=verified)
+
+    def verdict(
+        self, s: BlockSample, block: Block, run: list[int], draft: Draft
+    ) -> Generator[Any, Answer, list[Revealed]]:
+        """Verify them; returns the accepted drafts, and the token that replaces the first rejected one."""
+        start, first, count, shift = block.start, block.start + run[0], len(run), self._rules.shift
+        drafts, end = [draft[place].token for place in run], first + count
+        spans: tuple[int, ...] = Span(end - start, start, start)
+        copied = count if not shift else int(first == 0)
+        if copied:
+            # Column block.end + j stands for position first + j.
+            spans += Span(copied, block.end, first, 0, block.end + 1 - first, own=SELF)
+        rows = [end - start + j if j < copied else run[j] - shift for j in range(count)]
+        tokens = s.tokens[start:first] + drafts + [self._rules.mask] * copied
+        told = yield s.forward(VERIFY, tokens, spans, s.runs(JUDGE, rows, range(first, end)), drafts)
+        s.proposed += count
+        s.accepted += told.accepted
+        judged = min(told.accepted + 1, count)
+        return [Revealed(first + j, told.tokens[j], told.log_ps[j]) for j in range(judged)]

@@ -1,8 +1,8 @@
-"""Reads config.json of the causal families as transformers' config classes do, without importing transformers.
+"""Reads config.json: single fields, and those of the causal families as transformers' config classes do.
 
-The import would take seconds. FIELDS are the fields of those classes, with their types and defaults. Derived fields are computed
-as in the classes, and values that the classes or modules reject are rejected here. All of it is compared with transformers in
-tests/decoders/backbones/test_causal_config.py. Unknown fields are kept, as in transformers.
+transformers is not imported, which would take seconds. FIELDS are the fields of those classes, with their types and defaults.
+Derived fields are computed as in the classes, and values that the classes or modules reject are rejected here. All of it is
+compared with transformers in tests/decoders/backbones/test_config_fields.py. Unknown fields are kept, as in transformers.
 """
 
 from __future__ import annotations
@@ -339,3 +339,37 @@ _DERIVE: Final[dict[str, Callable[[Any], None]]] = {
     "GPT2Config": _gpt2,
     "GPTNeoConfig": _gpt_neo,
 }
+
+
+# ---- single fields ----------------------------------------------------------------------------------------------------
+
+
+def numbers(config: Config, names: Mapping[str, str], family: str) -> dict[str, int]:
+    """Read whole numbers >= 1; `names` maps ours to config.json's. ValueError names the first missing or invalid one."""
+    found = {}
+    for ours, theirs in names.items():
+        value = config.get(theirs)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(
+                f"model.path: config.json of family {family!r} has {theirs} = {value!r}; allowed: whole numbers >= 1"
+            )
+        found[ours] = value
+    return found
+
+
+def demand(config: Config, wanted: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError if config.json has an unsupported value; a missing key stands for the first allowed value."""
+    for key, allowed in wanted.items():
+        value = config.get(key, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"it has {key} = {value!r}; supported: {', '.join(map(repr, allowed))}")
+
+
+def token_id(config: Config, key: str, default: int) -> int:
+    """Read the id of a token; the default if it is missing or null; ValueError if it is not a number."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"model.path: config.json has {key} = {value!r}; allowed: token ids")
+    return value

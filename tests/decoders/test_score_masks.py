@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
-from draftmill.decoders.draws.score_masks import MaskedGroup
+from draftmill.decoders.estimates import MaskedGroup
 
 
 def group_of(length, *, kind="llada", samples=8, key=5, number=0):

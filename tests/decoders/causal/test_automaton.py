@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from draftmill.decoders.drafts.automaton import NOWHERE, ROOT, Automaton
+from draftmill.decoders.causal.suffix_index import NOWHERE, ROOT, Automaton
 
 
 class Counted(Automaton):

@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerFast
 import draftmill.decoders.builtin
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings
+from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings, SuffixDrafterSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
-from draftmill.decoders.drafts.suffix_index import Reader, SuffixIndex
+from draftmill.decoders.causal.settings import SuffixDrafterSettings
+from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
 
 
 def index_of(*texts, **settings: Any):
