@@ -292,8 +292,8 @@ class Rules:
     """The settings of a block decoder and what it needs to know of its model, as plain numbers.
 
     Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row predicts
-    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step draws
-    all masks anew. `most_entropy` is the logarithm of the vocabulary.
+    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step
+    draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
     """
 
     settings: BlockSettings
