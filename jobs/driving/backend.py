@@ -32,7 +32,7 @@ from draftmill.jobs.plan.survey import Survey, reading_of, survey
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import KeptTypes
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 
 if TYPE_CHECKING:
     from draftmill.actors.loop.model_cache import ModelCache

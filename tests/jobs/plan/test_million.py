@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from draftmill.storage.runs.commit import unit_name
+from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits
 
 CODE = """

@@ -17,7 +17,7 @@ import pytest
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.recurring.new_inputs import FILES, difference
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
