@@ -44,7 +44,7 @@ class MetricBase(Settings):
     needs_text: ClassVar[bool] = True
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name"})
 
-    name: Column | None = None
+    name: Column | None = Field(None, description="the metric's column, or the beginning of its columns' names")
 
     @property
     def shown(self) -> str:
@@ -84,22 +84,18 @@ class ExactMatch(MetricBase):
 
 
 RougeType = Annotated[str, Field(pattern=r"^rouge([1-9]|L|Lsum)$")]
+RougeTypes = Annotated[tuple[RougeType, ...], BeforeValidator(as_tuple), AfterValidator(_once), Field(min_length=1)]
 
 
 class Rouge(MetricBase):
-    """ROUGE of the text against the reference, by the package rouge-score; of several references the best F counts.
-
-    `words: ascii` is the package's own tokenizer, which drops all letters but a to z; `unicode` keeps words of any script.
-    """
+    """ROUGE of the text against the reference, by the package rouge-score; of several references the best F counts."""
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["rouge"]
-    types: Annotated[
-        tuple[RougeType, ...], BeforeValidator(as_tuple), AfterValidator(_once), Field(min_length=1)
-    ] = ("rouge1", "rouge2", "rougeL")  # fmt: skip
-    score: Literal["f", "precision", "recall"] = "f"
-    stemmer: bool = False
-    words: Literal["ascii", "unicode"] = "ascii"
+    types: RougeTypes = Field(("rouge1", "rouge2", "rougeL"), description="each is a column")
+    score: Literal["f", "precision", "recall"] = Field("f", description="which value of ROUGE")
+    stemmer: bool = Field(False, description="compare words by their stems")
+    words: Literal["ascii", "unicode"] = Field("ascii", description="ascii drops all letters but a to z")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -115,8 +111,8 @@ class Bleu(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["bleu"]
-    lowercase: bool = False
-    tokenize: Literal["13a", "intl", "char", "none"] = "13a"
+    lowercase: bool = Field(False, description="ignore case")
+    tokenize: Literal["13a", "intl", "char", "none"] = Field("13a", description="sacrebleu's tokenizer")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -124,12 +120,12 @@ class Bleu(MetricBase):
 
 
 class Chrf(MetricBase):
-    """chrF of the text as one sentence, 0 to 100, by sacrebleu; `word_order: 2` is chrF++."""
+    """chrF of the text as one sentence, 0 to 100, by sacrebleu."""
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["chrf"]
-    word_order: Annotated[int, Field(ge=0, le=4)] = 0
-    lowercase: bool = False
+    word_order: Annotated[int, Field(ge=0, le=4)] = Field(0, description="2 is chrF++")
+    lowercase: bool = Field(False, description="ignore case")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -141,7 +137,7 @@ class EditSimilarity(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["edit_similarity"]
-    over: Literal["characters", "words"] = "characters"
+    over: Literal["characters", "words"] = Field("characters", description="what is compared")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -152,8 +148,8 @@ class Distinct(MetricBase):
     """Different n-grams / all n-grams of the text (Li et al. 2016), over words or generated tokens."""
 
     kind: Literal["distinct"]
-    n: Orders = (1, 2)
-    over: Literal["words", "tokens"] = "words"
+    n: Orders = Field((1, 2), description="lengths of the n-grams")
+    over: Literal["words", "tokens"] = Field("words", description="what n-grams consist of")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -169,7 +165,7 @@ class Entropy(MetricBase):
 
     needs_text: ClassVar[bool] = False
     kind: Literal["entropy"]
-    over: Literal["tokens", "words"] = "tokens"
+    over: Literal["tokens", "words"] = Field("tokens", description="what is counted")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -190,17 +186,17 @@ class Length(MetricBase):
 class Judge(MetricBase):
     """The log-probability and the perplexity of the text under another causal model, the judge.
 
-    The text is tokenized and scored as `task: score` does; with `prompt`, a kept column of the inputs, after that prompt.
+    The text is tokenized and scored as `task: score` does.
     """
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision", "device", "max_rows"})
     kind: Literal["judge"]
-    model: Annotated[str, Field(min_length=1)]
-    revision: str | None = None
-    prompt: Column | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = "auto"
-    max_rows: Annotated[int, Field(ge=1, le=1024)] = 32
+    model: Annotated[str, Field(min_length=1)] = Field(description="the judge, found as model.path is")
+    revision: str | None = Field(None, description="of a hub model")
+    prompt: Column | None = Field(None, description="a kept column with the text before the sample's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field("auto", description="as in model.dtype")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = Field("auto", description="as in model.device")
+    max_rows: Annotated[int, Field(ge=1, le=1024)] = Field(32, description="texts in a forward")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -235,14 +231,18 @@ class PassAtK(MetricBase):
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "sandbox", "allow_code_execution"})
     kind: Literal["pass_at_k"]
-    k: Ks = (1,)
-    program: Annotated[str, Field(min_length=1)] = HUMANEVAL
-    code: Literal["as_is", "fenced"] = "as_is"
-    timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = 10.0
-    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = 1024
-    processes: Annotated[int, Field(ge=0, le=256)] = 0
-    sandbox: Literal["auto", "kernel", "bwrap"] = "auto"
-    allow_code_execution: bool = False
+    k: Ks = Field((1,), description="the k of pass@k, at most sampling.n")
+    program: Annotated[str, Field(min_length=1)] = Field(
+        HUMANEVAL, description="Python with {text} and {NAME}, see below"
+    )
+    code: Literal["as_is", "fenced"] = Field("as_is", description="fenced: only the first block between ``` lines")
+    timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(
+        10.0, description="wall-clock seconds"
+    )
+    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = Field(1024, description="address space of a process")
+    processes: Annotated[int, Field(ge=0, le=256)] = Field(0, description="how many processes it may start")
+    sandbox: Literal["auto", "kernel", "bwrap"] = Field("auto", description="auto: kernel where it holds")
+    allow_code_execution: bool = Field(False, description="required: true")
 
     @field_validator("program")
     @classmethod
@@ -270,17 +270,16 @@ class PassAtK(MetricBase):
 
 
 class OwnMetric(MetricBase):
-    """A metric of one's own: a Python file with a function `measure(row)`; docs/metrics.md says what it gets and returns.
-
-    `columns` names the values if it returns several; else the column has the file's name.
-    """
+    """A metric of one's own: a Python file with a function `measure(row)`; docs/metrics.md says what it gets and returns."""
 
     needs_text: ClassVar[bool] = False
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "path"})
     kind: Literal["file"]
-    path: Annotated[str, Field(min_length=1)]
-    values: Annotated[tuple[Column, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = ()
-    reference: bool = False
+    path: Annotated[str, Field(min_length=1)] = Field(description="the Python file")
+    values: Annotated[tuple[Column, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
+        (), description="keys of the dict that it returns"
+    )
+    reference: bool = Field(False, description="refuse runs without references")
 
     @model_validator(mode="after")
     def _is_a_file(self) -> OwnMetric:

@@ -20,31 +20,30 @@ _Count = Annotated[int, Field(ge=1, le=2**20)]
 class BlockSettings(DecoderChoice):
     """What the decoders of block-diffusion models share.
 
-    Blocks of `block_size` positions (null: the size used in training) are finished one after the other. Each has `steps`
-    denoising steps (null: one per position) that reveal equally many masks; the first steps take the remainder. `schedule`
-    chooses the masks: the most confident (`static`); all with confidence above `tau` if those are at least as many (`dynamic`);
-    the leftmost (`sequential`); those of least entropy, while the entropies before the last one sum up to at most `tau` nats
-    (`entropy`, which ignores `steps`). With `sub_block` each block is denoised in parts of that many positions, from left to
-    right. With `tau_edit` a revealed token is replaced by another whose probability exceeds it, in up to `post_steps` more steps
-    after the last mask. With `causal_cache` finished tokens see only those to their left, as in a causal model. With `fused` the
-    prompt and finished blocks run together with the draft of the next block instead of in forwards of their own. With `draws:
-    fresh` each step draws all masks anew, as the public samplers do; with `kept` a position keeps its random numbers over all
-    steps, which is another distribution where drawn tokens decide what is revealed, routed or edited, and the same elsewhere.
+    A step's share of masks: the most confident (`static`), all with confidence above `tau` if those are at least as many
+    (`dynamic`), or the leftmost (`sequential`); `entropy` ignores the share and reveals the masks of least entropy, while the
+    entropies before the last one sum up to at most `tau` nats.
     """
 
     runs_on: ClassVar[ModelKind] = "blocks"
     tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]] = ("complete",)
     draws_by_row: ClassVar = False
-    block_size: _Count | None = None
-    schedule: Literal["static", "dynamic", "sequential", "entropy"] = "dynamic"
-    steps: _Count | None = None
-    tau: float = Field(default=0.9, ge=0.0, allow_inf_nan=False)
-    sub_block: _Count | None = None
-    tau_edit: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
-    post_steps: int = Field(default=16, ge=0, le=2**20)
-    causal_cache: bool = False
-    fused: bool = False
-    draws: Literal["fresh", "kept"] = "fresh"
+    block_size: _Count | None = Field(None, description="positions of a block; null: the size used in training")
+    schedule: Literal["static", "dynamic", "sequential", "entropy"] = Field(
+        "dynamic", description="which masks a step reveals, see below"
+    )
+    steps: _Count | None = Field(None, description="steps of a block, each with an equal share; null: one per position")
+    tau: float = Field(
+        0.9, ge=0.0, allow_inf_nan=False, description="threshold of the schedules dynamic (confidence), entropy (nats)"
+    )
+    sub_block: _Count | None = Field(None, description="denoise blocks in parts of this many positions, left to right")
+    tau_edit: float | None = Field(
+        None, ge=0.0, allow_inf_nan=False, description="replace a revealed token if another is likelier than this"
+    )
+    post_steps: int = Field(16, ge=0, le=2**20, description="with tau_edit: most steps of a block after its last mask")
+    causal_cache: bool = Field(False, description="prompt and finished blocks see only what is to their left")
+    fused: bool = Field(False, description="draft a block in the forward that adds the prompt or blocks before it")
+    draws: Literal["fresh", "kept"] = Field("fresh", description="draw masks anew in each step, or keep their noise")
 
     @property
     def draws_anew(self) -> bool:
@@ -114,22 +113,18 @@ class BlockDiffusionSettings(BlockSettings):
 class S2d2Settings(BlockSettings):
     """Self-speculation: the same model verifies a block's drafts at block size 1, when the router decides so.
 
-    `temper` is the power of the ratio p/q under sampling.acceptance 'rejection'. With `causal_draft` a drafting forward runs the
-    decided front of the block causally (equation 4). `paper_compat` follows the public code at temperature 0: it accepts by the
-    ratio of the untempered distributions, and draws the recovered token. `fused` also drafts in the verifications; it requires a
-    causal cache and a router that verifies every span, without sub-blocks, editing and paper_compat. A router that verifies every
-    span needs a step for every position; with another one, `steps` add unverified drafts to what a verification reveals, as in
-    SDAR's public code.
+    A router that verifies every span needs a step for every position; with another one, `steps` add unverified drafts to what a
+    verification reveals, as in SDAR's public code. `causal_draft` is the paper's equation 4.
     """
 
     runs: ClassVar = "draftmill.decoders.blocks.s2d2:algorithm"
     kind: Literal["s2d2"]
-    router: Router = MinSpan(kind="min_span")
-    estimator: Estimator = Entropy(kind="entropy")
-    cost: VerificationCost = VerificationCost()
-    temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    causal_draft: bool = False
-    paper_compat: bool = False
+    router: Router = Field(MinSpan(kind="min_span"), description="whether a drafted span is verified")
+    estimator: Estimator = Field(Entropy(kind="entropy"), description="how likely it is that a draft is accepted")
+    cost: VerificationCost = Field(VerificationCost(), description="how many tokens a verification must gain")
+    temper: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, where one is used")
+    causal_draft: bool = Field(False, description="draft with the decided front of the block run causally")
+    paper_compat: bool = Field(False, description="at temperature 0: use untempered distributions, as the public code")
 
     @property
     def verifies_always(self) -> bool:

@@ -10,13 +10,15 @@ from draftmill.decoders.common_settings import Settings
 
 
 class SuffixDrafterSettings(Settings):
-    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding).
-
-    The index holds the last `max_tokens` tokens or at least half of them. Up to `max_spec_factor` times as many tokens are
-    drafted as match, as long as all of them hold with a probability of at least `min_token_prob`, by how often they followed.
-    """
+    """What followed the longest end of a sample's text elsewhere in the texts of its worker drafts (SuffixDecoding)."""
 
     kind: Literal["suffix"]
-    max_tokens: int = Field(default=1 << 20, ge=1 << 10, le=1 << 28)
-    max_spec_factor: float = Field(default=1.0, gt=0.0, le=64.0, allow_inf_nan=False)
-    min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0, allow_inf_nan=False)
+    max_tokens: int = Field(
+        1 << 20, ge=1 << 10, le=1 << 28, description="the index holds this many last tokens, or at least half"
+    )
+    max_spec_factor: float = Field(
+        1.0, gt=0.0, le=64.0, allow_inf_nan=False, description="drafts at most so many times the tokens that match"
+    )
+    min_token_prob: float = Field(
+        0.1, ge=0.0, le=1.0, allow_inf_nan=False, description="drafts while all of them hold with this probability"
+    )

@@ -9,25 +9,26 @@ from pydantic import Field, field_validator, model_validator
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import DecoderChoice, Settings
 
+_Count = Annotated[int, Field(ge=1, le=2**20)]
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
 
 class MaskedSettings(Settings):
-    """Settings shared by the decoders of masked-diffusion models.
+    """Settings shared by the decoders of masked-diffusion models, which finish one block after the other.
 
-    Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
-    one block. `confidence` decides which position of a block comes next. With a `cache`, positions outside of a forward's window
-    are read as they were when the cache was built: for each block, or every `refresh` revealed tokens. `dual_relaxed` is for
-    `ssd` only: its drafts continue where the cache would be rebuilt, which is lossy. With `draws: fresh` each step draws all
-    masks anew, as the public samplers do; with `kept` a position keeps its random numbers until it is revealed, which is another
-    distribution where the order depends on the tokens drawn (`top1` above temperature 0), and the same elsewhere.
+    Kept draws are another distribution where the order depends on the tokens drawn (`top1` above temperature 0), and the same
+    elsewhere.
     """
 
-    block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32
-    confidence: Literal["top1", "margin", "entropy", "random"] = "top1"
-    cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = "none"
-    refresh: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    draws: Literal["fresh", "kept"] = "fresh"
+    block_length: _Count | None = Field(32, description="positions of a block, from the first hole; null: all in one")
+    confidence: Literal["top1", "margin", "entropy", "random"] = Field(
+        "top1", description="which position comes next: by probability, lead, negative entropy, or at random"
+    )
+    cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = Field(
+        "none", description="what a forward reads instead of computing it; dual_relaxed is lossy in ssd"
+    )
+    refresh: _Count | None = Field(None, description="refresh the cache after so many tokens; null: once a block")
+    draws: Literal["fresh", "kept"] = Field("fresh", description="draw masks anew in each step, or keep their noise")
 
     @property
     def draws_anew(self) -> bool:
@@ -53,9 +54,11 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.masked.stepwise:algorithm"
     kind: Literal["stepwise"]
-    tokens_per_step: int = Field(default=1, ge=1)
-    steps: Annotated[int, Field(ge=1)] | None = None
-    schedule: Literal["even", "dream"] = "even"
+    tokens_per_step: int = Field(1, ge=1, description="tokens that a forward reveals; more than 1 is lossy")
+    steps: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="instead: forwards in all, shared by the blocks"
+    )
+    schedule: Literal["even", "dream"] = Field("even", description="with steps: dream is Dream's own, without blocks")
 
     @model_validator(mode="after")
     def _one_schedule(self) -> StepwiseSettings:
@@ -78,8 +81,8 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.masked.ssd:algorithm"
     kind: Literal["ssd"]
-    draft_length: int = Field(default=4, ge=1, le=64)
-    tree: Literal["chain", "mixed"] = "chain"
+    draft_length: int = Field(4, ge=1, le=64, description="most drafts N in a forward, which runs N + 1 canvases")
+    tree: Literal["chain", "mixed"] = Field("chain", description="mixed: 2 N canvases, for drafts in another order")
 
     @field_validator("draft_length", mode="before")
     @classmethod
@@ -99,8 +102,10 @@ class ThresholdSettings(MaskedSettings, DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.masked.stepwise:threshold"
     kind: Literal["threshold"]
-    confidence: Literal["top1", "margin"] = "top1"
-    tau: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
+    confidence: Literal["top1", "margin"] = Field("top1", description="a token's probability, or its lead")
+    tau: float = Field(
+        0.9, ge=0.0, le=1.0, allow_inf_nan=False, description="reveal all tokens this confident, and always the best"
+    )
 
 
 class FactorSettings(MaskedSettings, DecoderChoice):
@@ -110,15 +115,14 @@ class FactorSettings(MaskedSettings, DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.masked.stepwise:factor"
     kind: Literal["factor"]
-    confidence: Literal["top1", "margin"] = "top1"
-    factor: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    confidence: Literal["top1", "margin"] = Field("top1", description="a token's probability, or its lead")
+    factor: float = Field(
+        1.0, gt=0.0, allow_inf_nan=False, description="reveal the largest n with (n + 1) (1 - n-th confidence) below it"
+    )
 
 
 class AncestralSettings(DecoderChoice):
-    """Masked diffusion backwards in time (MDLM, SEDD): each step reveals masks at random; lossy with few steps.
-
-    `predictor` auto is the family's own: ddpm (MDLM) or analytic (SEDD). A sample takes at most `steps` + 1 forwards.
-    """
+    """Masked diffusion backwards in time (MDLM, SEDD): each step reveals masks at random; lossy with few steps."""
 
     runs_on: ClassVar[ModelKind] = "ancestral"
     tasks: ClassVar = ("infill", "complete", "score")
@@ -127,8 +131,10 @@ class AncestralSettings(DecoderChoice):
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.masked.ancestral:algorithm"
     kind: Literal["ancestral"]
-    steps: int = Field(default=128, ge=1, le=2**20)
-    predictor: Literal["auto", "ddpm", "analytic", "euler"] = "auto"
+    steps: int = Field(128, ge=1, le=2**20, description="steps until no mask is left; one more reveals the rest")
+    predictor: Literal["auto", "ddpm", "analytic", "euler"] = Field(
+        "auto", description="the rule that reveals masks: ddpm (MDLM), analytic or euler (SEDD)"
+    )
 
     def check_model(self, info: ModelInfo) -> None:
         self.predictor_for(info.family)
