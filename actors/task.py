@@ -42,7 +42,7 @@ class Columns(Settings):
     suffix: str | None = Field(None, description="the text after the one hole (mask marker)")
     spans: str | None = Field(None, description="[start, end) or {start, end} ranges of characters (mask spans)")
     sentences: str | None = Field(None, description="a list of strings (mask sentences)")
-    reference: str | None = Field(None, description="what belongs in the place of the generated text, see below")
+    reference: str | None = Field(None, description="what belongs in the place of the generated text")
     seed: str | None = Field(None, description="a whole number in place of the job's seed")
     max_new_tokens: str | None = Field(None, description="in place of task.max_new_tokens")
     temperature: str | None = Field(None, description="in place of sampling.temperature")
@@ -178,7 +178,7 @@ class Infill(Settings):
     goal: ClassVar[str] = "to generate"
     done: ClassVar[str] = "generated"
     kind: Literal["infill"]
-    mask: Mask = Field(description="which tokens are generated, see below")
+    mask: Mask = Field(description="which tokens are generated")
     fim: Literal["auto"] | Fim = Field("auto", description="the prompt's special tokens; auto: those of the tokenizer")
     max_new_tokens: NewTokens | None = Field(None, description="causal models: most tokens of a hole; null: 128")
     skip_special_tokens: bool = Field(True, description="leave generated special tokens out of texts, not of tokens")

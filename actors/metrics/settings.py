@@ -232,9 +232,7 @@ class PassAtK(MetricBase):
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "sandbox", "allow_code_execution"})
     kind: Literal["pass_at_k"]
     k: Ks = Field((1,), description="the k of pass@k, at most sampling.n")
-    program: Annotated[str, Field(min_length=1)] = Field(
-        HUMANEVAL, description="Python with {text} and {NAME}, see below"
-    )
+    program: Annotated[str, Field(min_length=1)] = Field(HUMANEVAL, description="Python with {text} and {NAME}")
     code: Literal["as_is", "fenced"] = Field("as_is", description="fenced: only the first block between ``` lines")
     timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(
         10.0, description="wall-clock seconds"

@@ -30,7 +30,7 @@ class BlockSettings(DecoderChoice):
     draws_by_row: ClassVar = False
     block_size: _Count | None = Field(None, description="positions of a block; null: the size used in training")
     schedule: Literal["static", "dynamic", "sequential", "entropy"] = Field(
-        "dynamic", description="which masks a step reveals, see below"
+        "dynamic", description="which masks a step reveals"
     )
     steps: _Count | None = Field(None, description="steps of a block, each with an equal share; null: one per position")
     tau: float = Field(

@@ -61,7 +61,7 @@ class SpeculativeSettings(DecoderChoice):
         5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
     )
     drafter: ModelDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings = Field(
-        NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts, see below"
+        NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts"
     )
 
     @property

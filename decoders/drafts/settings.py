@@ -10,7 +10,7 @@ from draftmill.decoders.common_settings import Settings
 
 
 class SuffixDrafterSettings(Settings):
-    """What followed the longest end of a sample's text elsewhere in the texts of its worker drafts (SuffixDecoding)."""
+    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding)."""
 
     kind: Literal["suffix"]
     max_tokens: int = Field(

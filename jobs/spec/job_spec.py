@@ -53,7 +53,7 @@ class InputSettings(Settings):
     path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] = Field(
         description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them"
     )
-    columns: Columns = Field(Columns(), description="which column holds what, see below")
+    columns: Columns = Field(Columns(), description="which column holds what")
     limit: Positive | None = Field(None, description="use only the first rows, this many over all files")
     chunk_chars: Positive | None = Field(None, description="cut text files into rows of at most this many characters")
     delimiter: Annotated[str, AfterValidator(_delimiter)] | None = Field(
@@ -99,9 +99,9 @@ class ModelSettings(Settings):
 class BatchingSettings(Settings):
     """How much a worker decodes at once, and how many rows are sorted together."""
 
-    max_tokens: Auto | Positive = Field("auto", description="most slots times cache columns, see below")
-    max_rows: Auto | Positive = Field("auto", description="most slots of a worker, see below")
-    prompt_rows: Auto | Positive = Field("auto", description="most rows of prompts in a forward, see below")
+    max_tokens: Auto | Positive = Field("auto", description="most slots times cache columns")
+    max_rows: Auto | Positive = Field("auto", description="most slots of a worker")
+    prompt_rows: Auto | Positive = Field("auto", description="most rows of prompts in a forward")
     window: Positive = Field(65536, description="rows that are sorted and cut into units together")
 
 
@@ -127,7 +127,7 @@ class OutputSettings(Settings):
         None, description="the date for {date:...}; null: the time of the start"
     )
     trace: Literal["none", "steps"] = Field("none", description="steps: one row per decoder iteration")
-    unit_rows: Auto | Positive = Field("auto", description="rows of a unit, at most 2^19 tokens, see below")
+    unit_rows: Auto | Positive = Field("auto", description="rows of a unit, at most 2^19 tokens")
 
 
 def _endpoint(url: str) -> str:
@@ -180,8 +180,8 @@ class JobSpec(Settings):
     errors: ErrorSettings = ErrorSettings()
     output: OutputSettings
     s3: S3Settings = S3Settings()
-    metrics: Metrics = Field((), description="what is measured after the last unit, see metrics.md")
-    notify: Receivers = Field((), description="commands and webhooks that get notices, see watching.md")
+    metrics: Metrics = Field((), description="what is measured after the last unit")
+    notify: Receivers = Field((), description="commands and webhooks that get notices")
 
     @property
     def shapes(self) -> tuple[WorkerShape, ...]:
