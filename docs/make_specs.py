@@ -56,7 +56,7 @@ def rows(model: type[BaseModel]) -> dict[str, str]:
     """The row of each key that has a description."""
     shapes = model.model_json_schema()["properties"]
     return {
-        name: row(name, allowed(shapes[name]), default(field), field.description)
+        name: row(name, allowed(shapes[name], default(field)), default(field), field.description)
         for name, field in model.model_fields.items()
         if field.description is not None
     }
@@ -124,12 +124,13 @@ def default(field: FieldInfo) -> str:
     return str(value) if isinstance(value, str) else json.dumps(value).replace('"', "")
 
 
-def allowed(shape: Mapping[str, Any]) -> str:
-    """The values of a key in words, from its JSON Schema."""
+def allowed(shape: Mapping[str, Any], unset: str = "") -> str:
+    """The values of a key in words, from its JSON Schema; null goes without saying where it is the default."""
     if "$ref" in shape or "oneOf" in shape:
         return "section"
     if "anyOf" in shape:
-        return ", ".join(dict.fromkeys(allowed(one) for one in shape["anyOf"]))
+        kinds = dict.fromkeys(allowed(one) for one in shape["anyOf"])
+        return ", ".join(kind for kind in kinds if (kind, unset) != ("null", "null"))
     if "enum" in shape or "const" in shape:
         return ", ".join(map(str, shape.get("enum", [shape.get("const")])))
     if shape["type"] == "array":
