@@ -153,7 +153,7 @@ def limits(shape: Mapping[str, Any]) -> Sequence[str]:
 
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "job": partial(keys, job_spec.JobSpec),
-    "task": tasks,
+    "task": partial(tasks),
     "task.infill": partial(keys, Infill),
     "task.infill.mask": partial(kinds, Mask),
     "task.infill.fim": partial(keys, Fim),
