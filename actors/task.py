@@ -33,22 +33,22 @@ class Columns(Settings):
     If no column is named, the task reads its default columns (`reads`). A null in a column means the job's own value.
     """
 
-    id: str | None = Field(None, description="the sample's id, text or whole number; else the column id, else file:row")
-    text: str | None = Field(None, description="the text; else the column text, else prompt")
-    prompt: str | None = Field(None, description="the prompt (complete, score)")
-    completion: str | None = Field(None, description="the text to score after the prompt (score)")
-    messages: str | None = Field(None, description="a conversation (complete and score with chat)")
-    prefix: str | None = Field(None, description="the text before the one hole (mask marker)")
-    suffix: str | None = Field(None, description="the text after the one hole (mask marker)")
-    spans: str | None = Field(None, description="[start, end) or {start, end} ranges of characters (mask spans)")
-    sentences: str | None = Field(None, description="a list of strings (mask sentences)")
-    reference: str | None = Field(None, description="what belongs in the place of the generated text")
-    seed: str | None = Field(None, description="a whole number in place of the job's seed")
-    max_new_tokens: str | None = Field(None, description="in place of task.max_new_tokens")
-    temperature: str | None = Field(None, description="in place of sampling.temperature")
-    top_p: str | None = Field(None, description="in place of sampling.top_p; 1 cuts nothing off")
-    stop: str | None = Field(None, description="a text or a list of texts in place of task.stop; an empty list: none")
-    tokens: str | None = Field(None, description="token ids, null where masked; no nulls for other masks and tasks")
+    id: str | None = Field(default=None, description="the sample's id, text or integer; else the column id or file:row")
+    text: str | None = Field(default=None, description="the text; else the column text, else prompt")
+    prompt: str | None = Field(default=None, description="the prompt (complete, score)")
+    completion: str | None = Field(default=None, description="the text to score after the prompt (score)")
+    messages: str | None = Field(default=None, description="a conversation (complete and score with chat)")
+    prefix: str | None = Field(default=None, description="the text before the one hole (mask marker)")
+    suffix: str | None = Field(default=None, description="the text after the one hole (mask marker)")
+    spans: str | None = Field(default=None, description="[start, end) or {start, end} ranges of characters (spans)")
+    sentences: str | None = Field(default=None, description="a list of strings (mask sentences)")
+    reference: str | None = Field(default=None, description="what belongs in the place of the generated text")
+    seed: str | None = Field(default=None, description="a whole number in place of the job's seed")
+    max_new_tokens: str | None = Field(default=None, description="in place of task.max_new_tokens")
+    temperature: str | None = Field(default=None, description="in place of sampling.temperature")
+    top_p: str | None = Field(default=None, description="in place of sampling.top_p; 1 cuts nothing off")
+    stop: str | None = Field(default=None, description="a text or a list in place of task.stop; an empty list: none")
+    tokens: str | None = Field(default=None, description="token ids, null where masked; else without nulls")
 
     @model_validator(mode="after")
     def _one_source(self) -> Columns:
@@ -81,31 +81,31 @@ class Marker(Settings):
     """Each occurrence of `marker` in the text is a hole of `length` tokens; with prefix and suffix columns, what is between."""
 
     kind: Literal["marker"]
-    marker: str = Field("<mask>", min_length=1, description="the text of a hole")
-    length: Count = Field(8, description="tokens of a hole")
+    marker: str = Field(default="<mask>", min_length=1, description="the text of a hole")
+    length: Count = Field(default=8, description="tokens of a hole")
 
 
 class Random(Settings):
     """A share of the tokens: the `rate * tokens` positions (rounded, at least one) with the least noise."""
 
     kind: Literal["random"]
-    rate: Share = Field(0.5, description="share of the tokens")
+    rate: Share = Field(default=0.5, description="share of the tokens")
 
 
 class Spans(Settings):
     """`count` separate spans of `length` tokens (1 of 16), or, with a column `spans`, the row's own [start, end) characters."""
 
     kind: Literal["spans"]
-    count: Count | None = Field(None, description="number of spans; null: 1")
-    length: Count | None = Field(None, description="tokens of a span; null: 16")
+    count: Count | None = Field(default=None, description="number of spans; null: 1")
+    length: Count | None = Field(default=None, description="tokens of a span; null: 16")
 
 
 class Lines(Settings):
     """Whole non-blank lines, without their line ends: a share (`rate`) of them, or a `count` (default 1)."""
 
     kind: Literal["lines"]
-    rate: Share | None = Field(None, description="share of the lines")
-    count: Count | None = Field(None, description="number of lines")
+    rate: Share | None = Field(default=None, description="share of the lines")
+    count: Count | None = Field(default=None, description="number of lines")
 
     @model_validator(mode="after")
     def _one_amount(self) -> Lines:
@@ -122,17 +122,17 @@ class Sentences(Settings):
 
     kind: Literal["sentences"]
     which: Literal["middle", "random"] | Annotated[tuple[int, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
-        Field("middle", description="which sentences are hidden")
+        Field(default="middle", description="which sentences are hidden")
     )
-    count: Count = Field(1, description="number of random sentences")
-    separator: str = Field(" ", description="the text between listed sentences")
+    count: Count = Field(default=1, description="number of random sentences")
+    separator: str = Field(default=" ", description="the text between listed sentences")
 
 
 class SpanFraction(Settings):
     """One span of `fraction` of the tokens (rounded, at least one), at a random place."""
 
     kind: Literal["span_fraction"]
-    fraction: Share = Field(0.5, description="share of the tokens")
+    fraction: Share = Field(default=0.5, description="share of the tokens")
 
 
 class Given(Settings):
@@ -156,10 +156,10 @@ class Fim(Settings):
 
     prefix: Spelling = Field(description="the token of the text before the hole, P")
     suffix: Spelling = Field(description="the token of the text after the hole, S")
-    middle: Spelling | None = Field(None, description="the token before the hole's text; null only with order spm")
-    order: Literal["psm", "spm"] = Field("psm", description="psm: prefix P suffix S middle; spm: suffix S comes first")
+    middle: Spelling | None = Field(default=None, description="the token before the hole's text; null only with spm")
+    order: Literal["psm", "spm"] = Field(default="psm", description="psm: prefix P suffix S middle; spm: S first")
     ends: Annotated[tuple[Spelling, ...], BeforeValidator(_one_or_more)] = Field(
-        (), description="more tokens that end a hole"
+        default=(), description="more tokens that end a hole"
     )
 
     @model_validator(mode="after")
@@ -179,9 +179,9 @@ class Infill(Settings):
     done: ClassVar[str] = "generated"
     kind: Literal["infill"]
     mask: Mask = Field(description="which tokens are generated")
-    fim: Literal["auto"] | Fim = Field("auto", description="the prompt's special tokens; auto: those of the tokenizer")
-    max_new_tokens: NewTokens | None = Field(None, description="causal models: most tokens of a hole; null: 128")
-    skip_special_tokens: bool = Field(True, description="leave generated special tokens out of texts, not of tokens")
+    fim: Literal["auto"] | Fim = Field(default="auto", description="the prompt's special tokens; auto: the tokenizer's")
+    max_new_tokens: NewTokens | None = Field(default=None, description="causal models: most tokens a hole; null: 128")
+    skip_special_tokens: bool = Field(default=True, description="leave generated special tokens out of the texts")
 
 
 def _visible(text: str) -> str:
@@ -216,14 +216,14 @@ class Complete(Settings):
     goal: ClassVar[str] = "to generate, at most"
     done: ClassVar[str] = "generated"
     kind: Literal["complete"]
-    max_new_tokens: NewTokens = Field(128, description="most generated tokens; fewer where the model has less room")
+    max_new_tokens: NewTokens = Field(default=128, description="most generated tokens; fewer if the model has no room")
     stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = Field(
-        (), description="generation ends with the first token after which the text contains one of them"
+        default=(), description="generation ends with the first token after which the text contains one of them"
     )
-    ignore_eos: bool = Field(False, description="end tokens have no special meaning")
-    chat: bool = Field(False, description="render the prompt with the tokenizer's chat template")
-    chat_date: Day = Field(None, description="the date that a template prints; null: the logical date, or the plan's")
-    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text, not out of tokens")
+    ignore_eos: bool = Field(default=False, description="end tokens have no special meaning")
+    chat: bool = Field(default=False, description="render the prompt with the tokenizer's chat template")
+    chat_date: Day = Field(default=None, description="the date that a template prints; null: logical date or plan's")
+    skip_special_tokens: bool = Field(default=True, description="leave special tokens out of the text, not of tokens")
 
 
 class Score(Settings):
@@ -233,10 +233,10 @@ class Score(Settings):
     goal: ClassVar[str] = "to score"
     done: ClassVar[str] = "scored"
     kind: Literal["score"]
-    chat: bool = Field(False, description="score the answer to a conversation")
-    chat_date: Day = Field(None, description="as for complete")
-    mask: Mask | None = Field(None, description="score what it hides, given all the rest; null: a text or a completion")
-    estimate: Estimate | None = Field(None, description="how bounds are estimated; null: the defaults")
+    chat: bool = Field(default=False, description="score the answer to a conversation")
+    chat_date: Day = Field(default=None, description="as for complete")
+    mask: Mask | None = Field(default=None, description="score what it hides, given the rest; null: text or completion")
+    estimate: Estimate | None = Field(default=None, description="how bounds are estimated; null: the defaults")
 
 
 Task = Infill | Complete | Score

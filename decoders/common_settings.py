@@ -15,6 +15,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MOST_SAMPLES: Final = 4096
 """The largest `sampling.n`."""
 
@@ -23,14 +24,16 @@ class Sampling(Settings):
     """How a token is drawn from the model's logits; the same warp is applied to target and draft."""
 
     temperature: float = Field(
-        1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0: the most probable token, ties to the lowest id"
+        default=1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0: the likeliest token, ties to the lowest id"
     )
-    top_k: int | None = Field(None, ge=1, description="draw from this many of the most probable tokens only")
+    top_k: int | None = Field(default=None, ge=1, description="draw from this many of the most probable tokens only")
     top_p: float | None = Field(
-        None, gt=0.0, le=1.0, description="draw from the fewest tokens of this probability, after temperature and top_k"
+        default=None, gt=0.0, le=1.0, description="draw from the fewest tokens of this probability, after top_k"
     )
-    acceptance: Literal["coupled", "rejection"] = Field("coupled", description="keep the text, or its distribution")
-    n: int = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each row, each with its own key and result row")
+    acceptance: Literal["coupled", "rejection"] = Field(
+        default="coupled", description="coupled keeps the baseline's text, rejection its distribution"
+    )
+    n: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="samples of each row, each with its own result row")
 
 
 class DecoderChoice(Settings):
@@ -107,8 +110,8 @@ class DecoderChoice(Settings):
 class Estimate(Settings):
     """How the log-probability of a text is estimated where a model has none that is exact."""
 
-    kind: Literal["auto", "llada", "mdlm"] = Field("auto", description="the estimator; auto: the family's own")
-    samples: int = Field(128, ge=2, le=2**20, description="random masks for each text, an even number")
+    kind: Literal["auto", "llada", "mdlm"] = Field(default="auto", description="the estimator; auto: the family's own")
+    samples: int = Field(default=128, ge=2, le=2**20, description="random masks for each text, an even number")
 
     @field_validator("samples")
     @classmethod

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from draftmill.actors.task import as_tuple
-from draftmill.decoders.common_settings import Settings
+from draftmill.decoders.common_settings import Dtype, Settings
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.@-]*$", max_length=100)]
 
@@ -44,7 +44,7 @@ class MetricBase(Settings):
     needs_text: ClassVar[bool] = True
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name"})
 
-    name: Column | None = Field(None, description="the metric's column, or the beginning of its columns' names")
+    name: Column | None = Field(default=None, description="the metric's column, or the beginning of its columns' names")
 
     @property
     def shown(self) -> str:
@@ -92,10 +92,10 @@ class Rouge(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["rouge"]
-    types: RougeTypes = Field(("rouge1", "rouge2", "rougeL"), description="each is a column")
-    score: Literal["f", "precision", "recall"] = Field("f", description="which value of ROUGE")
-    stemmer: bool = Field(False, description="compare words by their stems")
-    words: Literal["ascii", "unicode"] = Field("ascii", description="ascii drops all letters but a to z")
+    types: RougeTypes = Field(default=("rouge1", "rouge2", "rougeL"), description="each is a column")
+    score: Literal["f", "precision", "recall"] = Field(default="f", description="which value of ROUGE")
+    stemmer: bool = Field(default=False, description="compare words by their stems")
+    words: Literal["ascii", "unicode"] = Field(default="ascii", description="ascii drops all letters but a to z")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -111,8 +111,8 @@ class Bleu(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["bleu"]
-    lowercase: bool = Field(False, description="ignore case")
-    tokenize: Literal["13a", "intl", "char", "none"] = Field("13a", description="sacrebleu's tokenizer")
+    lowercase: bool = Field(default=False, description="ignore case")
+    tokenize: Literal["13a", "intl", "char", "none"] = Field(default="13a", description="sacrebleu's tokenizer")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -124,8 +124,8 @@ class Chrf(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["chrf"]
-    word_order: Annotated[int, Field(ge=0, le=4)] = Field(0, description="2 is chrF++")
-    lowercase: bool = Field(False, description="ignore case")
+    word_order: Annotated[int, Field(ge=0, le=4)] = Field(default=0, description="2 is chrF++")
+    lowercase: bool = Field(default=False, description="ignore case")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -137,7 +137,7 @@ class EditSimilarity(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["edit_similarity"]
-    over: Literal["characters", "words"] = Field("characters", description="what is compared")
+    over: Literal["characters", "words"] = Field(default="characters", description="what is compared")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -148,8 +148,8 @@ class Distinct(MetricBase):
     """Different n-grams / all n-grams of the text (Li et al. 2016), over words or generated tokens."""
 
     kind: Literal["distinct"]
-    n: Orders = Field((1, 2), description="lengths of the n-grams")
-    over: Literal["words", "tokens"] = Field("words", description="what n-grams consist of")
+    n: Orders = Field(default=(1, 2), description="lengths of the n-grams")
+    over: Literal["words", "tokens"] = Field(default="words", description="what n-grams consist of")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -165,7 +165,7 @@ class Entropy(MetricBase):
 
     needs_text: ClassVar[bool] = False
     kind: Literal["entropy"]
-    over: Literal["tokens", "words"] = Field("tokens", description="what is counted")
+    over: Literal["tokens", "words"] = Field(default="tokens", description="what is counted")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -192,11 +192,13 @@ class Judge(MetricBase):
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision", "device", "max_rows"})
     kind: Literal["judge"]
     model: Annotated[str, Field(min_length=1)] = Field(description="the judge, found as model.path is")
-    revision: str | None = Field(None, description="of a hub model")
-    prompt: Column | None = Field(None, description="a kept column with the text before the sample's")
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field("auto", description="as in model.dtype")
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = Field("auto", description="as in model.device")
-    max_rows: Annotated[int, Field(ge=1, le=1024)] = Field(32, description="texts in a forward")
+    revision: str | None = Field(default=None, description="of a hub model")
+    prompt: Column | None = Field(default=None, description="a kept column with the text before the sample's")
+    dtype: Dtype = Field(default="auto", description="as in model.dtype")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = Field(
+        default="auto", description="as in model.device"
+    )
+    max_rows: Annotated[int, Field(ge=1, le=1024)] = Field(default=32, description="texts in a forward")
 
     def own_columns(self) -> tuple[str, ...]:
         """See MetricBase."""
@@ -231,16 +233,14 @@ class PassAtK(MetricBase):
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "sandbox", "allow_code_execution"})
     kind: Literal["pass_at_k"]
-    k: Ks = Field((1,), description="the k of pass@k, at most sampling.n")
-    program: Annotated[str, Field(min_length=1)] = Field(HUMANEVAL, description="Python with {text} and {NAME}")
-    code: Literal["as_is", "fenced"] = Field("as_is", description="fenced: only the first block between ``` lines")
-    timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(
-        10.0, description="wall-clock seconds"
-    )
-    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = Field(1024, description="address space of a process")
-    processes: Annotated[int, Field(ge=0, le=256)] = Field(0, description="how many processes it may start")
-    sandbox: Literal["auto", "kernel", "bwrap"] = Field("auto", description="auto: kernel where it holds")
-    allow_code_execution: bool = Field(False, description="required: true")
+    k: Ks = Field(default=(1,), description="the k of pass@k, at most sampling.n")
+    program: Annotated[str, Field(min_length=1)] = Field(default=HUMANEVAL, description="Python with {text} and {NAME}")
+    code: Literal["as_is", "fenced"] = Field(default="as_is", description="fenced: only the first ``` block")
+    timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(default=10.0, description="seconds")
+    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = Field(default=1024, description="address space of a process")
+    processes: Annotated[int, Field(ge=0, le=256)] = Field(default=0, description="how many processes it may start")
+    sandbox: Literal["auto", "kernel", "bwrap"] = Field(default="auto", description="auto: kernel where it holds")
+    allow_code_execution: bool = Field(default=False, description="required: true")
 
     @field_validator("program")
     @classmethod
@@ -275,9 +275,9 @@ class OwnMetric(MetricBase):
     kind: Literal["file"]
     path: Annotated[str, Field(min_length=1)] = Field(description="the Python file")
     values: Annotated[tuple[Column, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
-        (), description="keys of the dict that it returns"
+        default=(), description="keys of the dict that it returns"
     )
-    reference: bool = Field(False, description="refuse runs without references")
+    reference: bool = Field(default=False, description="refuse runs without references")
 
     @model_validator(mode="after")
     def _is_a_file(self) -> OwnMetric:

@@ -29,22 +29,22 @@ class MinSpan(Settings):
     """Verify a span of at least `span` tokens; 1 means always."""
 
     kind: Literal["min_span"]
-    span: int = Field(1, ge=1, le=2**20, description="tokens of the shortest verified span")
+    span: int = Field(default=1, ge=1, le=2**20, description="tokens of the shortest verified span")
 
 
 class ScoreRouter(Settings):
     """Verify where the score (expected accepted tokens less their cost) is at least `tau`."""
 
     kind: Literal["score"]
-    tau: _Number = Field(0.0, description="least score")
+    tau: _Number = Field(default=0.0, description="least score")
 
 
 class Hysteresis(Settings):
     """Start to verify at a score above `on`, stop at a score below `off`; a sample starts without verification."""
 
     kind: Literal["hysteresis"]
-    on: _Number = Field(0.0, description="verify from above this score")
-    off: _Number = Field(-1.0, description="stop below this score")
+    on: _Number = Field(default=0.0, description="verify from above this score")
+    off: _Number = Field(default=-1.0, description="stop below this score")
 
     @model_validator(mode="after")
     def _ordered(self) -> Hysteresis:
@@ -57,13 +57,11 @@ class Bandit(Settings):
     """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy."""
 
     kind: Literal["bandit"]
-    beta: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rarely tried actions")
-    span_bins: _Bins = Field(2, description="bins of span lengths")
-    progress_bins: _Bins = Field(2, description="bins of progress")
-    entropy_bins: _Bins = Field(2, description="bins of entropies")
-    entropy_of: Literal["span", "masks"] = Field(
-        "span", description="the mean over the span, or all masks of the block"
-    )
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
+    span_bins: _Bins = Field(default=2, description="bins of span lengths")
+    progress_bins: _Bins = Field(default=2, description="bins of progress")
+    entropy_bins: _Bins = Field(default=2, description="bins of entropies")
+    entropy_of: Literal["span", "masks"] = Field(default="span", description="the mean over a span or a block's masks")
 
 
 Router = Annotated[MinSpan | ScoreRouter | Hysteresis | Bandit, Field(discriminator="kind")]
@@ -76,28 +74,28 @@ class Entropy(Settings):
     """exp(-beta H / log V), with the entropy H of the draft distribution."""
 
     kind: Literal["entropy"]
-    beta: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="weight of the entropy")
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the entropy")
 
 
 class Margin(Settings):
     """1 where the best token leads the second by more than `tau`, else 0."""
 
     kind: Literal["margin"]
-    tau: float = Field(0.05, ge=0.0, le=1.0, allow_inf_nan=False, description="the lead")
+    tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False, description="the lead")
 
 
 class LinearMargin(Settings):
     """The best token's lead over the second times `coefficient`, at most 1."""
 
     kind: Literal["linear_margin"]
-    coefficient: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="weight of the lead")
+    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the lead")
 
 
 class Confidence(Settings):
     """The drafted token's probability to the `power`."""
 
     kind: Literal["confidence"]
-    power: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="exponent of the probability")
+    power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="exponent of the probability")
 
 
 class Renyi(Settings):
@@ -110,7 +108,7 @@ class HardEntropy(Settings):
     """1 where H / log V is below `tau`, else 0."""
 
     kind: Literal["hard_entropy"]
-    tau: float = Field(0.5, ge=0.0, allow_inf_nan=False, description="the normalised entropy")
+    tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False, description="the normalised entropy")
 
 
 Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | HardEntropy, Field(discriminator="kind")]
@@ -123,6 +121,6 @@ class VerificationCost(Settings):
     """The gain that a verification must reach: `c` tokens (static), or `c` per token revealed without it (dynamic)."""
 
     kind: Literal["static", "dynamic"] = Field(
-        "static", description="c tokens, or c for each token that is revealed without it"
+        default="static", description="c tokens, or c for each token that is revealed without it"
     )
-    c: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="number of tokens")
+    c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="number of tokens")

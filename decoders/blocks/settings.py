@@ -28,22 +28,22 @@ class BlockSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "blocks"
     tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]] = ("complete",)
     draws_by_row: ClassVar = False
-    block_size: _Count | None = Field(None, description="positions of a block; null: the size used in training")
+    block_size: _Count | None = Field(default=None, description="positions of a block; null: the size used in training")
     schedule: Literal["static", "dynamic", "sequential", "entropy"] = Field(
-        "dynamic", description="which masks a step reveals"
+        default="dynamic", description="which masks a step reveals"
     )
-    steps: _Count | None = Field(None, description="steps of a block, each with an equal share; null: one per position")
+    steps: _Count | None = Field(default=None, description="denoising steps of a block; null: one per position")
     tau: float = Field(
-        0.9, ge=0.0, allow_inf_nan=False, description="threshold of the schedules dynamic (confidence), entropy (nats)"
+        default=0.9, ge=0.0, allow_inf_nan=False, description="threshold of dynamic (confidence) and entropy (nats)"
     )
-    sub_block: _Count | None = Field(None, description="denoise blocks in parts of this many positions, left to right")
+    sub_block: _Count | None = Field(default=None, description="denoise blocks in parts of N positions, left to right")
     tau_edit: float | None = Field(
-        None, ge=0.0, allow_inf_nan=False, description="replace a revealed token if another is likelier than this"
+        default=None, ge=0.0, allow_inf_nan=False, description="replace a revealed token if another exceeds this"
     )
-    post_steps: int = Field(16, ge=0, le=2**20, description="with tau_edit: most steps of a block after its last mask")
-    causal_cache: bool = Field(False, description="prompt and finished blocks see only what is to their left")
-    fused: bool = Field(False, description="draft a block in the forward that adds the prompt or blocks before it")
-    draws: Literal["fresh", "kept"] = Field("fresh", description="draw masks anew in each step, or keep their noise")
+    post_steps: int = Field(default=16, ge=0, le=2**20, description="with tau_edit: most steps after the last mask")
+    causal_cache: bool = Field(default=False, description="prompt and finished blocks see only what is to their left")
+    fused: bool = Field(default=False, description="draft a block in the forward that adds what is before it")
+    draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
 
     @property
     def draws_anew(self) -> bool:
@@ -119,12 +119,12 @@ class S2d2Settings(BlockSettings):
 
     runs: ClassVar = "draftmill.decoders.blocks.s2d2:algorithm"
     kind: Literal["s2d2"]
-    router: Router = Field(MinSpan(kind="min_span"), description="whether a drafted span is verified")
-    estimator: Estimator = Field(Entropy(kind="entropy"), description="how likely it is that a draft is accepted")
-    cost: VerificationCost = Field(VerificationCost(), description="how many tokens a verification must gain")
-    temper: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, where one is used")
-    causal_draft: bool = Field(False, description="draft with the decided front of the block run causally")
-    paper_compat: bool = Field(False, description="at temperature 0: use untempered distributions, as the public code")
+    router: Router = Field(default=MinSpan(kind="min_span"), description="whether a drafted span is verified")
+    estimator: Estimator = Field(default=Entropy(kind="entropy"), description="how likely a draft is accepted")
+    cost: VerificationCost = Field(default=VerificationCost(), description="how many tokens a verification must gain")
+    temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, if it is used")
+    causal_draft: bool = Field(default=False, description="draft with the decided front of the block run causally")
+    paper_compat: bool = Field(default=False, description="at temperature 0: untempered, as the public code")
 
     @property
     def verifies_always(self) -> bool:

@@ -26,7 +26,7 @@ class DrafterPlace(Settings):
     """The path of a drafting model: a masked-diffusion model with the same vocabulary."""
 
     path: str = Field(min_length=1, description="where the model is, as in model.path")
-    revision: str | None = Field(None, description="of a hub model")
+    revision: str | None = Field(default=None, description="of a hub model")
 
 
 class ModelDrafterSettings(DrafterPlace):
@@ -39,8 +39,8 @@ class NgramDrafterSettings(Settings):
     """Prompt look-up: drafts the tokens after the last occurrence of the last `max_n` (down to `min_n`) tokens."""
 
     kind: Literal["ngram"]
-    max_n: int = Field(3, ge=1, le=16, description="most tokens that must match")
-    min_n: int = Field(1, ge=1, le=16, description="fewest tokens that must match")
+    max_n: int = Field(default=3, ge=1, le=16, description="most tokens that must match")
+    min_n: int = Field(default=1, ge=1, le=16, description="fewest tokens that must match")
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramDrafterSettings:
@@ -58,10 +58,10 @@ class SpeculativeSettings(DecoderChoice):
     runs: ClassVar = "draftmill.decoders.causal.speculative:algorithm"
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
-        5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
+        default=5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
     )
     drafter: ModelDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings = Field(
-        NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts"
+        default=NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts"
     )
 
     @property
@@ -78,19 +78,15 @@ class SpecDiffSettings(DecoderChoice):
     runs: ClassVar = "draftmill.decoders.causal.specdiff:algorithm"
     kind: Literal["specdiff"]
     gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
-        8, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
+        default=8, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
     )
-    steps: int = Field(
-        2, ge=1, le=256, description="most forwards of the drafter for one draft; each reveals an equal share"
-    )
+    steps: int = Field(default=2, ge=1, le=256, description="forwards of the drafter for one draft, at most")
     order: Literal["left_to_right", "native"] = Field(
-        "left_to_right", description="which drafts are revealed first; native (at random) is lossy under rejection"
+        default="left_to_right", description="which draft comes first; native (at random) is lossy under rejection"
     )
-    window: Literal["short", "full"] = Field("short", description="the drafter sees its masks or its trained length")
+    window: Literal["short", "full"] = Field(default="short", description="masks of the draft or of the trained length")
     drafter: DrafterPlace = Field(description="a masked-diffusion model with the same vocabulary, except the mask")
-    head: str = Field(
-        "auto", min_length=1, description="auto: the drafter's own, if it has one; none; or a draft head's folder"
-    )
+    head: str = Field(default="auto", min_length=1, description="auto: the drafter's own; none; or a head's folder")
 
     @model_validator(mode="after")
     def _head_needs_order(self) -> SpecDiffSettings:
@@ -124,8 +120,8 @@ class JacobiSettings(DecoderChoice):
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.causal.jacobi:algorithm"
     kind: Literal["jacobi"]
-    block_size: int = Field(16, ge=1, le=256, description="tokens of a block")
-    window: Literal["fixed", "running"] = Field("fixed", description="a block at a time, or always block_size drafts")
+    block_size: int = Field(default=16, ge=1, le=256, description="tokens of a block")
+    window: Literal["fixed", "running"] = Field(default="fixed", description="a block at a time, or always N drafts")
 
     @field_validator("block_size", mode="before")
     @classmethod
@@ -147,8 +143,8 @@ class MultiblockJacobiSettings(DecoderChoice):
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.causal.multiblock_jacobi:algorithm"
     kind: Literal["multiblock_jacobi"]
-    block_size: int = Field(16, ge=1, le=256, description="tokens of a block")
-    blocks: int = Field(2, ge=1, le=8, description="blocks at once")
-    spawn_ratio: float = Field(0.85, gt=0.0, le=1.0, description="share of a block accepted when the next one starts")
-    verify_size: int = Field(4, ge=1, le=16, description="rows verified together: the draft and its candidates")
-    pool_size: int = Field(4, ge=0, le=256, description="rejected runs of tokens kept as candidates; 0: none")
+    block_size: int = Field(default=16, ge=1, le=256, description="tokens of a block")
+    blocks: int = Field(default=2, ge=1, le=8, description="blocks at once")
+    spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0, description="accepted share when the next block starts")
+    verify_size: int = Field(default=4, ge=1, le=16, description="rows verified together: the draft and its candidates")
+    pool_size: int = Field(default=4, ge=0, le=256, description="rejected runs of tokens kept as candidates; 0: none")

@@ -14,11 +14,11 @@ class SuffixDrafterSettings(Settings):
 
     kind: Literal["suffix"]
     max_tokens: int = Field(
-        1 << 20, ge=1 << 10, le=1 << 28, description="the index holds this many last tokens, or at least half"
+        default=1 << 20, ge=1 << 10, le=1 << 28, description="the index holds the last N tokens, at least half of them"
     )
     max_spec_factor: float = Field(
-        1.0, gt=0.0, le=64.0, allow_inf_nan=False, description="drafts at most so many times the tokens that match"
+        default=1.0, gt=0.0, le=64.0, allow_inf_nan=False, description="drafts at most N times the tokens that match"
     )
     min_token_prob: float = Field(
-        0.1, ge=0.0, le=1.0, allow_inf_nan=False, description="drafts while all of them hold with this probability"
+        default=0.1, ge=0.0, le=1.0, allow_inf_nan=False, description="drafts while all hold with this probability"
     )

@@ -20,15 +20,15 @@ class MaskedSettings(Settings):
     elsewhere.
     """
 
-    block_length: _Count | None = Field(32, description="positions of a block, from the first hole; null: all in one")
+    block_length: _Count | None = Field(default=32, description="positions of a block; null: the canvas is one block")
     confidence: Literal["top1", "margin", "entropy", "random"] = Field(
-        "top1", description="which position comes next: by probability, lead, negative entropy, or at random"
+        default="top1", description="which position comes next: by probability, lead, negative entropy, or at random"
     )
     cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = Field(
-        "none", description="what a forward reads instead of computing it; dual_relaxed is lossy in ssd"
+        default="none", description="what a forward reads instead of computing it; dual_relaxed is lossy in ssd"
     )
-    refresh: _Count | None = Field(None, description="refresh the cache after so many tokens; null: once a block")
-    draws: Literal["fresh", "kept"] = Field("fresh", description="draw masks anew in each step, or keep their noise")
+    refresh: _Count | None = Field(default=None, description="refresh the cache after N tokens; null: once a block")
+    draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
 
     @property
     def draws_anew(self) -> bool:
@@ -54,11 +54,9 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.masked.stepwise:algorithm"
     kind: Literal["stepwise"]
-    tokens_per_step: int = Field(1, ge=1, description="tokens that a forward reveals; more than 1 is lossy")
-    steps: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="instead: forwards in all, shared by the blocks"
-    )
-    schedule: Literal["even", "dream"] = Field("even", description="with steps: dream is Dream's own, without blocks")
+    tokens_per_step: int = Field(default=1, ge=1, description="tokens that a forward reveals; more than 1 is lossy")
+    steps: Annotated[int, Field(ge=1)] | None = Field(default=None, description="instead: the number of forwards")
+    schedule: Literal["even", "dream"] = Field(default="even", description="steps: dream is Dream's, without blocks")
 
     @model_validator(mode="after")
     def _one_schedule(self) -> StepwiseSettings:
@@ -81,8 +79,8 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.masked.ssd:algorithm"
     kind: Literal["ssd"]
-    draft_length: int = Field(4, ge=1, le=64, description="most drafts N in a forward, which runs N + 1 canvases")
-    tree: Literal["chain", "mixed"] = Field("chain", description="mixed: 2 N canvases, for drafts in another order")
+    draft_length: int = Field(default=4, ge=1, le=64, description="most drafts N in a forward, of N + 1 canvases")
+    tree: Literal["chain", "mixed"] = Field(default="chain", description="mixed: 2 N canvases, for swapped drafts")
 
     @field_validator("draft_length", mode="before")
     @classmethod
@@ -102,9 +100,9 @@ class ThresholdSettings(MaskedSettings, DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.masked.stepwise:threshold"
     kind: Literal["threshold"]
-    confidence: Literal["top1", "margin"] = Field("top1", description="a token's probability, or its lead")
+    confidence: Literal["top1", "margin"] = Field(default="top1", description="a token's probability, or its lead")
     tau: float = Field(
-        0.9, ge=0.0, le=1.0, allow_inf_nan=False, description="reveal all tokens this confident, and always the best"
+        default=0.9, ge=0.0, le=1.0, allow_inf_nan=False, description="reveal tokens this sure, and always the best"
     )
 
 
@@ -115,9 +113,9 @@ class FactorSettings(MaskedSettings, DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.masked.stepwise:factor"
     kind: Literal["factor"]
-    confidence: Literal["top1", "margin"] = Field("top1", description="a token's probability, or its lead")
+    confidence: Literal["top1", "margin"] = Field(default="top1", description="a token's probability, or its lead")
     factor: float = Field(
-        1.0, gt=0.0, allow_inf_nan=False, description="reveal the largest n with (n + 1) (1 - n-th confidence) below it"
+        default=1.0, gt=0.0, allow_inf_nan=False, description="reveal the largest n: (n + 1) (1 - n-th confidence) < it"
     )
 
 
@@ -131,9 +129,9 @@ class AncestralSettings(DecoderChoice):
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.masked.ancestral:algorithm"
     kind: Literal["ancestral"]
-    steps: int = Field(128, ge=1, le=2**20, description="steps until no mask is left; one more reveals the rest")
+    steps: int = Field(default=128, ge=1, le=2**20, description="steps until no mask is left; one more takes the rest")
     predictor: Literal["auto", "ddpm", "analytic", "euler"] = Field(
-        "auto", description="the rule that reveals masks: ddpm (MDLM), analytic or euler (SEDD)"
+        default="auto", description="the rule that reveals masks: ddpm (MDLM), analytic or euler (SEDD)"
     )
 
     def check_model(self, info: ModelInfo) -> None:

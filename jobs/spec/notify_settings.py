@@ -81,20 +81,16 @@ class NotifySettings(Settings):
             AfterValidator(_command),
         ]
         | None
-    ) = Field(None, description="a command and its arguments; it reads the notice from standard input")
-    webhook: Annotated[str, AfterValidator(_webhook)] | None = Field(
-        None, description="a URL that gets the notice as POST"
-    )
+    ) = Field(default=None, description="a command and its arguments; it reads the notice from standard input")
+    webhook: Annotated[str, AfterValidator(_webhook)] | None = Field(default=None, description="gets notices by POST")
     headers: Annotated[dict[str, str], AfterValidator(_headers)] = Field(
         default_factory=dict, description="of the webhook's request"
     )
     on: Annotated[tuple[Event, ...], BeforeValidator(_one_or_more), Field(min_length=1)] = Field(
-        ("finish", "failure", "stall"), description="the events of which it is notified"
+        default=("finish", "failure", "stall"), description="the events of which it is notified"
     )
-    timeout_s: Annotated[float, Field(gt=0.0, le=300.0)] = Field(10.0, description="seconds before it is given up")
-    stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = Field(
-        1800.0, description="seconds without progress"
-    )
+    timeout_s: Annotated[float, Field(gt=0.0, le=300.0)] = Field(default=10.0, description="seconds until it is ended")
+    stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = Field(default=1800.0, description="seconds")
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> NotifySettings:

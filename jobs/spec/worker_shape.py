@@ -31,21 +31,21 @@ def _labels(labels: dict[str, str]) -> dict[str, str]:
 class WorkerShape(Settings):
     """Workers of one kind: how many, and the resources of each."""
 
-    count: Literal["auto"] | Positive = Field("auto", description="auto: as many as the GPUs, else the CPUs, allow")
+    count: Literal["auto"] | Positive = Field(default="auto", description="auto: as many as GPUs, else CPUs, allow")
     gpus: Literal["auto"] | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = Field(
-        "auto", description="per worker, all on one node; auto: one if a selected node has any"
+        default="auto", description="per worker, all on one node; auto: one if a selected node has any"
     )
-    cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = Field(1, description="per worker, as Ray counts")
-    gpus_per_model: Positive = Field(1, description="processes on one node that one model is split over")
+    cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = Field(default=1, description="per worker (Ray's CPUs)")
+    gpus_per_model: Positive = Field(default=1, description="processes on one node that one model is split over")
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = Field(
         default_factory=dict, description="only nodes with these labels: VALUE, !VALUE, in(A, B), !in(A, B)"
     )
-    max_rows: Positive | None = Field(None, description="in place of batching.max_rows")
-    max_tokens: Positive | None = Field(None, description="in place of batching.max_tokens")
-    stall_s: Seconds = Field(600.0, description="a worker without progress for so many seconds is killed")
-    start_s: Seconds = Field(1800.0, description="a worker that is not up after so many seconds is requested again")
+    max_rows: Positive | None = Field(default=None, description="in place of batching.max_rows")
+    max_tokens: Positive | None = Field(default=None, description="in place of batching.max_tokens")
+    stall_s: Seconds = Field(default=600.0, description="a worker without progress for so many seconds is killed")
+    start_s: Seconds = Field(default=1800.0, description="a worker that is not up after N seconds is requested again")
     price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = Field(
-        None, description="what an hour of one such worker costs, in any currency"
+        default=None, description="what an hour of one such worker costs, in any currency"
     )
 
     @field_validator("gpus")
