@@ -21,8 +21,6 @@ from pydantic_core import PydanticUndefined
 
 from draftmill.actors.metrics.settings import PassAtK
 from draftmill.actors.task import Columns, Complete, Fim, Infill, Mask, Score
-from draftmill.decoders.blocks.router_settings import Estimator, Router
-from draftmill.decoders.causal.settings import SpeculativeSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.settings import DECODERS, decoders_for
 from draftmill.jobs.spec import job_spec
@@ -170,9 +168,9 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "output": partial(keys, job_spec.OutputSettings),
     "s3": partial(keys, job_spec.S3Settings),
     "notify": partial(keys, NotifySettings),
-    "decoder.speculative.drafter": partial(kinds, SpeculativeSettings.model_fields["drafter"].annotation),
-    "decoder.s2d2.router": partial(kinds, Router),
-    "decoder.s2d2.estimator": partial(kinds, Estimator),
+    "decoder.speculative.drafter": partial(kinds, DECODERS["speculative"].model_fields["drafter"].annotation),
+    "decoder.s2d2.router": partial(kinds, DECODERS["s2d2"].model_fields["router"].annotation),
+    "decoder.s2d2.estimator": partial(kinds, DECODERS["s2d2"].model_fields["estimator"].annotation),
     "metrics.pass_at_k": partial(keys, PassAtK),
 } | {f"decoder.{kind}": partial(decoder, kind) for kind, one in DECODERS.items() if len(one.model_fields) > 1}
 
