@@ -9,7 +9,7 @@ from draftmill.actors.task import Columns, Side, Task
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.stores.interface import S3Options
 
 

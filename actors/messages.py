@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from draftmill.decoders.base import EngineStats
 
 if TYPE_CHECKING:
-    from draftmill.storage.runs.commit import CommittedUnit
+    from draftmill.storage.runs.unit_facts import CommittedUnit
 
 FailureKind = Literal["TASK", "INFRA"]
 """TASK: this unit's data raised an exception. INFRA: the store or the machine failed; the data is not to blame."""

@@ -29,7 +29,7 @@ from draftmill.decoders.backbones.heads import DraftHeads
 from draftmill.decoders.backbones.load import inspect_model, load_backbone, pick_device
 from draftmill.decoders.base import CachedDecoder, ModelInfo, Outcome, Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, find_heads
 from recipes.corpus import encode, split, standard_library

@@ -19,8 +19,7 @@ from benchmarks.budget_worlds import HOPELESS, MIXED, WORTHWHILE, World
 from benchmarks.causal import header, row
 from draftmill.decoders.engine import cost
 from draftmill.decoders.engine.budget import Survival
-from draftmill.decoders.engine.cost import Cost
-from draftmill.decoders.engine.offers import Offers
+from draftmill.decoders.engine.cost import Cost, Offers
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 SEEDS, STEPS = 6, 400

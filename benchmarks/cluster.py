@@ -47,16 +47,16 @@ from draftmill.actors.messages import (
     turn_s,
 )
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.attempts import AttemptsLog
 from draftmill.jobs.driving.driver import Driver, StopFlag
 from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.plan.packing import auto_unit_rows, cut, longest_first, window_rows
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes
 from draftmill.storage.runs.commit import CommittedUnit, unit_name
-from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import MemoryStore
 
 SPEEDS = ((0.5, 2000.0), (0.3, 1000.0), (0.2, 400.0))
 """Shares of machines, and the tokens per second that a worker on them generates: an 8B model in batches of some dozen rows on
@@ -350,18 +350,19 @@ def simulate(workers: int, samples: int, unit_rows: int | None, seed: int) -> di
     """Run one job; returns its figures, and the units that the driver recorded as committed, in order."""
     before_mb = peak_mb()
     units = packed(samples, unit_rows, seed)
-    tokens = sum(units.tokens)
+    tokens = int(units.tokens.sum())
     mean = sum(share * speed for share, speed in SPEEDS)
     machines = drawn_machines(workers, seed, LOAD_S + tokens / (workers * mean))
     world = World(machines, seed)
     totals = Totals(units=len(units), rows=samples, clock=world.clock)
+    log = RunLog(clock=world.clock)
+    log.attach(MemoryStore("memory://benchmark"), 1, "benchmark")
     began_s = time.process_time()
     driver = Driver(
         scheduler=Scheduler(units, workers=world.room(), limits=Limits(lease_s=STALL_S)),
         pool=world,
-        display=Silence(),
+        display=LoggedDisplay(Silence(), log),
         totals=totals,
-        log=AttemptsLog(MemoryStore("memory://benchmark"), 1, clock=world.clock),
         stop=StopFlag(),
         clock=world.clock,
         room=world.room,

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
 
-from draftmill.jobs.driving.cluster_survey import cluster_survey
+from draftmill.jobs.driving.backend import cluster_survey
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.survey import Survey, survey

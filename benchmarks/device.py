@@ -40,10 +40,11 @@ from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.cuda_graphs import VARIABLE as GRAPH_SWITCH
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.kernels import attention_reference, experts_reference, sampling_reference
+from draftmill.decoders.kernels import sampling_reference, trial
 from draftmill.decoders.kernels.find import find_attention, find_product, find_sampling
 from draftmill.decoders.kernels.sampling_reference import Wanted, Warp
 from draftmill.decoders.kernels.seen import Seen
@@ -218,13 +219,13 @@ def _attention_rows(bench: Bench) -> Iterator[list[str]]:
             return found
 
         ours = None if attend is None else partial(run, attend)
-        yield _compared(bench, "attention", case, ours, partial(run, attention_reference.attend))
+        yield _compared(bench, "attention", case, ours, partial(run, trial.reference_attend))
 
 
 def _sampling_rows(bench: Bench) -> Iterator[list[str]]:
     num_rows, vocab_size = (4, 211) if bench.rehearse else (64, 128256)
     logits_RV = torch.randn(num_rows, vocab_size, device=bench.device) * 3
-    keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(num_rows)], bench.device)
+    keys = noise.key_words([sample_key(0, str(row)) for row in range(num_rows)], bench.device)
     positions = torch.arange(num_rows, device=bench.device)
     kernel, never_V = find_sampling(bench.device, bench.dtype), torch.arange(vocab_size, device=bench.device) < 3
     warps: dict[str, tuple[float, int | None]] = {
@@ -257,7 +258,7 @@ def _expert_rows(bench: Bench) -> Iterator[list[str]]:
         ends = torch.searchsorted(expert, torch.arange(num_experts, device=bench.device), right=True, out_int32=True)
         ours = None if product is None else partial(product, rows, weights, ends)
         case = f"{count} rows, {num_experts} experts of {width} x {inner}"
-        yield _compared(bench, "experts", case, ours, partial(experts_reference.product, rows, weights, ends))
+        yield _compared(bench, "experts", case, ours, partial(trial.reference_product, rows, weights, ends))
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def _requests(case: Case, vocab_size: int, count: int) -> list[Request]:
             canvas[rng.permutation(case.length)[: case.new]] = HOLE
         else:
             canvas[case.length - case.new :] = HOLE
-        requests.append(Request(index, noise.sample_key(0, str(index)), canvas))
+        requests.append(Request(index, sample_key(0, str(index)), canvas))
     return requests
 
 

@@ -24,8 +24,8 @@ from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.samples import Sample
 from draftmill.decoders.base import Request
-from draftmill.jobs.driving.attempts import read_sessions
-from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.driving.ray_session import ray_session
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import efficiency
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.plan import Plan, load_plan

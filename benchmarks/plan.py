@@ -18,9 +18,8 @@ import psutil
 import pyarrow as pa
 
 from benchmarks.makespans import makespan_bound, refill_makespan, static_makespan
-from draftmill.jobs.plan.duplicates import DuplicateFinder
-from draftmill.jobs.plan.packing import longest_first, padding_efficiency
-from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.id_sets import DuplicateFinder, hashes_of
+from draftmill.jobs.plan.packing import PlanWriter, longest_first, padding_efficiency
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.store import open_store
 
@@ -61,7 +60,7 @@ def plan_rows(rows: int) -> None:
         writer = PlanWriter(open_store(folder), window=WINDOW)
         began_s, done, shown = time.perf_counter(), 0, 0
         for table in synthetic_rows(rows):
-            finder.add(table["id"].to_pylist(), table["file"].to_numpy(), table["row"].to_numpy())
+            finder.add(hashes_of(table["id"].to_pylist()), table["file"].to_numpy(), table["row"].to_numpy())
             writer.add(table)
             done += table.num_rows
             if done * 10 // rows > shown:

@@ -23,12 +23,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.jobs.plan.packing import UNITS_PER_WINDOW
-from draftmill.jobs.plan.plan_writer import PlanWriter
-from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
-from draftmill.jobs.schedule.waiting import Waiting
-from draftmill.storage.inputs.input_file import InputFile
-from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.jobs.plan.packing import UNITS_PER_WINDOW, PlanWriter
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes, Waiting
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, PlanTable
 from draftmill.storage.stores.store import open_store
 

@@ -26,9 +26,13 @@ from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Outcome, Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
+from draftmill.decoders.causal.settings import (
+    AutoregressiveSettings,
+    NgramDrafterSettings,
+    SpeculativeSettings,
+    SuffixDrafterSettings,
+)
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup

@@ -21,7 +21,7 @@ MOST_SAMPLES: Final = 4096
 
 
 class Sampling(Settings):
-    """How a token is drawn from the model's logits; the same warp is applied to target and draft."""
+    """How a token is drawn from the model's logits; the same warp is applied to target and draft. `n` samples are drawn a row."""
 
     temperature: float = Field(
         default=1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0: the likeliest token, ties to the lowest id"
@@ -34,6 +34,9 @@ class Sampling(Settings):
         default="coupled", description="coupled keeps the baseline's text, rejection its distribution"
     )
     n: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="samples of each row, each with its own result row")
+
+
+Tasks = tuple[Literal["infill", "complete", "score"], ...]
 
 
 class DecoderChoice(Settings):
@@ -53,7 +56,7 @@ class DecoderChoice(Settings):
 
     runs_on: ClassVar[ModelKind]
     runs: ClassVar[str]
-    tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]]
+    tasks: ClassVar[Tasks]
     draws_by_row: ClassVar[bool] = True
     token_logprobs: ClassVar[bool] = False
     draft_law: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Texts that are scored under masked diffusion by a mean over random masks (draws/score_masks.py); each mask is a canvas.
+"""Texts that are scored under masked diffusion by a mean over random masks; each mask is a canvas.
 
 A text is a sample whose canvases each need one forward and keep nothing. So a text offers as many as it has left, and runs those
 that fit; the engine (engine/score_engine.py) puts the canvases of several texts into one forward.
@@ -10,24 +10,101 @@ that fit; the engine (engine/score_engine.py) puts the canvases of several texts
 A canvas's result is the same in any forward, and a text's sums are exact (fsum), so its score does not depend on the batch.
 
 The distribution is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
-Plain numbers, no torch. Legend: L tokens of a text, R tokens that are read, M draws.
+
+Such a model bounds the log-probability of L tokens by a mean over masks M, with weights w:
+
+    bound = E[ w(M) * sum of log p(token i | tokens outside of M), i in M ]
+
+    llada   the number of masked tokens l is uniform in 1..L, then any l tokens are equally likely; w = L / l
+    mdlm    the share t is uniform in (0, 1), then each token is masked with probability t;         w = 1 / t
+
+Both have the same expectation if p does not depend on l or t. Samples come in pairs: pair h of H draws both of its l (or t) from
+the h-th of H equal parts of their range. That removes the variance between parts, as the evenly spaced times in the public code
+do, and the difference within each pair gives an unbiased estimate of the variance. Where `llada` has no more masks than samples,
+every mask is used once, with its probability: the bound is then exact.
+
+All numbers come from the noise field (draws/keys.py), so a text's masks depend on its key and on which of its tokens are scored.
+
+Sources: Nie et al., "Large language diffusion models" (LLaDA, 2025), the conditional likelihood of the section on inference, and
+the public `get_log_likelihood`; Sahoo et al., "Simple and Effective Masked Diffusion Language Models" (2024), the continuous-time
+bound. MDLM's code draws t from (0.001, 1) and masks with probability 0.999 t; here both limits are used, so that the mean is the
+bound.
+
+Legend: L tokens of a group, R tokens that are read, M draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import fsum, sqrt
+from functools import partial
+from math import comb, fsum, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.base import ModelInfo, Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
-from draftmill.decoders.draws.score_masks import MaskedGroup
+from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
+from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.asks import SCORE, Ask, Decoding, Ints, Offer, Span, runs_of
 from draftmill.decoders.engine.samples import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What one draw hides of a group, bool [L], the weight of its tokens' log-probabilities, and the share that it stands for."""
+
+    hidden_L: NDArray[np.bool_]
+    weight: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedGroup:
+    """Tokens that are masked together: those of a text, or of one block. `places_L` are their numbers among all scored tokens.
+
+    `number` tells the groups of one text apart. The weights of a group's masks include the division by their number.
+    """
+
+    key: int
+    number: int
+    places_L: NDArray[np.int64]
+    kind: str
+    samples: int
+
+    @property
+    def enumerated(self) -> bool:
+        """Whether every mask is used once."""
+        # The first test keeps the power small.
+        return self.kind == "llada" and len(self.places_L) <= self.samples and self._num_masks <= self.samples
+
+    @property
+    def _num_masks(self) -> int:
+        return int(2 ** len(self.places_L)) - 1
+
+    @property
+    def num_masks(self) -> int:
+        """How many masks are used."""
+        return self._num_masks if self.enumerated else self.samples
+
+    def mask(self, draw: int) -> Mask:
+        """The mask number `draw`."""
+        length = len(self.places_L)
+        if self.enumerated:
+            hidden_L = ((draw + 1) >> np.arange(length)) % 2 == 1
+            count = int(hidden_L.sum())
+            return Mask(hidden_L, 1.0 / (count * comb(length, count)), count / length)
+        uniform = float(uniforms(self.key, np.asarray([self.number]), SCORE_SHARE, draw)[0])
+        share = (draw // 2 + uniform) / (self.samples // 2)
+        noise_L = uniforms(self.key, self.places_L, SCORE_MASK, draw)
+        if self.kind == "mdlm":
+            return Mask(noise_L < share, 1.0 / (share * self.samples), share)
+        count = min(length, 1 + int(share * length))
+        hidden_L = np.zeros(length, dtype=np.bool_)
+        hidden_L[np.argsort(noise_L, kind="stable")[:count]] = True
+        return Mask(hidden_L, length / (count * self.samples), count / length)
 
 
 class ScoredRows(NamedTuple):
@@ -77,29 +154,13 @@ class Text(Sample):
     """
 
     __slots__ = (
-        "alone",
-        "by_position",
-        "exact_M",
-        "groups",
-        "num_run",
-        "per_canvas",
-        "positions",
-        "sampled_M",
-        "scored",
-    )
+        "alone", "by_position", "exact_M", "groups", "num_run", "per_canvas", "positions", "sampled_M", "scored",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        request: Request,
-        order: list[int] | None,
-        prompt: int,
-        *,
-        grouped: Callable[[Request], Grouping],
-        kind: str,
-        samples: int,
-        **more: Any,
+        self, request: Request, *args: Any, grouped: Callable[[Request], Grouping], kind: str, samples: int, **more: Any
     ) -> None:
-        super().__init__(request, order, prompt, **more)
+        super().__init__(request, *args, **more)
         self.scored = request.to_score()
         self.positions, self.alone, self.per_canvas = grouped(request)
         places = [np.searchsorted(self.scored, each).astype(np.int64) for each in self.positions]
@@ -237,6 +298,28 @@ def ask_about(canvases: Sequence[ScoredRows]) -> Ask:
     )
 
 
-def kind_of(settings: DecoderChoice, estimate: Estimate) -> str:
-    """The estimator: the family's own for `auto`."""
-    return settings.estimates[0] if estimate.kind == "auto" else estimate.kind
+def mask_of(info: ModelInfo) -> int:
+    """The id of the model's mask; ValueError if it has none."""
+    if info.mask_id is None:
+        raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to score with")
+    return info.mask_id
+
+
+def estimated(
+    settings: DecoderChoice,
+    estimate: Estimate,
+    rows_of: Callable[[Text, list[Draw]], ScoredRows],
+    grouped: Callable[[Request], Grouping],
+    **more: Any,
+) -> Algorithm:
+    """How the engine estimates scores, with the family's own estimator for `auto`."""
+    kind = settings.estimates[0] if estimate.kind == "auto" else estimate.kind
+    return Algorithm(
+        decode=partial(estimate_score, rows_of=rows_of),
+        scores=True,
+        estimates=True,
+        sample=partial(Text, grouped=grouped, kind=kind, samples=estimate.samples),
+        has_prompt=no_prompt,
+        keeps=False,
+        **more,
+    )

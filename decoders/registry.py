@@ -53,18 +53,14 @@ def _named(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def stored_heads(settings: DecoderChoice, folder: Path) -> DraftHeads | None:
-    """Load the draft head that the settings name; 'auto' is the one in the `folder` of the drafting model, if any.
+def find_heads(settings: DecoderChoice, folder: Path, backbone: Model) -> DraftHeads | None:
+    """Load the draft head that the settings name onto the device of the model that drafts, the one in `folder`.
 
-    Raises ValueError if the named place has no head, or none for this decoder.
+    'auto' is the head in that folder, if any. Raises ValueError if the named place has no head, none for this decoder, or one
+    that does not fit the model.
     """
     place = head_place(settings, folder)
-    return None if place is None else load_heads(*place)
-
-
-def find_heads(settings: DecoderChoice, folder: Path, backbone: Model) -> DraftHeads | None:
-    """`stored_heads` on the device of the model that drafts, which is the one in `folder`; ValueError where they don't fit it."""
-    heads = stored_heads(settings, folder)
+    heads = None if place is None else load_heads(*place)
     if heads is None:
         return None
     width = heads.sizes()["width"]

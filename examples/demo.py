@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.driving.ray_session import ray_session
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions

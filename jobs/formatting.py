@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 
-class Notes(Protocol):
-    """Receives notes to the user."""
+class Notes:
+    """Receives notes to the user; here they are discarded."""
 
     def note(self, message: str) -> None:
         """Show the user one message now."""
-        ...
 
     def step(self, what: str, done: int, total: int) -> None:
         """Show how many of the bytes of `what` are done; may be called often."""
-        ...
-
-
-class Unnoted:
-    """Discards all notes."""
-
-    def note(self, message: str) -> None:
-        """See Notes."""
-
-    def step(self, what: str, done: int, total: int) -> None:
-        """See Notes."""
 
 
 def counted(count: int, noun: str) -> str:

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.driving.ray_session import ray_session
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions

@@ -1,9 +1,6 @@
-"""Checks Arrow data from outside before it is read, since damaged data could crash the process.
+"""Checks Arrow data from outside before it is read: the IPC format has no checksums, and an invalid offset crashes the process.
 
-Invalid offsets crash the process; so can Arrow's own threads.
-
-The IPC format has no checksums, so any bit may be flipped. Data that only has an invalid *value* (bytes that are not UTF-8, a
-time of day above 24 hours) is sound: it fails its own row, later.
+Data that only has an invalid *value* (bytes that are not UTF-8, a time of day above 24 hours) is sound: its row fails, later.
 """
 
 from __future__ import annotations
@@ -18,18 +15,13 @@ interpreter exits at that moment it is aborted, and a finished job ends with a s
 """
 
 
-def check_sound(batch: pa.RecordBatch) -> None:
-    """Return if every value of the batch is in valid memory; else raise pa.ArrowInvalid."""
+def sound(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch, if all of its values are in valid memory; else raises pa.ArrowInvalid."""
     try:
         batch.validate(full=True)
     except pa.ArrowInvalid:
         for column in batch.columns:
             column.view(plain_form(column.type)).validate(full=True)
-
-
-def sound(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch, if it is sound (see `check_sound`)."""
-    check_sound(batch)
     return batch
 
 
@@ -56,11 +48,7 @@ def plain_form(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-_PLAIN = {
-    pa.string(): pa.binary(),
-    pa.large_string(): pa.large_binary(),
-    pa.string_view(): pa.binary_view(),
-}
+_PLAIN = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 
 
 def _plain_field(field: pa.Field) -> pa.Field:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 MOST_CHARS = 80
@@ -24,7 +25,7 @@ class UserError(ValueError):
         return f"{self.field}: {self.message}" if self.field else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _user_error, (self.message, self.field)
+        return partial(UserError, field=self.field), (self.message,)
 
 
 class RowError(Exception):
@@ -51,12 +52,16 @@ class StoreRefused(StoreError):
     """The store answers, but refuses: credentials, permissions, a read-only disk, no such bucket.
 
     Mostly the user must act, but a refusal may also pass, as that of a token that is being renewed. So a command ends with 2
-    only where it has written nothing yet (jobs/driving/lease_keeper.py); later a refusal is like any other StoreError.
+    only where it has written nothing yet (jobs/driving/leases.py); later a refusal is like any other StoreError.
     """
 
 
 class StoreFull(StoreError):
     """The disk, or the user's share of it, is full. Nothing is lost: with more room the same command goes on (exit code 4)."""
+
+
+class AnotherDriver(StoreError):
+    """Another driver has the lease that this one needs. Nothing is lost: the same command can go on later (exit code 4)."""
 
 
 class ChangedInput(StoreError):
@@ -95,7 +100,3 @@ def printable(text: str) -> str:
         return text
     kept = [one if one.isprintable() or one in "\t\n" else one.encode("unicode_escape").decode() for one in text]
     return "".join(kept)
-
-
-def _user_error(message: str, field: str | None) -> UserError:
-    return UserError(message, field=field)

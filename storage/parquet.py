@@ -13,21 +13,10 @@ from draftmill.storage.arrow_validation import THREADS
 KEY_PREFIX = "draftmill."
 """Prefix of our Parquet metadata keys: schema_version, fingerprint, unit, pass, code_version, counts."""
 
-_DICTIONARY_COLUMNS = [
-    "unit",
-    "pass",
-    "status",
-    "error_kind",
-    "error_stage",
-    "finish",
-    "decoder",
-    "model",
-    "drafter",
-    "worker",
-    "node",
-    "endpoint",
-    "request_model",
-]
+_DICTIONARY_COLUMNS = (
+    *("unit", "pass", "status", "error_kind", "error_stage", "finish", "decoder", "model", "drafter", "worker", "node"),
+    *("endpoint", "request_model"),
+)
 
 
 def write_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:

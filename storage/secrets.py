@@ -1,6 +1,7 @@
-"""Removes secrets from a text before it reaches a log, a result file or a screen.
+"""Recognises secrets: by the names that hold them, in URLs and in texts; all patterns for that are here.
 
-This is the last line of defence: our own messages contain no secrets, but those of other libraries, templates and servers may.
+They are removed from a text before it reaches a log, a result file or a screen, as the last line of defence: our own messages
+contain no secrets, but those of other libraries, templates and servers may. A spec that holds one is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ HIDDEN = "[hidden]"
 MIN_CHARS = 8
 """Shorter values are not treated as secrets: they would match ordinary words."""
 
-_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|PRIVATE_KEY", re.IGNORECASE)
+_VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|PRIVATE_KEY", re.IGNORECASE)
+_PARAMETERS = re.compile(r"auth|token|key|secret|cookie|password|signature", re.IGNORECASE)
+_AUTHORIZATION = re.compile(r"\b(?:bearer|basic)\s+(?!\$)\S{8,}", re.IGNORECASE)
+_SECRET_PATHS = re.compile(
+    r"(^|\.)(hooks\.slack\.com|discord(app)?\.com|webhook\.office\.com|logic\.azure\.com|hooks\.zapier\.com|"
+    r"api\.telegram\.org|maker\.ifttt\.com)$"
+)
 _USER_INFO = re.compile(r"(\w+://)[^/\s@'\"]+@")
 _SIGNED = re.compile(
     r"((?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|sig|token|api[_-]?key|password)=)[^&\s'\"]+",
@@ -38,10 +45,26 @@ def presentable(text: str) -> str:
 
 def _secrets() -> list[str]:
     """Secret values of the environment, longest first, since one may be part of another."""
-    values = {os.environ.get(name, "") for name in os.environ if _is_secret(name)}
+    values = {os.environ.get(name, "") for name in os.environ if is_secret_variable(name)}
     return sorted((value for value in values if len(value) >= MIN_CHARS), key=len, reverse=True)
 
 
 @lru_cache(maxsize=4096)  # called for every log line with the same names
-def _is_secret(name: str) -> bool:
-    return _NAMES.search(name) is not None
+def is_secret_variable(name: str) -> bool:
+    """Whether the name of an environment variable says that its value is secret."""
+    return _VARIABLES.search(name) is not None
+
+
+def is_secret_parameter(name: str) -> bool:
+    """Whether a header, or a parameter of a URL, of this name may hold a credential."""
+    return _PARAMETERS.search(name) is not None
+
+
+def has_authorization(text: str) -> bool:
+    """Whether a text holds the credential of a header `Authorization`, spelled out."""
+    return _AUTHORIZATION.search(text) is not None
+
+
+def has_secret_paths(host: str) -> bool:
+    """Whether webhooks at a host need no other credential than the path of their URL."""
+    return _SECRET_PATHS.search(host) is not None

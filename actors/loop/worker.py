@@ -134,21 +134,18 @@ class NoDecoder:
         self.stats = EngineStats()
 
     def room(self, length: int) -> int:
-        """See Decoder."""
         return 0
 
     def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
-        """See Decoder. The plan promised that this does not happen; the sample then fails with this reason."""
+        """The plan promised that this does not happen; the sample then fails with this reason."""
         raise RuntimeError(
             "when the job was planned, none of its rows could be read; this one can: its input has changed"
         )
 
     def step(self) -> list[Outcome]:
-        """See Decoder."""
         return []
 
     def clear(self) -> list[int]:
-        """See Decoder."""
         return []
 
 

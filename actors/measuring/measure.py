@@ -14,7 +14,7 @@ import pyarrow as pa
 from draftmill.actors.metrics.base import MeasuredRow, Meter, Values
 from draftmill.actors.metrics.registry import ReadyMetric, build_meter
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.kept import KEEP, plain, told
+from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.interface import S3Options
@@ -137,7 +137,6 @@ class MeasureWorker:
         return self.where()
 
     def measure(self, unit: UnitToMeasure) -> UnitMeasured:
-        """See UnitMeasurer."""
         return self._measurer.measure(unit)
 
 
@@ -194,7 +193,7 @@ def _kept(table: pa.Table) -> list[Mapping[str, Any] | None]:
     if KEEP not in table.column_names:
         return [None] * table.num_rows
     schema = pa.schema(list(table.schema.field(KEEP).type))
-    return [told(values, schema) for values in table[KEEP].to_pylist()]
+    return [to_json(values, schema) for values in table[KEEP].to_pylist()]
 
 
 # ---- columns out
@@ -215,14 +214,11 @@ def columns_of(
         for row in rows:
             one = None if row is None else next(answer)
             if row is not None and isinstance(one, Exception):
-                errors.append(MetricError(row.id, row.sample, metric.settings.shown, _told(one)))
+                message = " ".join(f"{type(one).__name__}: {one}".split())
+                errors.append(MetricError(row.id, row.sample, metric.settings.shown, message))
             for index, name in enumerate(names):
                 columns[name].append(one[index] if isinstance(one, tuple) else None)
     return columns, errors
-
-
-def _told(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def table_of(keys: Sequence[tuple[str, int]], columns: Mapping[str, Sequence[float | None]]) -> pa.Table:

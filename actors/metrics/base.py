@@ -45,7 +45,6 @@ class RowByRow:
     one: Callable[[MeasuredRow], Values | None]
 
     def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        """See Meter."""
         found: list[Values | Exception | None] = []
         for row in rows:
             if stopping():

@@ -33,7 +33,6 @@ class JudgeMeter:
     prompt: str | None
 
     def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        """See draftmill.actors.metrics.base.Meter."""
         answers: list[Values | Exception | None] = [None] * len(rows)
         waiting: list[Request] = []
         for index, row in enumerate(rows):

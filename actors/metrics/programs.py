@@ -27,7 +27,7 @@ class Programs:
     samples: int | None = None
 
     def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        """See actors/metrics/base.py. A row's estimates have no value here if some of its samples are in another unit."""
+        """A row's estimates have no value here if some of its samples are in another unit."""
 
         def one(row: MeasuredRow) -> Values | None:
             if stopping():

@@ -79,7 +79,6 @@ class ExactMatch(MetricBase):
     kind: Literal["exact_match", "normalised_match", "number_match"]
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return (self.kind,)
 
 
@@ -98,11 +97,9 @@ class Rouge(MetricBase):
     words: Literal["ascii", "unicode"] = Field(default="ascii", description="ascii drops all letters but a to z")
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return self.types
 
     def columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return self.types if self.name is None else tuple(f"{self.name}_{one}" for one in self.types)
 
 
@@ -115,7 +112,6 @@ class Bleu(MetricBase):
     tokenize: Literal["13a", "intl", "char", "none"] = Field(default="13a", description="sacrebleu's tokenizer")
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("bleu",)
 
 
@@ -128,7 +124,6 @@ class Chrf(MetricBase):
     lowercase: bool = Field(default=False, description="ignore case")
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("chrf",)
 
 
@@ -140,7 +135,6 @@ class EditSimilarity(MetricBase):
     over: Literal["characters", "words"] = Field(default="characters", description="what is compared")
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("edit_similarity",)
 
 
@@ -152,11 +146,9 @@ class Distinct(MetricBase):
     over: Literal["words", "tokens"] = Field(default="words", description="what n-grams consist of")
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return tuple(f"distinct_{n}" for n in self.n)
 
     def columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return self.own_columns() if self.name is None else tuple(f"{self.name}_{n}" for n in self.n)
 
 
@@ -168,7 +160,6 @@ class Entropy(MetricBase):
     over: Literal["tokens", "words"] = Field(default="tokens", description="what is counted")
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("entropy",)
 
 
@@ -179,7 +170,6 @@ class Length(MetricBase):
     kind: Literal["length"]
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("length_tokens", "length_characters", "length_words")
 
 
@@ -201,15 +191,12 @@ class Judge(MetricBase):
     max_rows: Annotated[int, Field(ge=1, le=1024)] = Field(default=32, description="texts in a forward")
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("judge_logprob", "judge_perplexity", "judge_tokens")
 
     def columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return tuple(f"{self.name or 'judge'}_{part}" for part in ("logprob", "perplexity", "tokens"))
 
     def kept(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return () if self.prompt is None else (self.prompt,)
 
 
@@ -254,16 +241,13 @@ class PassAtK(MetricBase):
         return tuple(dict.fromkeys(name for _, name in PLACE.findall(self.program) if name))
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return ("passed", *(f"pass@{k}" for k in self.k))
 
     def estimates(self) -> dict[str, dict[str, Any]]:
-        """See MetricBase."""
         first, *rest = self.columns()
         return {column: {"of": first, "k": k} for column, k in zip(rest, self.k, strict=True)}
 
     def kept(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return tuple(place for place in self.places() if place != "text")
 
 
@@ -292,11 +276,9 @@ class OwnMetric(MetricBase):
 
     @property
     def shown(self) -> str:
-        """See MetricBase."""
         return self.name or self.path
 
     def own_columns(self) -> tuple[str, ...]:
-        """See MetricBase."""
         return self.values or (self._stem(),)
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from draftmill.actors.planning.surveying import Piece
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.inputs.input_file import FIELD, InputFile
-from draftmill.storage.inputs.slices import Slice, count_lines, group_slices, has_lines
+from draftmill.storage.inputs.reader import count_lines, has_lines
+from draftmill.storage.inputs.row_groups import group_slices
+from draftmill.storage.inputs.rows import FIELD, InputFile, Slice
 from draftmill.storage.stores.interface import S3Options, about
 
 CHUNK_BYTES = 8 * 2**20

@@ -24,7 +24,7 @@ from draftmill.actors.planning.cutting_inputs import Answer, Chunk, Question, an
 from draftmill.actors.planning.survey_items import Broken, Item, SurveyJob, items, maker_of
 from draftmill.actors.rows.makers import Maker
 from draftmill.storage.inputs.kept import KeptTypes
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 
 ATTEMPTS = 3
 """Tasks that may be lost with a chunk before it is done in the planner's process."""

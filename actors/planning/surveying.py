@@ -23,8 +23,8 @@ from draftmill.actors.rows.unit_io import guarded
 from draftmill.actors.task import Columns, Task
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
-from draftmill.storage.inputs.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
-from draftmill.storage.inputs.slices import WHOLE, Slice
+from draftmill.storage.inputs.reader import column_types, fetched_ahead, iterate
+from draftmill.storage.inputs.rows import WHOLE, InputFile, Row, Slice, default_id
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.parallel import side_by_side

@@ -56,7 +56,6 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return __self._checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """See SandboxedEnvironment."""
         if operator == "*":
             for text, times in ((left, right), (right, left)):
                 if isinstance(text, str | list | tuple) and isinstance(times, int):

@@ -24,13 +24,13 @@ from draftmill.actors.rows.stop_text import stop_strings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.causal.settings import DrafterPlace, NgramDrafterSettings
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.causal.settings import DrafterPlace, NgramDrafterSettings, SuffixDrafterSettings
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.storage.errors import ChangedInput, RowError, brief
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.kept import KEEP, from_bytes, kept_values, names_read
-from draftmill.storage.inputs.reader import Row, default_id, fetched_ahead, read_rows
+from draftmill.storage.inputs.kept import KEEP, kept_values, names_read, schema_from_bytes
+from draftmill.storage.inputs.reader import fetched_ahead, read_rows
+from draftmill.storage.inputs.rows import Row, default_id
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
 from draftmill.storage.runs.unit_table import PlannedRow, PlanTable
@@ -84,7 +84,7 @@ class RowUnitIO:
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)
-        self._keep = None if job.keep is None else from_bytes(job.keep)
+        self._keep = None if job.keep is None else schema_from_bytes(job.keep)
         self._schema = schema_of(SCHEMA_VERSION, self._keep)
         self._columns = job.columns.wanted(job.task) | names_read(self._keep.names if self._keep is not None else ())
         self._exact = exact

@@ -12,7 +12,20 @@ needs no density forward. With a Markov head (decoders/backbones/heads.py) the d
 other, each from its row corrected with the tokens before it. An n-gram drafts where the first hole has a left neighbour; all of
 its drafts are verified, those at ranks n .. n+D-1.
 
-`k: auto`: the budget gives each iteration the drafts after its first one.
+`fused: rows` (`one_pass`): one forward verifies the drafts and makes the proposals for the next window. Speculative acceptance is
+exact for any proposal that is known when the draft is drawn, so the rows that propose may be stale: computed without the tokens
+that this forward decides.
+
+    rows           rank          sight   for
+    content        n-1 .. n+D-1  own     the last decided token and the drafts
+    verification   n+a           n+a     a = 0..D; the last gives the bonus token
+    stale (rows)   n+s+o         n+s     s in S, o >= 1: if the window ends at n+A, the next drafts come from the largest s <= A
+
+S is 0..D with `rows: all`, {0, D} with `rows: ends`. A draft head corrects a stale row with what it has not seen. Every forward
+decides at least one token, so NFE <= number of holes. This goes beyond the paper, whose iterations take two forwards. The
+distribution is sequential by the argument of Leviathan et al. (2023).
+
+`k: auto`: the budget gives each iteration the drafts after its first one, each fused one all of its drafts.
 
 Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled parallel sampling" (ASSD), Algorithms 1 and 2
 (line 9 of the first means N - 1).
@@ -20,15 +33,13 @@ Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import Counter, defaultdict
+from collections.abc import Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from draftmill.decoders.any_subset import one_pass
-from draftmill.decoders.any_subset.ngram import Ngrams
-from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import AssdSettings
-from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.algorithm import Algorithm, any_subset_model
 from draftmill.decoders.engine.asks import (
     DRAFT,
     INDEPENDENT,
@@ -43,9 +54,7 @@ from draftmill.decoders.engine.asks import (
     SampleFrom,
 )
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""
@@ -104,26 +113,119 @@ def by_ngram(s: Sample, ngrams: Ngrams, count: int) -> Drafting:
     return s.tokens[n : n + count], []
 
 
+class Ngrams:
+    """The context n-gram of Algorithm 2: what followed the left neighbour elsewhere on the canvas of a sample, and how often.
+
+        canvas    a  b  _  a  c  _  a  _ _      the hole after the last a: b and c, once each; the next one waits for that draft
+        without a pair: how often each token occurs; on a canvas without tokens all are alike
+
+    Only decided tokens are counted, drafted ones never. The paper's Eq. 23 divides by the count of the left token, which includes
+    occurrences at the end or before a hole; counting pairs alone makes the distribution sum to one.
+    """
+
+    def __init__(self, s: Sample) -> None:
+        assert s.order is not None, "an any-subset canvas has an order"
+        self._s, self._order, self._known = s, s.order, 0
+        self._singles = Counter[int]()
+        self._pairs = defaultdict[int, Counter[int]](Counter)
+
+    def after(self, position: int, drafted: int) -> Counter[int]:
+        """The counts for the hole at `position`, whose left neighbour may be one of the ranks below `drafted`."""
+        self._count_decided()
+        rank = self._s.rank_at.get(position - 1, drafted)
+        pairs = self._pairs.get(self._s.tokens[rank]) if rank < drafted else None
+        return pairs or self._singles
+
+    def _count_decided(self) -> None:
+        s = self._s
+        for rank in range(self._known, s.decided):
+            token, position = s.tokens[rank], self._order[rank]
+            self._singles[token] += 1
+            left, right = (s.rank_at.get(place, rank) for place in (position - 1, position + 1))
+            if left < rank:
+                self._pairs[s.tokens[left]][token] += 1
+            if right < rank:
+                self._pairs[token][s.tokens[right]] += 1
+        self._known = s.decided
+
+
+# ---- one forward an iteration ------------------------------------------------------------------------------------------
+
+
+def one_pass(s: Sample, k: int, *, head: int, ends: bool, auto: bool) -> Decoding:
+    """Verify, commit the drafts that hold and the token after them, draft the next window from the same forward."""
+    drafts = list[int]()
+    while s.decided < s.length:
+        n, depth = s.decided, len(drafts)
+        # This forward decides at least one token; the next window can hold the remaining ones.
+        reach = min(k, s.length - n - 1)
+        if auto:
+            reach = (yield Offer(reach)) if (yield SEARCH) else 0
+        cuts = stale_rows(depth, reach, ends=ends)
+        # After the last rank of the canvas there is no row for a bonus.
+        num_checks = min(depth + 1, s.length - n)
+        queries: Sequence[int] = fresh_queries(n, num_checks)
+        first_row = dict[int, int]()
+        row = num_checks
+        for cut, count in cuts:
+            inside = min(count, s.length - n - cut - 1)
+            if inside > 0:
+                queries = (*queries, *equal_queries(n + cut + 1, inside, n + cut))
+                first_row[cut], row = row, row + inside
+        judged = [*drafts, NO_DRAFT][:num_checks]
+        accepted, tokens, log_ps, _ = yield s.two_stream(n + depth, queries, JUDGE, judged)
+        s.commit(tokens, log_ps, min(accepted + 1, num_checks), drafts, accepted)
+        s.cached = n + accepted
+        drafts = []
+        if not (count := min(reach, s.length - s.decided)):
+            continue
+        cut = 0 if ends and accepted < depth else accepted
+        _, drafts, _, _ = yield Roll(head, s.decided, count, row=first_row[cut] + accepted - cut, limit=n + cut)
+        s.tokens[s.decided : s.decided + count] = drafts
+
+
+def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
+    """For each s of S how many rows come after its rank; with `ends`, s = 0 serves every window that ends early."""
+    if not reach:
+        return []
+    if not ends:
+        return [(cut, reach) for cut in range(depth + 1)]
+    return [(0, reach + max(depth - 1, 0)), *([(depth, reach)] if depth else [])]
+
+
+# ---- the algorithms --------------------------------------------------------------------------------------------------
+
+
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     """How the engine runs these settings."""
-    if settings.fused != "none":
-        return one_pass.algorithm(setup, settings, MOST_AUTO)
-    is_auto, ngram = settings.k == "auto", settings.drafter == "ngram"
+    is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
-    head = INDEPENDENT if ngram or setup.heads is None else MARKOV
-    # Content and query rows of an iteration with e drafts after its first, and its forwards.
-    rows = [2 * e + 2 if ngram else 3 * e + 2 for e in range(k)]
-    forwards = [1 if ngram or e == 0 else 2 for e in range(k)]
-    return Algorithm(
+    head = INDEPENDENT if settings.drafter == "ngram" or setup.heads is None else MARKOV
+    return (_fused if settings.fused == "rows" else _in_two_forwards)(settings, k, head, is_auto=is_auto)
+
+
+def _in_two_forwards(settings: AssdSettings, k: int, head: int, *, is_auto: bool) -> Algorithm:
+    ngram = settings.drafter == "ngram"
+    return any_subset_model(
         decode=partial(assd, k=k, ngram=ngram, head=head, auto=is_auto),
-        kind="any_subset",
         window=k,
         most_auto=(k - 1) * is_auto,
-        auto_rows=rows,
-        auto_forwards=forwards,
+        # Content and query rows of an iteration with e drafts after its first, and its forwards.
+        auto_rows=[2 * e + 2 if ngram else 3 * e + 2 for e in range(k)],
+        auto_forwards=[1 if ngram or e == 0 else 2 for e in range(k)],
         keeps_laws=True,
         names_laws=ngram,
-        joins_prompts=False,
-        reusable=whole_prompt,
-        cut_multiple=WHOLE,
+    )
+
+
+def _fused(settings: AssdSettings, k: int, head: int, *, is_auto: bool) -> Algorithm:
+    ends = settings.rows == "ends"
+    # Content and query rows of an iteration in the middle of a sample whose windows have e drafts.
+    stale = [sum(count for _, count in stale_rows(e, e, ends=ends)) for e in range(k + 1)]
+    return any_subset_model(
+        decode=partial(one_pass, k=k, head=head, ends=ends, auto=is_auto),
+        window=k + 1,
+        most_auto=k * is_auto,
+        auto_rows=[2 * (e + 1) + rows for e, rows in enumerate(stale)],
+        keeps_laws=True,
     )

@@ -16,9 +16,9 @@ class AnySubsetSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "any_subset"
     tasks: ClassVar = ("infill", "score")
     token_logprobs: ClassVar = True
-    scorer: ClassVar = "draftmill.decoders.any_subset.scoring:algorithm"
+    scorer: ClassVar = "draftmill.decoders.any_subset.sequential:scorer"
     scores_any: ClassVar = True
-    runs: ClassVar = "draftmill.decoders.any_subset.sequential:algorithm"
+    runs: ClassVar = "draftmill.decoders.any_subset.sequential:any_subset_algorithm"
     kind: Literal["any_subset"]
 
 
@@ -27,7 +27,7 @@ class ParallelSettings(DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "any_subset"
     tasks: ClassVar = ("infill",)
-    runs: ClassVar = "draftmill.decoders.any_subset.parallel:algorithm"
+    runs: ClassVar = "draftmill.decoders.any_subset.sequential:parallel_algorithm"
     kind: Literal["parallel"]
 
 

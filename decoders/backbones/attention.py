@@ -275,13 +275,7 @@ def _parts(query_BTHd: Tensor, num_columns: int, limit: int, most_slots: int) ->
 
 
 def attend_grouped(
-    query_BTHd: Tensor,
-    key_BKWd: Tensor,
-    value_BKWd: Tensor,
-    bias_BTW: Tensor,
-    *,
-    scaling: float,
-    rules: ShapeRules,
+    query_BTHd: Tensor, key_BKWd: Tensor, value_BKWd: Tensor, bias_BTW: Tensor, *, scaling: float, rules: ShapeRules
 ) -> Tensor:
     """Softmax attention with an additive bias that all heads share; head h of the queries reads key head h // G. [B, T, H, d].
 

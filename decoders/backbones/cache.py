@@ -9,8 +9,14 @@ Legend: B slots read, K key heads, X = 2 K keys and values.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from draftmill.decoders.backbones.invariance import ShapeRules
+    from draftmill.decoders.kernels.find import Attend
 
 
 class SlotCache:
@@ -50,13 +56,6 @@ class SlotCache:
         """Bytes of one column of one slot, in all layers."""
         layers = sum(2 * layer.shape[2] * layer.shape[4] * layer.element_size() for layer in self.layers_2SKWd)
         return layers + self.positions_SW.element_size()
-
-    def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room for at least this many slots and columns and keep the content. New cells are zero.
-
-        If memory runs out, it raises and nothing changes.
-        """
-        self.resize(max(num_slots, self.num_slots), max(num_columns, self.num_columns))
 
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Resize to exactly this many slots and columns; content within them stays.
@@ -137,6 +136,44 @@ class SlotCache:
             return key, value
         near = held_2SKWd[:, :, :, :num_columns]
         return near[0].index_select(0, slots), near[1].index_select(0, slots)
+
+
+class OnSlots:
+    """What every backbone does with its `cache`, whose columns are a multiple of what its `rules` say."""
+
+    cache: SlotCache
+    rules: ShapeRules
+    _attend: Attend | None
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether attention reads flat rows by a kernel: a slot with many rows costs the others nothing."""
+        return self._attend is not None
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one column of one slot in the cache."""
+        return self.cache.cell_bytes
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        """Make room for at least this many slots and columns; the cache keeps its content, even if memory runs out."""
+        self.resize(max(num_slots, self.cache.num_slots), max(num_columns, self.cache.num_columns))
+
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """Resize to exactly this many slots and columns; content within them stays."""
+        self.cache.resize(num_slots, rounded(num_columns, self.rules.column_multiple))
+
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of slot `source` onto slot `target`."""
+        self.cache.copy_prefix(source, target, num_columns)
+
+    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
+        """Copy columns of slots onto others of the same slots; none is both read and written."""
+        self.cache.copy_columns(slots_R, from_R, to_R)
+
+    def clear_slot(self, slot: int) -> None:
+        """Put zeros into a slot that holds NaN or infinity."""
+        self.cache.clear_slot(slot)
 
 
 def _resized(held: Tensor, slot_dim: int, column_dim: int, num_slots: int, num_columns: int) -> Tensor:

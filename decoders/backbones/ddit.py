@@ -155,11 +155,6 @@ class DDiT(nn.Module):
         self.base_model = _Stack(shape)
         self.head = nn.Linear(shape.hidden_size, shape.vocab_size)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.head.weight.device
-
     def get_input_embeddings(self) -> nn.Module:
         """The token embeddings."""
         return self.base_model.vocab_embed
@@ -188,12 +183,7 @@ class DDiTBackbone(ModuleBackbone):
     """
 
     def __init__(
-        self,
-        shape: DDiTShape,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, shape: DDiTShape, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.takes_sigma = shape.takes_sigma
         self.exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32

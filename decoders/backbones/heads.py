@@ -29,16 +29,6 @@ from draftmill.decoders.backbones.head_files import (
     read_sizes,
 )
 
-__all__ = [
-    "MAX_DISTANCE",
-    "MAX_UNSEEN",
-    "DraftHeads",
-    "HeadKind",
-    "MarkovHead",
-    "distance_index",
-    "load_heads",
-]
-
 
 def distance_index(position: Tensor, other: Tensor) -> Tensor:
     """Index of the clipped signed distance `position - other`, in [0, 2 * MAX_DISTANCE]."""

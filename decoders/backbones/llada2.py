@@ -155,12 +155,7 @@ class LLaDA2Backbone(ModuleBackbone):
     """
 
     def __init__(
-        self,
-        shape: LLaDA2Shape,
-        weights: dict[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, shape: LLaDA2Shape, weights: dict[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         exact = torch.promote_types(dtype, torch.float32)
         ready = {

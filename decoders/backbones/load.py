@@ -68,12 +68,7 @@ def pick_device(device: str) -> str:
 
 
 def load_backbone(
-    folder: Path,
-    *,
-    family: str = "auto",
-    dtype: str = "auto",
-    device: str = "auto",
-    share: Share | None = None,
+    folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto", share: Share | None = None
 ) -> Backbone | TokenBackbone:
     """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py).
 

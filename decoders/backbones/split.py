@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Final
@@ -122,51 +121,35 @@ class SplitBackbone(TransformerBackbone):
         """From now on, tell the other ranks each call; they must `follow`."""
         self._leads = True
 
-    def allocate(self, num_slots: int, num_columns: int) -> None:
-        """See ModuleBackbone."""
-        with self._told("allocate", num_slots, num_columns):
-            super().allocate(num_slots, num_columns)
-
-    def resize(self, num_slots: int, num_columns: int) -> None:
-        """See ModuleBackbone."""
-        with self._told("resize", num_slots, num_columns):
-            super().resize(num_slots, num_columns)
-
-    def forget(self) -> None:
-        """See ModuleBackbone."""
-        with self._told("forget"):
-            super().forget()
-
-    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """See ModuleBackbone."""
-        with self._told("copy_prefix", source, target, num_columns):
-            super().copy_prefix(source, target, num_columns)
-
-    def clear_slot(self, slot: int) -> None:
-        """See ModuleBackbone."""
-        with self._told("clear_slot", slot):
-            super().clear_slot(slot)
-
-    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """See ModuleBackbone."""
-        with self._told("copy_columns", slots_R, from_R, to_R):
-            super().copy_columns(slots_R, from_R, to_R)
-
     def forward(self, rows: TokenRows) -> Tensor:
         """See ModuleBackbone. GroupLostError if it fails on any rank: the others then wait in the middle of it."""
-        with self._told("forward", rows):
-            if not self._leads:
-                return super().forward(rows)
-            try:
-                return super().forward(rows)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait in the middle of it
-                raise GroupLostError(f"{_LOST}: {type(error).__name__}: {error}") from None
+        if not self._leads:
+            return super().forward(rows)
+        self.tell("forward", rows)
+        try:
+            return super().forward(rows)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait in the middle of it
+            raise GroupLostError(f"{_LOST}: {type(error).__name__}: {error}") from None
 
-    @contextmanager
-    def _told(self, name: str, *arguments: Any) -> Iterator[None]:
+    def tell(self, name: str, *arguments: Any) -> None:
+        """If this rank leads, tell the others a call, which they repeat."""
         if self._leads:
             _tell((name, [_moved(one, torch.device("cpu")) for one in arguments]))
-        yield
+
+
+def _told(name: str) -> Callable[..., None]:
+    """A method of the backbone that the leader tells the other ranks before it does the same."""
+    plain: Callable[..., None] = getattr(TransformerBackbone, name)
+
+    def method(self: SplitBackbone, *arguments: Any) -> None:
+        self.tell(name, *arguments)
+        plain(self, *arguments)
+
+    return method
+
+
+for _name in ("resize", "forget", "copy_prefix", "copy_columns", "clear_slot"):
+    setattr(SplitBackbone, _name, _told(_name))
 
 
 _LOST: Final = "the group of processes of this model is lost"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged, slot_attention
-from draftmill.decoders.backbones.cache import SlotCache
+from draftmill.decoders.backbones.cache import OnSlots, SlotCache
 from draftmill.decoders.backbones.families.causal import (
     CausalFamily,
     empty_model,
@@ -42,7 +42,7 @@ _ATTENTION: Final = "draftmill_slots"
 _VECTOR: Final = 32
 
 
-class ModuleBackbone:
+class ModuleBackbone(OnSlots):
     """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer.
 
     A slot whose sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is
@@ -89,8 +89,6 @@ class ModuleBackbone:
         self.num_rows_computed = 0
         self.lean: RotaryLayers | None = None
         """Runs the layers instead of `base`, where there is such a form."""
-        self.forget()
-
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
@@ -107,38 +105,10 @@ class ModuleBackbone:
         self.sums_N: Tensor | None = None
         """The sum of each row's hidden states in the last forward, float64: not finite if any of them is not."""
 
-    def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room for at least this many slots and columns; the cache keeps its content."""
-        multiple = self.rules.column_multiple
-        self.cache.allocate(num_slots, -(-num_columns // multiple) * multiple)
-
-    def resize(self, num_slots: int, num_columns: int) -> None:
-        """Resize to exactly this many slots and columns; content within them stays."""
-        multiple = self.rules.column_multiple
-        self.cache.resize(num_slots, -(-num_columns // multiple) * multiple)
-
-    @property
-    def reads_rows(self) -> bool:
-        """Whether attention reads flat rows by a kernel: a slot with many rows costs the others nothing."""
-        return self._attend is not None
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one column of one slot in the cache."""
-        return self.cache.cell_bytes
-
     @property
     def row_bytes(self) -> int:
         """Approximate bytes of a token row during a forward: states, heads, and the widest product with its gate."""
         return (8 * self.width + 3 * self._inner) * self.dtype.itemsize
-
-    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source` onto slot `target`."""
-        self.cache.copy_prefix(source, target, num_columns)
-
-    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy columns of slots onto others of the same slots."""
-        self.cache.copy_columns(slots_R, from_R, to_R)
 
     # ---- the forward ---------------------------------------------------------------------------------------------
 
@@ -246,10 +216,6 @@ class ModuleBackbone:
                 within_NW = seen_NW & (near_NW > rows.position_N.unsqueeze(1) - window)
             sights[window] = bias_of(within_NW, shape, rectangle_N, self.dtype)
         return sights
-
-    def clear_slot(self, slot: int) -> None:
-        """Put zeros into a slot that holds NaN or infinity."""
-        self.cache.clear_slot(slot)
 
     # ---- both ends -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,17 @@ Source: Yang et al., "XLNet" (2019), equations for the two streams and the relat
 checkpoint is transformers' XLNetLMHeadModel. A row that sees nothing (first query of an empty prompt) has attention output
 zero: a softmax over nothing would read tokens that are not decided yet.
 
+An any-subset model decodes the positions of a canvas in an *order*; the *rank* of a position is its
+place in it. In a slot the columns of the cache are ranks, so a rule needs one number a row, its *limit*: the row sees the columns
+< limit.
+
+    columns (ranks)      0 1 2 | 3 4 5 6          m = 3 prompt tokens, n = 4 decided, drafts at ranks 4 and 5
+    prompt content 0..2  x x x | . . . .          limit m: the prompt sees all of itself
+    content of rank 4    x x x | x x . .          limit rank + 1: itself and what came before
+    query, draft pass    x x x | x . . .          limit n, whatever its rank
+    query, density pass  x x x | x x . .          limit = its own rank (here 5)
+    query, stale (s=0)   x x x | x . . .          limit n + s for a rank beyond n + s
+
 On a GPU a kernel attends to the cache by the rows' limits (decoders/kernels/attention.py): the scores of all distances come from
 one product, and the kernel adds to each column's score the one of its distance. No rectangle, mask or bias over columns is made.
 
@@ -26,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.backbones.cache import SlotCache, rounded
+from draftmill.decoders.backbones.cache import OnSlots, SlotCache, rounded
 from draftmill.decoders.backbones.families.xlnet import XLNetShape
 from draftmill.decoders.backbones.invariance import (
     EXACT_DTYPES,
@@ -43,7 +54,6 @@ from draftmill.decoders.backbones.invariance import (
     rows_exact,
 )
 from draftmill.decoders.backbones.rows import Rows
-from draftmill.decoders.backbones.visibility import visible
 from draftmill.decoders.kernels.find import Attend, find_attention
 from draftmill.decoders.kernels.seen import Seen, most_lines
 
@@ -154,16 +164,11 @@ def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Atten
     return attention
 
 
-class XLNetBackbone:
+class XLNetBackbone(OnSlots):
     """See the module's docstring; `weights` are the checkpoint's tensors by name, already checked for completeness."""
 
     def __init__(
-        self,
-        shape: XLNetShape,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, shape: XLNetShape, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.vocab_size, self.width = shape.vocab_size, shape.d_model
@@ -229,10 +234,6 @@ class XLNetBackbone:
         """The position of every column of every slot."""
         return self.cache.positions_SW
 
-    def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Grow the cache to at least this many slots and columns, and keep its content; also grow the table of distances."""
-        self.resize(max(num_slots, self.cache.num_slots), max(num_columns, self.cache.num_columns))
-
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Resize to exactly this many slots and columns; content within them stays. The table of distances only grows."""
         num_columns = rounded(num_columns, self.rules.column_multiple)
@@ -245,16 +246,6 @@ class XLNetBackbone:
     @property
     def _num_distances(self) -> int:
         return self.relative[0].shape[2] // 2 if self.relative else 0
-
-    @property
-    def reads_rows(self) -> bool:
-        """Whether attention reads flat rows by a kernel: a slot with many rows costs the others nothing."""
-        return self._attend is not None
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one column of one slot in the cache."""
-        return self.cache.cell_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -276,10 +267,6 @@ class XLNetBackbone:
         """Set the positions of a slot's columns, int64 [L]."""
         self.order_SW[slot, : len(order_L)] = order_L
 
-    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source` onto slot `target`."""
-        self.cache.copy_prefix(source, target, num_columns)
-
     # ---- the forward ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -298,10 +285,6 @@ class XLNetBackbone:
         num_content = len(entering_ND) - num_query
         self.sums_N = torch.cat([entering_ND[:num_content], states_ND]).sum(1, dtype=torch.float64)
         return states_ND
-
-    def clear_slot(self, slot: int) -> None:
-        """Put zeros into a slot that holds NaN or infinity."""
-        self.cache.clear_slot(slot)
 
     def _layout(self, rows: Rows) -> _Layout:
         shape = rows.shape
@@ -332,7 +315,9 @@ class XLNetBackbone:
             last_rows_P=last_rows_P,
             places=self.cache.places(slot_N[:num_content], rows.content_column_C),
             slots=rows.slots_B if shape.slots is None else shape.slots,
-            hidden_N1W=~visible(limit_N.clamp(min=1), num_columns).unsqueeze(1),
+            hidden_N1W=(torch.arange(num_columns, device=self.device) >= limit_N.clamp(min=1).unsqueeze(1)).unsqueeze(
+                1
+            ),
             distance_N1W=distance_NW.unsqueeze(1),
             blind_N=limit_N == 0 if shape.some_blind else None,
         )

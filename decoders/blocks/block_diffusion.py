@@ -36,17 +36,17 @@ import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftmill.decoders.base import HOLE
-from draftmill.decoders.blocks.rules import Rules
 from draftmill.decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSample, Revealed
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, BlockSettings
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, BlockSettings, Rules
 from draftmill.decoders.engine.algorithm import Algorithm, Wanted
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, JUST_ONE, NO_DRAFT, Answer, Decoding, Span
+from draftmill.decoders.engine.setup import Setup
 
 if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+    from draftmill.decoders.blocks.verifier import SelfVerifier
 
 Forwards = Generator[Any, Answer, None]
 
@@ -84,25 +84,7 @@ class Block:
     finished: bool = False
 
 
-class Verifier(Protocol):
-    """What `s2d2` adds: judges the drafts of a run of masks by the tokens to their left."""
-
-    def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
-        """The places to verify; none if it does not pay."""
-        ...
-
-    def verdict(
-        self, s: BlockSample, block: Block, run: list[int], draft: Draft
-    ) -> Generator[Any, Answer, list[Revealed]]:
-        """Verify them; returns the accepted drafts, and the token that replaces the first rejected one."""
-        ...
-
-    def learn(self, decoded: int, *, verified: bool) -> None:
-        """The step is over, and revealed so many tokens."""
-        ...
-
-
-def denoise(s: BlockSample, rules: Rules, verifier: Verifier | None = None) -> Decoding:
+def denoise(s: BlockSample, rules: Rules, verifier: SelfVerifier | None = None) -> Decoding:
     """Fill block after block."""
     s.widen(rules.full(s.length))
     start = s.prompt // rules.size * rules.size
@@ -112,7 +94,7 @@ def denoise(s: BlockSample, rules: Rules, verifier: Verifier | None = None) -> D
         end = min(start + rules.size, len(s.tokens))
         block = Block(start, end, s.tokens[start:end].count(HOLE))
         s.number = 0
-        if uncached and not rules.fused:
+        if uncached and not rules.settings.fused:
             yield from commit_block(s, rules, uncached, block)
             uncached = None
         yield from fill(s, rules, block, uncached, verifier)
@@ -127,7 +109,7 @@ def commit_block(s: BlockSample, rules: Rules, uncached: tuple[int, int], block:
     purpose = COMMIT if any(s.kinds) else PREFILL
     told = yield s.forward(purpose, s.tokens[low:high], commit_span(uncached, rules), runs, JUST_ONE[: len(runs)])
     if predicts_next:
-        s.reveal([Revealed(high, told.tokens[0], told.log_ps[0])], stops=rules.tau_edit is None)
+        s.reveal([Revealed(high, told.tokens[0], told.log_ps[0])], stops=rules.settings.tau_edit is None)
         go_on(s, rules, block, quiet=False)
 
 
@@ -138,7 +120,7 @@ def commit_span(uncached: tuple[int, int], rules: Rules) -> Span:
 
 
 def fill(
-    s: BlockSample, rules: Rules, block: Block, uncached: tuple[int, int] | None, verifier: Verifier | None
+    s: BlockSample, rules: Rules, block: Block, uncached: tuple[int, int] | None, verifier: SelfVerifier | None
 ) -> Forwards:
     """Draft and reveal until no mask of the block is left, or the completion ends."""
     while not (block.finished or s.is_over):
@@ -169,7 +151,7 @@ def part_of(s: BlockSample, rules: Rules, block: Block) -> list[int]:
 
 def editable(s: BlockSample, rules: Rules, block: Block) -> list[int]:
     """Where a revealed token may be replaced. With `shift` no row of the block predicts the block's first token."""
-    if rules.tau_edit is None:
+    if rules.settings.tau_edit is None:
         return []
     places = range(max(rules.shift, s.prompt - block.start), block.end - block.start)
     return [place for place in places if s.tokens[block.start + place] != HOLE]
@@ -211,9 +193,9 @@ def front_of(rules: Rules, masks: list[int], size: int) -> int:
 
 def edits_of(s: BlockSample, rules: Rules, block: Block, draft: Draft) -> list[Revealed]:
     """The revealed tokens of which the draft is confident enough that they are others."""
-    if rules.tau_edit is None:
+    if rules.settings.tau_edit is None:
         return []
-    start, tau = block.start, rules.tau_edit
+    start, tau = block.start, rules.settings.tau_edit
     return [
         Revealed(start + place, said.token, said.log_p)
         for place, said in draft.items()
@@ -222,32 +204,34 @@ def edits_of(s: BlockSample, rules: Rules, block: Block, draft: Draft) -> list[R
 
 
 def decide(
-    s: BlockSample, rules: Rules, block: Block, masks: list[int], draft: Draft, verifier: Verifier | None
+    s: BlockSample, rules: Rules, block: Block, masks: list[int], draft: Draft, verifier: SelfVerifier | None
 ) -> Forwards:
     """Reveal what a verification leaves of the draft, if there is one; then what the schedule chooses, up to the step's share."""
     judged: list[Revealed] = []
     run: list[int] = []
     if verifier:
-        num_sure, left = num_surer(masks, draft, rules.tau), s.tokens[block.start : block.end].count(HOLE)
+        num_sure, left = num_surer(masks, draft, rules.settings.tau), s.tokens[block.start : block.end].count(HOLE)
         run = verifier.wants(masks, draft, num_sure=num_sure, progress=(block.begun - left) / rules.size)
         if run:
             judged = yield from verifier.verdict(s, block, run, draft)
     done = {told.position - block.start for told in judged}
-    missing = min(share(block.step, rules.sub_block, rules.steps), len(masks)) - len(judged)
-    chosen = choose(rules.schedule, [place for place in masks if place not in done], missing, draft, rules.tau)
+    missing = min(share(block.step, rules.sub_block, rules.settings.steps), len(masks)) - len(judged)
+    chosen = choose(
+        rules.settings.schedule, [place for place in masks if place not in done], missing, draft, rules.settings.tau
+    )
     news = judged + [Revealed(block.start + place, draft[place].token, draft[place].log_p) for place in chosen]
     if verifier:
         verifier.learn(len(news), verified=bool(run))
-    s.reveal(news, [draft[place].token for place in run], stops=rules.tau_edit is None)
+    s.reveal(news, [draft[place].token for place in run], stops=rules.settings.tau_edit is None)
 
 
 def go_on(s: BlockSample, rules: Rules, block: Block, *, quiet: bool) -> None:
     """After a step: is the block finished, and the sample over? `quiet`: nothing was left to reveal or edit."""
     finished = HOLE not in s.tokens[block.start : block.end]
-    if rules.tau_edit is None:
+    if rules.settings.tau_edit is None:
         block.finished, s.is_over = finished, s.is_complete
         return
-    block.finished = finished and (quiet or block.post >= rules.post_steps)
+    block.finished = finished and (quiet or block.post >= rules.settings.post_steps)
     if block.finished:
         s.end_edited(block.start, block.end)
         s.is_over = block.end >= s.length
@@ -310,7 +294,7 @@ def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
         notes_of(settings),
         by_ratio=setup.sampling.acceptance == "rejection" and setup.sampling.temperature > 0.0,
         # Whether every token is revealed alone, given all that was revealed before.
-        knows_logprob=rules.tau_edit is None and (rules.size == 1 or one_by_one),
+        knows_logprob=rules.settings.tau_edit is None and (rules.size == 1 or one_by_one),
     )
 
 

@@ -1,7 +1,7 @@
 """`s2d2`: the model verifies its own block drafts at block size 1, when the router decides that it pays.
 
 A drafting forward predicts a token for every mask. The first run of masks is the span. If the router finds the span worth a
-forward (routers.py), its drafts are put in place, and the model predicts each of these positions from the tokens to its left
+forward (verifier.py), its drafts are put in place, and the model predicts each of these positions from the tokens to its left
 alone. Drafts are accepted from left to right. The first rejected one is replaced by the verification's token, and nothing after
 it is kept. There is no bonus token. Without a verification the schedule of `block_diffusion` chooses what to reveal; after one
 it does so only if fewer tokens came out than the step's share.
@@ -18,88 +18,165 @@ A copy predicts a position from the tokens to its left. A mask inside of the dra
 there. Models that predict the next token need copies only for position 0.
 
 If every span is verified, no revealed token depends on tokens to its right (settings.py refuses fewer steps than positions, which
-would add drafts). With a causal cache the text then has exactly the
-distribution of block size 1, and under coupled acceptance it is the same text.
+would add drafts). With a causal cache the text then has exactly the distribution of block size 1, and under coupled acceptance it
+is the same text.
 
-Source: "S2D2" (2026), section 3 and Algorithm 3; its public code for what a step does after a verification.
+`fused: true`: one forward a round verifies drafts, commits tokens, and drafts for the next round. Any known proposal is
+a valid draft. So a round's forward holds, for a sample with n decided tokens and k drafts after them:
+
+    main     n-1 .. n+k     the last decided token and the drafts, each seeing the tokens to its left
+    copies   n .. n+k       a mask at the place of each draft and after the last: the prediction at block size 1
+    ahead    n+g .. n+g+k   masks that see the first g drafts and each other, as in a drafting forward
+
+The copies verify the drafts and predict one more token: the recovered one, or the bonus after all drafts. The main rows write the
+keys and values of the accepted drafts as a causal cache needs them, so no commit is needed. The masks ahead predict the next
+drafts. They assume that g drafts are accepted, as many as in the last round. If fewer are accepted, the masks ahead saw rejected
+tokens, and so did the copies after the rejected draft; the next drafts then come from these copies. The first forward runs the
+prompt without drafts. Models that predict the next token need no copies, since their main rows predict the same tokens.
+
+    column    cached .. n+k | n+size+1 ..    | n+2(size+1) ..
+    holds     main          | copies         | ahead
+
+The text is that of block size 1 (and of `s2d2` over a causal cache that verifies always): token for token under coupled
+acceptance and at temperature 0, in distribution under rejection, since drafting and verification use different random numbers.
+
+Source: "S2D2" (2026), section 3 and Algorithm 3; its public code for what a step does after a verification. The fused form goes
+beyond it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
-from draftmill.decoders.blocks import s2d2_fused
-from draftmill.decoders.blocks.block_diffusion import Block, Draft, algorithm_of, denoise, notes_of
-from draftmill.decoders.blocks.routers import Route, first_run, measure_of, route_of, signals_of
-from draftmill.decoders.blocks.rules import Rules
-from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Revealed
-from draftmill.decoders.blocks.settings import S2d2Settings
+from draftmill.decoders.blocks.block_diffusion import algorithm_of, denoise, notes_of
+from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSample, Revealed
+from draftmill.decoders.blocks.settings import Rules, S2d2Settings
+from draftmill.decoders.blocks.verifier import SelfVerifier, measure_of
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import JUDGE, SELF, Answer, Decoding, Span
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, Answer, Ask, Decoding, Run, Span
+from draftmill.decoders.engine.setup import Setup
 
 
 def s2d2(s: BlockSample, rules: Rules, settings: S2d2Settings) -> Decoding:
     """Block diffusion with a verifier."""
-    route = route_of(settings.router, settings.cost)
-    yield from denoise(s, rules, SelfVerifier(rules, settings, route))
+    return denoise(s, rules, SelfVerifier(rules, settings))
 
 
-class SelfVerifier:
-    """See the module's docstring and block_diffusion.Verifier."""
+# ---- verifications that draft ------------------------------------------------------------------------------------------
 
-    def __init__(self, rules: Rules, settings: S2d2Settings, route: Route) -> None:
-        self._rules, self._settings, self._route = rules, settings, route
+_AHEAD, _COPIES = range(2)
+"""The banks of drafts: a position may be drafted by a mask ahead and by a copy in one forward."""
 
-    def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
-        signals = signals_of(
-            self._settings.router,
-            self._settings.estimator,
-            masks,
-            {place: draft[place].measured for place in masks},
-            num_sure=num_sure,
-            progress=progress,
-            size=self._rules.sub_block,
-            most_entropy=self._rules.most_entropy,
-        )
-        return first_run(masks) if self._route.decide(signals) else []
 
-    def learn(self, decoded: int, *, verified: bool) -> None:
-        self._route.learn(decoded, verified=verified)
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What was drafted: the tokens, and the banks that they wait in; the first `guess` will likely hold."""
 
-    def verdict(
-        self, s: BlockSample, block: Block, run: list[int], draft: Draft
-    ) -> Generator[Any, Answer, list[Revealed]]:
-        start, first, count, shift = block.start, block.start + run[0], len(run), self._rules.shift
-        drafts, end = [draft[place].token for place in run], first + count
-        spans: tuple[int, ...] = Span(end - start, start, start)
-        copied = count if not shift else int(first == 0)
-        if copied:
-            # Column block.end + j stands for position first + j.
-            spans += Span(copied, block.end, first, 0, block.end + 1 - first, own=SELF)
-        rows = [end - start + j if j < copied else run[j] - shift for j in range(count)]
-        tokens = s.tokens[start:first] + drafts + [self._rules.mask] * copied
-        told = yield s.forward(VERIFY, tokens, spans, s.runs(JUDGE, rows, range(first, end)), drafts)
-        s.proposed += count
+    tokens: list[int] = field(default_factory=list)
+    banks: list[int] = field(default_factory=list)
+    guess: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round after `n` decided tokens: the positions that it verifies, and those that masks ahead of `drafts.guess` predict.
+
+    With `redraft` the positions after n are drafted once more, from the copies.
+    """
+
+    n: int
+    drafts: Drafts
+    judged: list[int]
+    ahead: list[int]
+    redraft: bool
+
+
+def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool) -> Decoding:
+    """Verify and draft in every forward. `by_ratio`: a verified token is no draft, so copies are asked for drafts, too."""
+    size = rules.size
+    s.widen(s.length)
+    purpose, drafts = PREFILL if s.prompt >= size else DRAFTED, Drafts()
+    while not s.is_over:
+        n, k, g = s.decided, len(drafts.tokens), drafts.guess
+        s.draws += 1
+        judged = list(range(n, min(n + k + 1, s.length)))
+        ahead = list(range(n + g + 1, min(n + g + 1 + size, s.length)))
+        now = Round(n, drafts, judged, ahead, redraft=by_ratio and g > 0)
+        told = yield ask_of(s, rules, now, purpose)
+        purpose = VERIFY
+        s.proposed += k
         s.accepted += told.accepted
-        judged = min(told.accepted + 1, count)
-        return [Revealed(first + j, told.tokens[j], told.log_ps[j]) for j in range(judged)]
+        news = [Revealed(*each) for each in zip(judged, told.tokens, told.log_ps, strict=False)]
+        s.reveal(news[: told.accepted + 1], drafts.tokens)
+        after = n + min(told.accepted + 1, len(judged))
+        s.cached, s.is_over = after - 1, s.is_complete
+        drafts = next_drafts(now, told, range(after, min(after + size, s.length)))
+
+
+def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
+    """The rows of a round: main, ahead, copies, in this order; what is judged comes first among those sampled."""
+    n, g, size, shift, cached = now.n, now.drafts.guess, rules.size, rules.shift, s.cached
+    main = n + len(now.drafts.tokens) - cached
+    spans: tuple[int, ...] = Span(main, cached, cached) if main else ()
+    masks, column = min(size + 1, s.length - n - g), n + 2 * (size + 1)
+    if masks:
+        spans += Span(masks, column, n + g, n + g, FAR, own=column, till=column + masks)
+    copied = int(n == 0) if shift else len(now.judged)
+    if copied:
+        spans += Span(copied, n + size + 1, n, 0, size + 2, own=SELF)
+    tokens = s.tokens[cached:n] + now.drafts.tokens + [rules.mask] * (masks + copied)
+    says = [main + masks + j if j < copied else n - 1 - cached + j for j in range(len(now.judged))]
+    runs = list[int]()
+    # Those after all drafts have none of their own, and any bank.
+    for row, position, bank in zip(says, now.judged, [*now.drafts.banks, _COPIES], strict=False):
+        runs += Run(row, 1, position, JUDGE, bank=bank)
+    runs += s.runs(DRAFT, [main + position - n - g - shift for position in now.ahead], now.ahead, _AHEAD)
+    if now.redraft:
+        runs += s.runs(DRAFT, says[1:], now.judged[1:], _COPIES)
+    num_sampled = sum(runs[1::6])
+    drafts = [*now.drafts.tokens, NO_DRAFT][: len(now.judged)]
+    return s.forward(purpose, tokens, spans, runs, drafts + [NO_DRAFT] * (num_sampled - len(drafts)))
+
+
+def next_drafts(now: Round, told: Answer, positions: range) -> Drafts:
+    """Take the next round's drafts from this round's predictions: the copies' where the chain broke early, else those ahead."""
+    judges = len(now.judged)
+    answers = {position: (judges + j, _AHEAD) for j, position in enumerate(now.ahead)}
+    if told.accepted < now.drafts.guess:
+        first = judges + len(now.ahead) - 1 if now.redraft else 0
+        answers |= {now.n + j: (first + j, _COPIES) for j in range(1, judges)}
+    taken = [answers[position] for position in positions if position in answers]
+    return Drafts([told.tokens[row] for row, _ in taken], [bank for _, bank in taken], min(told.accepted, len(taken)))
+
+
+# ---- the algorithms --------------------------------------------------------------------------------------------------
 
 
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     """How the engine runs these settings."""
     if settings.drafts_in_verifications:
-        return s2d2_fused.algorithm(setup, settings)
+        return _fused_algorithm(setup, settings)
     rules, sampling = Rules.of(settings, setup.info), setup.sampling
     by_ratio = settings.paper_compat if sampling.temperature == 0.0 else sampling.acceptance == "rejection"
     measure = measure_of(settings.router, settings.estimator)
     # Whether every token comes from a verification, which sees only the tokens to its left.
-    known = settings.verifies_always and rules.tau_edit is None and rules.takes_all_steps
+    known = settings.verifies_always and rules.settings.tau_edit is None and rules.takes_all_steps
     decode, notes = partial(s2d2, rules=rules, settings=settings), notes_of(settings, measure)
     made = algorithm_of(rules, decode, notes, by_ratio=by_ratio, knows_logprob=known)
     return replace(made, measured=measure is not None, temper=settings.temper, keeps_laws=True)
+
+
+def _fused_algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
+    rules, sampling = Rules.of(settings, setup.info), setup.sampling
+    by_ratio = sampling.temperature != 0.0 and sampling.acceptance == "rejection"
+    decode = partial(s2d2_fused, rules=rules, by_ratio=by_ratio)
+    made = algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True)
+    return replace(
+        made,
+        window=2 * rules.size + 1,
+        columns=lambda length: length + 3 * (rules.size + 1),
+        temper=settings.temper,
+        keeps_laws=True,
+        banks=2,
+    )

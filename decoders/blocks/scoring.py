@@ -21,20 +21,16 @@ Legend: L positions of a text, R rows that are read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.common_settings import Estimate
-from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
+from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import FAR, Ints, Span
-from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_score, kind_of
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimated, mask_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +94,13 @@ class Layout:
 
 def algorithm(setup: Setup, settings: BlockDiffusionSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it."""
-    info = setup.info
-    if info.mask_id is None:
-        raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to score with")
-    layout = Layout(settings.size_for(info), info.mask_id, info.shift, settings.causal_cache)
-    return Algorithm(
-        decode=partial(estimate_score, rows_of=layout.rows_of),
+    layout = Layout(settings.size_for(setup.info), mask_of(setup.info), setup.info.shift, settings.causal_cache)
+    return estimated(
+        settings,
+        estimate,
+        layout.rows_of,
+        layout.grouped,
         kind="blocks",
-        scores=True,
-        estimates=True,
         # The clean text, and copies that are not longer than the whole text.
         columns=lambda length: 2 * length,
-        sample=partial(Text, grouped=layout.grouped, kind=kind_of(settings, estimate), samples=estimate.samples),
-        has_prompt=no_prompt,
-        keeps=False,
     )

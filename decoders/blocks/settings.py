@@ -1,32 +1,161 @@
-"""Settings of the block-diffusion decoders: how a block is denoised, and how S2D2 verifies its drafts.
+"""Settings of the block-diffusion decoders: how a block is denoised, when S2D2 verifies a drafted span; and what follows
+from both with a model (`Rules`).
 
-Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), S2D2, and
+    decoder:
+      kind: s2d2
+      router: {kind: hysteresis, on: 1.0, off: -5.0}
+      estimator: {kind: entropy, beta: 1.0}      how likely a drafted token is accepted
+      cost: {kind: dynamic, c: 1.0}
+
+Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), Han et al.,
+"Fast decoding for diffusion LLMs via training-free self-speculation" (S2D2, 2026; thresholds compare as in its public code), and
 Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking" (2025).
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.blocks.router_settings import Entropy, Estimator, MinSpan, Router, VerificationCost
-from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.common_settings import DecoderChoice, Sampling, Settings, Tasks
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Bins = Annotated[int, Field(ge=1, le=64)]
+
+
+# ---- routers ---------------------------------------------------------------------------------------------------------
+
+
+class MinSpan(Settings):
+    """Verify a span of at least `span` tokens; 1 means always."""
+
+    kind: Literal["min_span"]
+    span: int = Field(default=1, ge=1, le=2**20, description="tokens of the shortest verified span")
+
+
+class ScoreRouter(Settings):
+    """Verify where the score (expected accepted tokens less their cost) is at least `tau`."""
+
+    kind: Literal["score"]
+    tau: _Number = Field(default=0.0, description="least score")
+
+
+class Hysteresis(Settings):
+    """Start to verify at a score above `on`, stop at a score below `off`; a sample starts without verification."""
+
+    kind: Literal["hysteresis"]
+    on: _Number = Field(default=0.0, description="verify from above this score")
+    off: _Number = Field(default=-1.0, description="stop below this score")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Hysteresis:
+        if self.off >= self.on:
+            raise ValueError(f"decoder.router.off: {self.off:g} is not below on = {self.on:g}; allowed: below on")
+        return self
+
+
+class Bandit(Settings):
+    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy.
+
+    `beta` weighs the bonus of rarely tried actions. `entropy_of` chooses the mean entropy to use: the span's, or that
+    of all masks of the block.
+    """
+
+    kind: Literal["bandit"]
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
+    span_bins: _Bins = Field(default=2, description="bins of span lengths")
+    progress_bins: _Bins = Field(default=2, description="bins of progress")
+    entropy_bins: _Bins = Field(default=2, description="bins of entropies")
+    entropy_of: Literal["span", "masks"] = Field(default="span", description="the mean over a span or a block's masks")
+
+
+Router = Annotated[MinSpan | ScoreRouter | Hysteresis | Bandit, Field(discriminator="kind")]
+
+
+# ---- estimators: how likely a drafted token is accepted --------------------------------------------------------------
+
+
+class Entropy(Settings):
+    """exp(-beta H / log V), with the entropy H of the draft distribution."""
+
+    kind: Literal["entropy"]
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the entropy")
+
+
+class Margin(Settings):
+    """1 where the best token leads the second by more than `tau`, else 0."""
+
+    kind: Literal["margin"]
+    tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False, description="the lead")
+
+
+class LinearMargin(Settings):
+    """The best token's lead over the second times `coefficient`, at most 1."""
+
+    kind: Literal["linear_margin"]
+    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the lead")
+
+
+class Confidence(Settings):
+    """The drafted token's probability to the `power`."""
+
+    kind: Literal["confidence"]
+    power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="exponent of the probability")
+
+
+class Renyi(Settings):
+    """The sum of the squared probabilities: the chance that two draws agree."""
+
+    kind: Literal["renyi"]
+
+
+class HardEntropy(Settings):
+    """1 where H / log V is below `tau`, else 0."""
+
+    kind: Literal["hard_entropy"]
+    tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False, description="the normalised entropy")
+
+
+Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | HardEntropy, Field(discriminator="kind")]
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+class VerificationCost(Settings):
+    """The gain that a verification must reach: `c` tokens (static), or `c` per token revealed without it (dynamic)."""
+
+    kind: Literal["static", "dynamic"] = Field(
+        default="static", description="c tokens, or c for each token that is revealed without it"
+    )
+    c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="number of tokens")
+
+
+# ---- decoders --------------------------------------------------------------------------------------------------------
 
 
 class BlockSettings(DecoderChoice):
     """What the decoders of block-diffusion models share.
 
-    A step's share of masks: the most confident (`static`), all with confidence above `tau` if those are at least as many
-    (`dynamic`), or the leftmost (`sequential`); `entropy` ignores the share and reveals the masks of least entropy, while the
-    entropies before the last one sum up to at most `tau` nats.
+    Blocks of `block_size` positions (null: the size used in training) are finished one after the other. Each has `steps`
+    denoising steps (null: one per position) that reveal equally many masks; the first steps take the remainder. `schedule`
+    chooses the masks: the most confident (`static`); all with confidence above `tau` if those are at least as many (`dynamic`);
+    the leftmost (`sequential`); those of least entropy, while the entropies before the last one sum up to at most `tau` nats
+    (`entropy`, which ignores `steps`). With `sub_block` each block is denoised in parts of that many positions, from left to
+    right. With `tau_edit` a revealed token is replaced by another whose probability exceeds it, in up to `post_steps` more steps
+    after the last mask. With `causal_cache` finished tokens see only those to their left, as in a causal model. With `fused` the
+    prompt and finished blocks run together with the draft of the next block instead of in forwards of their own. With `draws:
+    fresh` each step draws all masks anew, as the public samplers do; with `kept` a position keeps its random numbers over all
+    steps, which is another distribution where drawn tokens decide what is revealed, routed or edited, and the same elsewhere.
     """
 
     runs_on: ClassVar[ModelKind] = "blocks"
-    tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]] = ("complete",)
+    tasks: ClassVar[Tasks] = ("complete",)
     draws_by_row: ClassVar = False
     block_size: _Count | None = Field(default=None, description="positions of a block; null: the size used in training")
     schedule: Literal["static", "dynamic", "sequential", "entropy"] = Field(
@@ -70,11 +199,14 @@ class BlockSettings(DecoderChoice):
             raise ValueError(
                 f"decoder.block_size: models of family {info.family!r} don't specify it; allowed: a number"
             )
+        self._check_parts(size)
+        return size
+
+    def _check_parts(self, size: int) -> None:
         if self.sub_block is not None and size % self.sub_block:
             raise ValueError(
                 f"decoder.sub_block: {self.sub_block} does not divide block_size = {size}; allowed: its divisors"
             )
-        return size
 
     def check_model(self, info: ModelInfo) -> None:
         self.check_steps(self.size_for(info))
@@ -90,11 +222,8 @@ class BlockSettings(DecoderChoice):
 
     @model_validator(mode="after")
     def _fits_blocks(self) -> BlockSettings:
-        if self.block_size is not None and self.sub_block is not None and self.block_size % self.sub_block:
-            raise ValueError(
-                f"decoder.sub_block: {self.sub_block} does not divide block_size = {self.block_size}; allowed: its divisors"
-            )
         if self.block_size is not None:
+            self._check_parts(self.block_size)
             self.check_steps(self.block_size)
         return self
 
@@ -111,11 +240,7 @@ class BlockDiffusionSettings(BlockSettings):
 
 
 class S2d2Settings(BlockSettings):
-    """Self-speculation: the same model verifies a block's drafts at block size 1, when the router decides so.
-
-    A router that verifies every span needs a step for every position; with another one, `steps` add unverified drafts to what a
-    verification reveals, as in SDAR's public code. `causal_draft` is the paper's equation 4.
-    """
+    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy."""
 
     runs: ClassVar = "draftmill.decoders.blocks.s2d2:algorithm"
     kind: Literal["s2d2"]
@@ -160,3 +285,58 @@ class S2d2Settings(BlockSettings):
                 f"decoder.temper: {self.temper:g} is the power of the ratio p/q, which only sampling.acceptance 'rejection' "
                 "above temperature 0, or paper_compat at temperature 0, uses; allowed otherwise: 1"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings of a block decoder and what it needs to know of its model, as plain numbers.
+
+    Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row predicts
+    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step
+    draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
+    """
+
+    settings: BlockSettings
+    size: int
+    sub_block: int
+    mask: int
+    shift: int
+    grain: int
+    causal_draft: bool
+    fresh: bool
+    most_entropy: float
+    max_length: int | None
+
+    @classmethod
+    def of(cls, settings: BlockSettings, info: ModelInfo) -> Rules:
+        """Raises ValueError, with the field path, where settings and model do not fit."""
+        settings.check_model(info)
+        size = settings.size_for(info)
+        if info.mask_id is None:
+            raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to start from")
+        return cls(
+            settings=settings,
+            size=size,
+            sub_block=settings.sub_block or size,
+            mask=info.mask_id,
+            shift=info.shift,
+            grain=1 if settings.causal_cache else size,
+            causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
+            fresh=settings.draws_anew,
+            most_entropy=max(math.log(info.vocab_size), 1e-12),
+            max_length=info.max_length,
+        )
+
+    def full(self, length: int) -> int:
+        """Where the last block of a canvas ends."""
+        whole = -(-length // self.size) * self.size
+        return whole if self.max_length is None else max(min(whole, self.max_length), length)
+
+    def columns(self, length: int) -> int:
+        """The columns of a canvas: copies come after the last block, and a block that is cut short has as many as any other."""
+        return self.full(length) + 2 * self.size
+
+    @property
+    def takes_all_steps(self) -> bool:
+        """Whether there is a step for every place."""
+        return self.settings.steps is None or self.settings.steps >= self.sub_block

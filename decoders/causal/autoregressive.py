@@ -1,16 +1,20 @@
-"""`autoregressive`: one token per forward, the baseline that every lossless decoder of causal models must equal."""
+"""`autoregressive`: one token per forward, the baseline that every lossless decoder of causal models must equal; and the scorer.
+
+A score takes one forward: nothing is generated.
+
+column      0 .. from-2 | from-1 .. length-2 | length-1
+its row     not asked   | scores column + 1  | not run
+holds       given       | given              | the last scored token
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings
+from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import JUST_ONE, TARGET, Decoding
+from draftmill.decoders.engine.asks import JUST_ONE, SCORE, TARGET, Decoding
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 
 def autoregressive(s: Sample) -> Decoding:
@@ -21,11 +25,23 @@ def autoregressive(s: Sample) -> Decoding:
         s.commit(tokens, log_ps, 1)
 
 
-def algorithm(setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> Algorithm:
-    """How the engine runs it; settings do not matter."""
-    return Algorithm(decode=autoregressive, reusable=prompt_but_one)
+def score(s: Sample) -> Decoding:
+    """Score the end of a text, of which at least the first token is given."""
+    scored = s.tokens[s.prompt :]
+    first_choices, _, log_ps, _ = yield s.causal(s.length - 1, len(scored), SCORE, scored)
+    s.grade(log_ps, first_choices)
 
 
 def prompt_but_one(s: Sample) -> int:
     """The columns of a prompt that another sample can take over: the row of its last token predicts the first hole."""
     return s.prompt - 1
+
+
+def algorithm(setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> Algorithm:
+    """How the engine runs it; settings do not matter."""
+    return Algorithm(decode=autoregressive, reusable=prompt_but_one)
+
+
+def scorer(setup: Setup, settings: AutoregressiveSettings, estimate: Estimate) -> Algorithm:
+    """How the engine scores: exactly, whatever the `settings` and the `estimate`."""
+    return Algorithm(decode=score, scores=True, reusable=prompt_but_one)

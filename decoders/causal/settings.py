@@ -7,17 +7,22 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Settings
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.common_settings import DecoderChoice, Settings, Tasks
 
 
-class AutoregressiveSettings(DecoderChoice):
-    """Sequential decoding of a causal model, one token per forward: the baseline."""
+class CausalSettings(DecoderChoice):
+    """What the decoders of causal models share."""
 
     runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete", "score")
+    tasks: ClassVar[Tasks] = ("infill", "complete")
     token_logprobs: ClassVar = True
-    scorer: ClassVar = "draftmill.decoders.causal.scoring:algorithm"
+
+
+class AutoregressiveSettings(CausalSettings):
+    """Sequential decoding of a causal model, one token per forward: the baseline."""
+
+    tasks: ClassVar = ("infill", "complete", "score")
+    scorer: ClassVar = "draftmill.decoders.causal.autoregressive:scorer"
     runs: ClassVar = "draftmill.decoders.causal.autoregressive:algorithm"
     kind: Literal["autoregressive"]
 
@@ -49,12 +54,28 @@ class NgramDrafterSettings(Settings):
         return self
 
 
-class SpeculativeSettings(DecoderChoice):
+class SuffixDrafterSettings(Settings):
+    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding).
+
+    The index holds the last `max_tokens` tokens or at least half of them. Up to `max_spec_factor` times as many tokens are
+    drafted as match, as long as all of them hold with a probability of at least `min_token_prob`, by how often they followed.
+    """
+
+    kind: Literal["suffix"]
+    max_tokens: int = Field(
+        default=1 << 20, ge=1 << 10, le=1 << 28, description="the index holds the last N tokens, at least half of them"
+    )
+    max_spec_factor: float = Field(
+        default=1.0, gt=0.0, le=64.0, allow_inf_nan=False, description="drafts at most N times the tokens that match"
+    )
+    min_token_prob: float = Field(
+        default=0.1, ge=0.0, le=1.0, allow_inf_nan=False, description="drafts while all hold with this probability"
+    )
+
+
+class SpeculativeSettings(CausalSettings):
     """Speculative decoding of a causal model (Leviathan et al., 2023; Chen et al., 2023)."""
 
-    runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete")
-    token_logprobs: ClassVar = True
     runs: ClassVar = "draftmill.decoders.causal.speculative:algorithm"
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
@@ -69,12 +90,15 @@ class SpeculativeSettings(DecoderChoice):
         return isinstance(self.drafter, SuffixDrafterSettings)
 
 
-class SpecDiffSettings(DecoderChoice):
-    """Speculative decoding of a causal model whose drafts a masked-diffusion model fills in (SpecDiff)."""
+class SpecDiffSettings(CausalSettings):
+    """Speculative decoding of a causal model whose drafts a masked-diffusion model fills in (SpecDiff).
 
-    runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete")
-    token_logprobs: ClassVar = True
+    Up to `gamma` masks after the text are revealed in at most `steps` forwards: from left to right, or in the random order of
+    diffusion (`native`), which under sampling.acceptance 'rejection' is lossy. The drafter's window is the text and the masks
+    (`short`), or has the length it was trained on, with masks at the end (`full`). A draft head corrects each draft for those
+    that were revealed before it in the same forward; there is none for the native order.
+    """
+
     runs: ClassVar = "draftmill.decoders.causal.specdiff:algorithm"
     kind: Literal["specdiff"]
     gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
@@ -111,14 +135,11 @@ class SpecDiffSettings(DecoderChoice):
             )
 
 
-class JacobiSettings(DecoderChoice):
+class JacobiSettings(CausalSettings):
     """Jacobi decoding of a causal model: a block of drafts, refined by every forward until it is the model's own text."""
 
-    runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete")
-    token_logprobs: ClassVar = True
     draft_law: ClassVar = False
-    runs: ClassVar = "draftmill.decoders.causal.jacobi:algorithm"
+    runs: ClassVar = "draftmill.decoders.causal.jacobi:jacobi_algorithm"
     kind: Literal["jacobi"]
     block_size: int = Field(default=16, ge=1, le=256, description="tokens of a block")
     window: Literal["fixed", "running"] = Field(default="fixed", description="a block at a time, or always N drafts")
@@ -134,14 +155,11 @@ class JacobiSettings(DecoderChoice):
         return block_size
 
 
-class MultiblockJacobiSettings(DecoderChoice):
-    """Jacobi decoding with several blocks at once and rejection recycling (pcLLM, Algorithm 1)."""
+class MultiblockJacobiSettings(CausalSettings):
+    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding)."""
 
-    runs_on: ClassVar[ModelKind] = "causal"
-    tasks: ClassVar = ("infill", "complete")
-    token_logprobs: ClassVar = True
     draft_law: ClassVar = False
-    runs: ClassVar = "draftmill.decoders.causal.multiblock_jacobi:algorithm"
+    runs: ClassVar = "draftmill.decoders.causal.jacobi:multiblock_algorithm"
     kind: Literal["multiblock_jacobi"]
     block_size: int = Field(default=16, ge=1, le=256, description="tokens of a block")
     blocks: int = Field(default=2, ge=1, le=8, description="blocks at once")

@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -42,26 +42,21 @@ from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Run, Span
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 48
 """The most drafts that `auto` gives to a sample; the paper's best are 30 to 45."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Revealing:
-    """How masks become drafts, in at most `steps` forwards: `gamma` of them if there is room, None if chosen at run time.
+    """How masks become drafts by these settings, with a head or without.
 
     The drafter's row at a position predicts the token `shift` positions after it. `longest` is its longest window, `vocab_size`
     how many ids it knows, `mask` its mask.
     """
 
-    steps: int
-    gamma: int | None
-    native: bool
-    full: bool
+    settings: SpecDiffSettings
     has_head: bool
     mask: int
     shift: int
@@ -70,7 +65,8 @@ class Revealing:
 
     def chunk(self, count: int) -> int:
         """How many drafts each forward reveals; the last drafts of a canvas are fewer and take fewer forwards."""
-        return -(-(count if self.gamma is None else self.gamma) // self.steps)
+        gamma = self.settings.gamma
+        return -(-(count if gamma == "auto" else gamma) // self.settings.steps)
 
 
 def num_forwards(steps: int, most: int) -> list[int]:
@@ -84,7 +80,7 @@ def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
     def draft(most: int) -> Drafting:
         n = s.decided
         count = yield from allot(most if r.longest is None else min(most, r.longest - 1))
-        order = _shuffled(s, n, count) if r.native else list(range(count))
+        order = _shuffled(s, n, count) if r.settings.order == "native" else list(range(count))
         size = r.chunk(count)
         drafts: list[int | None] = [None] * count
         for first in range(0, count, max(size, 1)):
@@ -127,7 +123,7 @@ def _window(s: Sample, r: Revealing, drafts: list[int | None]) -> tuple[int, lis
     start = 0 if r.longest is None else max(end - r.longest, 0)
     tokens = [*s.tokens[start : s.decided], *(r.mask if draft is None else draft for draft in drafts)]
     tokens = [token if token < r.vocab_size else r.mask for token in tokens]
-    if r.full and r.longest is not None:
+    if r.settings.window == "full" and r.longest is not None:
         tokens += [r.mask] * (r.longest - len(tokens))
     return start, tokens
 
@@ -150,17 +146,7 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
     is_auto, has_head = settings.gamma == "auto", setup.heads is not None
     assert not (has_head and settings.order == "native"), "a head corrects for what stands before"
     k = MOST_AUTO if settings.gamma == "auto" else settings.gamma
-    r = Revealing(
-        steps=settings.steps,
-        gamma=None if is_auto else k,
-        native=settings.order == "native",
-        full=settings.window == "full",
-        has_head=has_head,
-        mask=info.mask_id,
-        shift=info.shift,
-        longest=info.max_length,
-        vocab_size=drafter.vocab_size,
-    )
+    r = Revealing(settings, has_head, info.mask_id, info.shift, info.max_length, drafter.vocab_size)
     drafting = partial(by_diffusion, r=r, allot=those_that_pay if is_auto else all_of)
     return Algorithm(
         decode=partial(speculative, k=k, drafter=drafting, kind=JUDGE, searches=is_auto),

@@ -15,30 +15,28 @@ A drafting model has its own cache, and is behind by what was accepted last:
     drafter's forwards   [catch up.. ]  [D]  [D+1]             the last draft is run only when it was accepted: then it is
     target's forward              [D-1   D    D+1  D+2]        caught up with the bonus in the drafter's next forward
 
-Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023.
+Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023; Saxena, "Prompt lookup decoding", 2023.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from draftmill.decoders.causal import autoregressive
 from draftmill.decoders.causal.autoregressive import prompt_but_one
-from draftmill.decoders.causal.lookup import Lookup
-from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
-from draftmill.decoders.drafts.suffix_index import Reader, SuffixIndex
+from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings, SuffixDrafterSettings
+from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import JUDGE, MODEL, NO_DRAFT, SEARCH, SURE, Decoding, Offer, Roll
 from draftmill.decoders.engine.samples import Sample
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""
+# An n-gram is one integer: its tokens in this base, and a leading 1, so that lengths stay apart.
+_BASE: Final = 1 << 20
 
 Drafting = Generator[Any, Any, list[int]]
 Drafter = Callable[[int], Drafting]
@@ -116,6 +114,44 @@ def among_texts(s: Sample, k: int, index: SuffixIndex, allot: Allot, *, searches
     read()
 
 
+class Lookup:
+    """Knows where each n-gram of one sample's text last ended, if a token followed it; O(max_n) a token."""
+
+    __slots__ = ("_end_of", "_known", "_max_n", "_min_n")
+
+    def __init__(self, max_n: int, min_n: int) -> None:
+        self._max_n, self._min_n = max_n, min_n
+        self._known = 1
+        self._end_of: dict[int, int] = {}
+
+    def drafts(self, text: list[int], length: int, most: int) -> list[int]:
+        """Up to `most` tokens to follow `text[:length]`: those after the last occurrence of its last n tokens, for the largest n.
+
+        A copy that reaches the end of the text goes on with what it has copied: a repetition goes on. Empty without a match.
+        """
+        found = self._match(text, length)
+        period = length - found
+        return [text[found + place % period] for place in range(most)] if found else []
+
+    def _match(self, text: list[int], length: int) -> int:
+        """The place after the longest earlier match of the text's end, the last one of several; 0 without a match."""
+        end_of, found = self._end_of, 0
+        # An n-gram is known as soon as a token follows it: all that end before the text's last token are.
+        for end in range(self._known, length + 1):
+            code, place = 0, 1
+            for n in range(1, min(self._max_n, end) + 1):
+                code += text[end - n] * place
+                place *= _BASE
+                if n < self._min_n:
+                    continue
+                if end < length:
+                    end_of[code + place] = end
+                elif n < length:
+                    found = end_of.get(code + place, found)
+        self._known = length
+        return found
+
+
 def all_of(most: int) -> Generator[Any, Any, int]:
     """As many as there can be."""
     yield from ()
@@ -135,20 +171,19 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
     allot, kind = those_that_pay if is_auto else all_of, SURE
-    decode: Callable[[Sample], Decoding]
+    drafter: Callable[[Sample], Drafter]
     match settings.drafter:
         case SuffixDrafterSettings():
             decode = partial(among_texts, k=k, index=SuffixIndex(settings.drafter), allot=allot, searches=is_auto)
+            return Algorithm(decode=decode, window=k + 1, most_auto=k * is_auto, reusable=prompt_but_one)
         case NgramDrafterSettings(max_n=max_n, min_n=min_n):
             drafter = partial(by_lookup, max_n=max_n, min_n=min_n, allot=allot)
-            decode = partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto)
         case _:
             assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
             longest, kind = None if setup.drafter_info is None else setup.drafter_info.max_length, JUDGE
-            by_own = partial(by_model, max_length=longest, allot=allot)
-            decode = partial(speculative, k=k, drafter=by_own, kind=kind, searches=is_auto)
+            drafter = partial(by_model, max_length=longest, allot=allot)
     return Algorithm(
-        decode=decode,
+        decode=partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto),
         window=k + 1,
         most_auto=k * is_auto,
         keeps_laws=kind == JUDGE,

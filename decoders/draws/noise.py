@@ -14,27 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from draftmill.decoders.draws.keys import (
-    ACCEPT,
-    BONUS,
-    DRAFT,
-    JACOBI,
-    MASK,
-    MASK32,
-    MULTIPLIERS,
-    ORDER,
-    RESIDUAL,
-    ROUNDS,
-    TARGET,
-    WEYL,
-    sample_key,
-    uniforms,
-)
-
-__all__ = [
-    "ACCEPT", "BONUS", "DRAFT", "JACOBI", "MASK", "ORDER", "RESIDUAL", "TARGET",
-    "gumbel_at", "gumbel_rows", "key_words", "philox", "sample_key", "uniform_rows", "uniforms",
-]  # fmt: skip
+from draftmill.decoders.draws.keys import MASK32, MULTIPLIERS, ROUNDS, TARGET, WEYL
 
 _BLOCK: Final = 4
 # Rows x blocks worked on at once: on a CPU small enough that the ten rounds stay in the second-level cache, on a GPU few

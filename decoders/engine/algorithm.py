@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -75,6 +76,17 @@ class Algorithm:
     auto_forwards: Sequence[int] | None = None
     draft_forwards: Sequence[int] | None = None
     windows: Literal["short", "full"] | None = None
+
+
+def whole_prompt(s: Sample) -> int:
+    """The columns of a prompt that another sample can take over: all, since holes are predicted by rows of their own."""
+    return s.prompt
+
+
+any_subset_model: Final = partial(
+    Algorithm, kind="any_subset", joins_prompts=False, reusable=whole_prompt, cut_multiple=WHOLE
+)
+"""An Algorithm, as far as all decoders of any-subset models share it."""
 
 
 def no_prompt(sample: Sample) -> bool:

@@ -45,8 +45,7 @@ from draftmill.decoders.engine.asks import (
     Run,
     Span,
 )
-from draftmill.decoders.engine.samples import Sample
-from draftmill.decoders.engine.slots import SlotTable
+from draftmill.decoders.engine.samples import Sample, SlotTable
 
 _SPAN, _RUN = len(Span._fields), len(Run._fields)
 _COUNT, _COLUMN, _POSITION, _BELOW, _LAG, _BLOCK, _OWN, _TILL, _NODE = range(_SPAN)

@@ -13,6 +13,9 @@ nothing is known beforehand, some of the first steps try a few drafts, and no ch
 measured one. Drafting that does not pay is tried again now and then, by few slots and ever more rarely. Trials stop while they
 have cost more than a small share of the time, whatever the estimates say (`Ledger`).
 
+Each sample that may draft first yields SEARCH (is drafting worth looking for at all?), then an Offer of up to so many drafts;
+both are answered before the forward.
+
 Source of the idea: the cost model of Leviathan et al. (2023), section 3.3, for one sequence; here for a batch.
 Legend: E = K + 1 choices, D depths, L prices, C allocations.
 """
@@ -23,13 +26,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from draftmill.decoders.engine.cost import Cost, CostTable
-from draftmill.decoders.engine.offers import Offers, lines_a_slot
-
-Numbers = NDArray[np.float64]
-Counts = NDArray[np.int64]
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import SEARCH, Offer
+from draftmill.decoders.engine.cost import Cost, CostTable, Counts, Numbers, Offers, lines_a_slot
+from draftmill.decoders.engine.samples import Sample
 
 # The first steps: (drafts per slot, one in how many slots gets them), with steps without drafts between, for comparison.
 _TRIALS: Final = ((0, 1), (0, 1), (2, 8), (0, 1), (4, 4), (0, 1))
@@ -66,12 +67,13 @@ class DraftBudget:
     """Chooses how many drafts each slot gets; see the module's docstring.
 
     `rows` and `forwards` give the target's rows and forwards in an iteration with e = 0 .. K drafts; by default 1 + e and one.
-    `drafter` times the forwards of a drafting model; None if drafts cost no forward. Its `draft_forwards` for
-    e = 0 .. K drafts are one for each draft position, each with a row a slot, unless given: then each runs all positions.
-    `drawing` times what the drafts take besides forwards, where they are drawn one after the other: by their number in the
-    longest draft, and by all of them in place of keys.
+    `drafter` times the forwards of a drafting model; None if drafts cost no forward. Its `draft_forwards` for e = 0 .. K drafts
+    are one for each draft position, each with a row a slot, unless given: then each runs all positions. `drawing` times what
+    drafts take besides forwards, where they are drawn one after the other: by their number in the longest draft, and by all of
+    them in place of keys.
 
-    Each step: `plan` before drafting, then `timed` with what the step took, and `learn` for the iterations that ended.
+    The engine calls `settle` before each step, `drafted`, `drew` and `spent` for what drafting takes, and `ran` after the step.
+    These `plan` the drafts, record what the step took (`timed`), and `learn` from the iterations that ended.
     """
 
     def __init__(
@@ -83,12 +85,10 @@ class DraftBudget:
         forwards: Sequence[int] | None = None,
         drafter: CostTable | None = None,
         draft_forwards: Sequence[int] | None = None,
-        drawing: CostTable | None = None,
     ) -> None:
         self.most, self.target, self.drafter = most, CostTable(), drafter
         self._draft_forwards_E = None if draft_forwards is None else np.array(draft_forwards, dtype=np.float64)
-        self._drawing = drawing or CostTable()
-        self.survival = Survival(num_slots, most)
+        self.drawing, self.survival = CostTable(), Survival(num_slots, most)
         # Where a slot's rows are its drafts and one more, a forward's attention is as wide as they are ragged.
         self._ragged, self._lines = rows is None, 1.0
         self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
@@ -100,10 +100,67 @@ class DraftBudget:
         self._num_probes, self._num_tries = 0, 0
         self._ledger, self._plain_s, self._num_slots = Ledger(), 0.0, 1
         self._fresh, self._joined, self._drafting = False, False, False
+        self._is_open = True
 
-    def start(self, slot: int) -> None:
-        """A new sample."""
-        self.survival.start(slot)
+    @classmethod
+    def of(cls, algorithm: Algorithm, num_slots: int, *, has_drafter: bool) -> DraftBudget:
+        """The budget of an algorithm; `has_drafter`: each draft costs a forward of a drafting model."""
+        return cls(
+            num_slots,
+            algorithm.most_auto,
+            rows=algorithm.auto_rows,
+            forwards=algorithm.auto_forwards,
+            drafter=CostTable() if has_drafter else None,
+            draft_forwards=algorithm.draft_forwards,
+        )
+
+    # ---- what the engine calls -----------------------------------------------------------------------------------
+
+    def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
+        """Answer the samples' questions until each of them asks for a forward."""
+        is_open = self._is_open = self.open(fresh=fresh)
+        if not is_open:
+            # Drafts don't pay: the step is then exactly that of the baseline.
+            self.pass_by()
+        for sample in samples:
+            if sample.ask is SEARCH:
+                sample.ask = sample.decoding.send(int(is_open))  # type: ignore[union-attr]
+        if not is_open or not any(isinstance(sample.ask, Offer) for sample in samples):
+            # All are in the second forward of an iteration: what they draft is settled.
+            return
+        most = np.array([sample.ask.most if isinstance(sample.ask, Offer) else 0 for sample in samples])
+        slots, kv = np.array([sample.slot for sample in samples]), sum(sample.decided for sample in samples)
+        counts = self.plan(slots, most, kv_tokens=kv, fresh=fresh, joined=joined).tolist()
+        for sample, count in zip(samples, counts, strict=True):
+            if isinstance(sample.ask, Offer):
+                sample.ask = sample.decoding.send(count)  # type: ignore[union-attr]
+            assert not isinstance(sample.ask, Offer), "an offer is followed by an ask"
+
+    def drafted(self, rows: int, kv_tokens: int, seconds: float) -> None:
+        """A forward of the drafting model ran, with its draws: its rows, and the columns that they read."""
+        if self.drafter is not None:
+            self.drafter.observe(rows, kv_tokens, seconds)
+
+    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
+        """Drafts were drawn without a forward, for so many samples and ranks of the one with the most."""
+        self.drawing.observe(num_ranks, num_ranks * num_samples, seconds)
+
+    def spent(self, seconds: float) -> None:
+        """All drafting before the target's forward took this long."""
+        if self._is_open:
+            self._ledger.spend(seconds)
+
+    def ran(self, samples: list[Sample], rows: int, kv_tokens: int, seconds: float, *, is_usual: bool) -> None:
+        """The target's forward of the step is done; `just` of a sample says what an iteration brought that ended with it."""
+        if is_usual:
+            self.timed(rows, kv_tokens, seconds)
+        ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
+        for sample in samples:
+            sample.just = None
+        if self._is_open and ended:
+            self.learn(*np.array(ended).T)
+
+    # ---- what it does ----------------------------------------------------------------------------------------------
 
     def learn(self, slots_B: Counts, tried_B: Counts, gained_B: Counts) -> None:
         """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` were accepted."""
@@ -117,13 +174,11 @@ class DraftBudget:
         self._ledger.spend(seconds)
         self.target.observe(tokens, round(kv_tokens * self._lines), seconds)
 
-    def spent(self, seconds: float) -> None:
-        """Record the seconds of drafting outside of what is `timed`."""
-        self._ledger.spend(seconds)
-
     def open(self, *, fresh: bool) -> bool:
         """Whether `plan` might allow any drafts; if not, callers need not search for drafts."""
-        return not self._resting or (not fresh and self._num_planned >= self._next_probe and self._may_try())
+        return not self._resting or (
+            not fresh and self._num_planned >= self._next_probe and self._ledger.allows(self._plain_s)
+        )
 
     def pass_by(self) -> None:
         """Record a step in which no drafts were searched for."""
@@ -137,9 +192,6 @@ class DraftBudget:
         else:
             self._ledger.close(drafting=self._drafting, plain_step_s=self._plain_s, num_slots=self._num_slots)
         self._fresh, self._joined, self._drafting, self._lines = fresh, joined, False, 1.0
-
-    def _may_try(self) -> bool:
-        return self._ledger.allows(self._plain_s)
 
     def plan(self, slots_B: Counts, most_B: Counts, *, kv_tokens: int, fresh: bool, joined: bool = False) -> Counts:
         """Return how many drafts each slot gets, at most `most_B`, int64 [B].
@@ -173,13 +225,13 @@ class DraftBudget:
         self._num_planned += 1
         if self._resting and number < self._next_probe:
             return np.zeros_like(most)
-        if not self._may_try():
+        if not self._ledger.allows(self._plain_s):
             return self._rest(most)
         if number < len(_TRIALS):
             return self._some(most, *_TRIALS[number])
         offers = self._offers(slots_B, most, kv_tokens)
         if offers is None:
-            return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
+            return self._try_few(most)
         if self._resting:
             return self._probe(most, offers)
         if number % _PAUSE_EVERY == 0 and number - self._next_probe >= _PAUSE_EVERY:
@@ -188,13 +240,10 @@ class DraftBudget:
         counts, self._rate = offers.fastest(_MARGIN)
         if not counts.any() or number % _TRY_EVERY == 0:
             counts = offers.hopeful(self._rate, counts)
-        return counts if counts.any() else self._give_up(most)
-
-    def _give_up(self, most: Counts) -> Counts:
-        """Stop drafting for a while, unless too little was tried to judge it."""
-        if self._num_tries < _EVIDENCE:
-            return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
-        return self._rest(most)
+        if counts.any():
+            return counts
+        # Stop drafting for a while, unless too little was tried to judge it.
+        return self._rest(most) if self._num_tries >= _EVIDENCE else self._try_few(most)
 
     def _rest(self, most: Counts) -> Counts:
         self._resting, self._next_probe = True, self._num_planned + self._wait
@@ -205,7 +254,10 @@ class DraftBudget:
         self._wait = min(2 * self._wait, _PROBE_AT_MOST)
         self._resting, self._num_tries = False, 0
         counts, _ = offers.fastest(_NEARLY)
-        return counts if counts.any() else self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
+        return counts if counts.any() else self._try_few(most)
+
+    def _try_few(self, most: Counts) -> Counts:
+        return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
 
     def _some(self, most: Counts, drafts: int, one_in: int) -> Counts:
         """Give drafts to one in several of the slots that can take any, to other slots each time."""
@@ -247,7 +299,7 @@ class DraftBudget:
 
     def _drawing_seconds(self, counts_CB: Counts) -> Numbers:
         """Seconds of drawing for each allocation, [C], shared among the forwards of an iteration."""
-        drawing, depth_C = self._drawing.cost(), counts_CB.max(1)
+        drawing, depth_C = self.drawing.cost(), counts_CB.max(1)
         if drawing is None:
             return np.zeros(len(counts_CB))
         seconds_C = drawing.seconds(depth_C.astype(np.float64), counts_CB.sum(1))
@@ -271,6 +323,54 @@ class Survival:
     def start(self, slot: int) -> None:
         """Forget what the slot held."""
         self._tried_S[slot] = self._gained_S[slot] = 0.0
+
+    # ---- what the engine calls -----------------------------------------------------------------------------------
+
+    def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
+        """Answer the samples' questions until each of them asks for a forward."""
+        is_open = self._is_open = self.open(fresh=fresh)
+        if not is_open:
+            # Drafts don't pay: the step is then exactly that of the baseline.
+            self.pass_by()
+        for sample in samples:
+            if sample.ask is SEARCH:
+                sample.ask = sample.decoding.send(int(is_open))  # type: ignore[union-attr]
+        if not is_open or not any(isinstance(sample.ask, Offer) for sample in samples):
+            # All are in the second forward of an iteration: what they draft is settled.
+            return
+        most = np.array([sample.ask.most if isinstance(sample.ask, Offer) else 0 for sample in samples])
+        slots, kv = np.array([sample.slot for sample in samples]), sum(sample.decided for sample in samples)
+        counts = self.plan(slots, most, kv_tokens=kv, fresh=fresh, joined=joined).tolist()
+        for sample, count in zip(samples, counts, strict=True):
+            if isinstance(sample.ask, Offer):
+                sample.ask = sample.decoding.send(count)  # type: ignore[union-attr]
+            assert not isinstance(sample.ask, Offer), "an offer is followed by an ask"
+
+    def drafted(self, rows: int, kv_tokens: int, seconds: float) -> None:
+        """A forward of the drafting model ran, with its draws: its rows, and the columns that they read."""
+        if self.drafter is not None:
+            self.drafter.observe(rows, kv_tokens, seconds)
+
+    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
+        """Drafts were drawn without a forward, for so many samples and ranks of the one with the most."""
+        self.drawing.observe(num_ranks, num_ranks * num_samples, seconds)
+
+    def spent(self, seconds: float) -> None:
+        """All drafting before the target's forward took this long."""
+        if self._is_open:
+            self._ledger.spend(seconds)
+
+    def ran(self, samples: list[Sample], rows: int, kv_tokens: int, seconds: float, *, is_usual: bool) -> None:
+        """The target's forward of the step is done; `just` of a sample says what an iteration brought that ended with it."""
+        if is_usual:
+            self.timed(rows, kv_tokens, seconds)
+        ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
+        for sample in samples:
+            sample.just = None
+        if self._is_open and ended:
+            self.learn(*np.array(ended).T)
+
+    # ---- what it does ----------------------------------------------------------------------------------------------
 
     def learn(self, slots_B: Counts, tried_B: Counts, gained_B: Counts) -> None:
         """Record how many of the tried drafts were accepted; slots that tried none do not count."""

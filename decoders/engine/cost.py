@@ -1,10 +1,11 @@
-"""Estimates the seconds of a forward: a + b x tokens + c x kv_tokens, corrected by the measured times of each size.
+"""Estimates the seconds of a forward (a + b x tokens + c x kv_tokens, corrected by the measured times of each size), and compares
+allocations of drafts to slots by expected gain and cost.
 
 All times come from the run's own forwards, and only the choice of how many tokens to draft (budget.py) depends on them. Forwards
 are kept in cells by their number of tokens, so that frequent sizes do not push out rare ones. A straight line alone does not
 fit: on a GPU tokens are free up to some number and cost time beyond it.
 
-Legend: P cells, N numbers of tokens.
+Legend: P cells, N numbers of tokens, C allocations.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 _CELLS_PER_OCTAVE: Final = 4
 _MEMORY: Final = 16
@@ -27,22 +29,23 @@ _LINE_WEIGHT: Final = 1.0
 # From this many cells on, the cost of reading keys can be separated from that of computing tokens.
 _CELLS_FOR_KEYS, _KEYS_VARY = 5, 0.2
 _FIT_EVERY: Final = 16
+# How much larger than all previous steps a step may be.
+_GROWTH: Final = 2.0
+# The speed-up that an unmeasured size must promise at best before it is tried.
+_HOPE: Final = 1.1
+# Where a ragged rectangle of rows may be cut, and what a copied slot costs in lines.
+_CUTS, _COPY = (1, 2, 3, 5, 9), 8
 
 
-class _Cell:
-    """The last forwards of about one size."""
+_Cell = deque[tuple[int, int, float]]
+"""The last forwards of about one size: tokens, kv tokens, seconds."""
 
-    def __init__(self) -> None:
-        self._forwards: deque[tuple[int, int, float]] = deque(maxlen=_MEMORY)
 
-    def add(self, tokens: int, kv_tokens: int, seconds: float) -> None:
-        self._forwards.append((tokens, kv_tokens, seconds))
-
-    def typical(self) -> tuple[int, float, float, float]:
-        """(how many, tokens, kv tokens, seconds): the median of the seconds, since a busy machine holds some forwards up."""
-        tokens, kv_tokens, seconds = zip(*self._forwards, strict=True)
-        count = len(tokens)
-        return count, sum(tokens) / count, sum(kv_tokens) / count, median(seconds)
+def _typical(cell: _Cell) -> tuple[int, float, float, float]:
+    """(how many, tokens, kv tokens, seconds): the median of the seconds, since a busy machine holds some forwards up."""
+    tokens, kv_tokens, seconds = zip(*cell, strict=True)
+    count = len(cell)
+    return count, sum(tokens) / count, sum(kv_tokens) / count, median(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class CostTable:
             return  # The first forward allocates memory and chooses kernels.
         size = round(_CELLS_PER_OCTAVE * math.log2(tokens))
         self._num_new += _FIT_EVERY if size not in self._cells else 1
-        self._cells.setdefault(size, _Cell()).add(tokens, kv_tokens, seconds)
+        self._cells.setdefault(size, deque(maxlen=_MEMORY)).append((tokens, kv_tokens, seconds))
 
     def cost(self) -> Cost | None:
         """The current estimates; None before the second forward."""
@@ -103,7 +106,7 @@ class CostTable:
 
 def _fit(cells: list[_Cell]) -> Cost:
     """Fit least squares of relative errors, weighted by the recent forwards of each cell; then correct it by each cell."""
-    typical = np.array([cell.typical() for cell in cells])
+    typical = np.array([_typical(cell) for cell in cells])
     num_P, seconds_P = typical[:, 0], np.maximum(typical[:, 3], 1e-9)
     features = np.column_stack([np.ones(len(cells)), typical[:, 1:3]])
     weights_P = np.sqrt(num_P) / seconds_P
@@ -152,3 +155,57 @@ def _never_falling(values_P: Numbers, weights_P: Numbers) -> Numbers:
             mean = (value_1 * weight_1 + value_2 * weight_2) / weight_12
             pools.append((mean, weight_12, count_1 + count_2))
     return np.repeat([value for value, _, _ in pools], [count for _, _, count in pools])
+
+
+# ---- allocations -----------------------------------------------------------------------------------------------------
+
+
+def lines_a_slot(rows_CB: Counts) -> Numbers:
+    """The average lines of attention per slot, given the rows of each slot, [C]; see attention.cut_ragged.
+
+    The rectangle is as wide as the largest slot, or cut into a narrow one and copies of the slots that have more.
+    """
+    num_slots, most_C = rows_CB.shape[1], rows_CB.max(1)
+    lines_C = most_C * num_slots
+    for cut in _CUTS:
+        num_more_C = (rows_CB > cut).sum(1)
+        lines_C = np.where(
+            num_more_C > 0, np.minimum(lines_C, cut * num_slots + num_more_C * (most_C - cut + _COPY)), lines_C
+        )
+    return lines_C / num_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """Allocations with the gain and the cost of each; the last one drafts nothing."""
+
+    counts_CB: Counts
+    gain_C: Numbers
+    rows_C: Numbers
+    drafting_C: Numbers
+    cost: Cost
+    kv_C: Numbers
+
+    def _rates(self, seconds_C: Numbers) -> Numbers:
+        """Tokens per second; 0 for allocations much larger than any measured one."""
+        near_C = self.rows_C <= max(_GROWTH * self.cost.most_tokens, self.rows_C[-1])
+        return np.where(near_C, self.gain_C / (seconds_C + self.drafting_C), 0.0)
+
+    def fastest(self, margin: float) -> tuple[Counts, float]:
+        """The allocation with the most tokens per second, and its rate; no drafts if below `margin` times the plain rate."""
+        rate_C = self._rates(self.cost.seconds(self.rows_C, self.kv_C))
+        drafting_C = np.where(self.counts_CB.any(1), rate_C, 0.0)
+        best = int(drafting_C.argmax())
+        best = best if drafting_C[best] >= margin * rate_C[-1] else len(rate_C) - 1
+        return self.counts_CB[best], float(rate_C[best])
+
+    def hopeful(self, rate: float, otherwise: Counts) -> Counts:
+        """An allocation of unmeasured size that might be much faster than `rate`, if there is one."""
+        hope_C = self._rates(self.cost.at_least(self.rows_C, self.kv_C))
+        best = int(hope_C.argmax())
+        return self.counts_CB[best] if hope_C[best] > _HOPE * rate else otherwise
+
+    def worth(self, rate: float) -> Counts:
+        """The allocation with the largest gain after subtracting its time, valued at this rate."""
+        seconds_C = self.cost.per_token * self.rows_C + self.drafting_C
+        return self.counts_CB[int((self.gain_C - rate * seconds_C).argmax())]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.engine.batch import Batch
-from draftmill.decoders.kernels.switch import is_on
+from draftmill.decoders.kernels.find import is_on
 
 _log = logging.getLogger(__name__)
 VARIABLE: Final = "DRAFTMILL_GRAPHS"

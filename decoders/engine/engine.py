@@ -28,17 +28,16 @@ from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
 from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, pack, put, steps
+from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.lengths import Lengths
 from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape, column_multiple
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
 from draftmill.decoders.engine.sampler import Sampler
-from draftmill.decoders.engine.samples import Sample, Times, decoding_order
+from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding_order
 from draftmill.decoders.engine.scheduler import DEVICE_ROWS, Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.engine.slots import SlotTable
 
 
 class Engine:
@@ -70,7 +69,9 @@ class Engine:
             slot_bytes=self.slot_bytes,
         )
         has_drafter = len(self.models) > 1
-        self.lengths = Lengths(setup.max_rows, algorithm, has_drafter=has_drafter) if algorithm.most_auto else None
+        self.budget = (
+            DraftBudget.of(algorithm, setup.max_rows, has_drafter=has_drafter) if algorithm.most_auto else None
+        )
         on_device = bool(getattr(setup.backbone, "reads_rows", False))
         self.scheduler = Scheduler(
             algorithm,
@@ -244,8 +245,8 @@ class Engine:
             self.backbone.set_order(slot, put(np.array(sample.order, dtype=np.int64), self.backbone.device))  # type: ignore[attr-defined]
         self.slots.start(sample)
         self.sampler.start(sample)
-        if self.lengths is not None:
-            self.lengths.budget.start(slot)
+        if self.budget is not None:
+            self.budget.survival.start(slot)
         sample.decoding = self.algorithm.decode(sample)
         self.scheduler.start(sample)
 
@@ -269,8 +270,8 @@ class Engine:
             return done
         turn = self._turn()
         deciding = self._begin(turn)
-        if self.lengths is not None and deciding:
-            self.lengths.settle(deciding, fresh=turn.prefill_only, joined=turn.mixed)
+        if self.budget is not None and deciding:
+            self.budget.settle(deciding, fresh=turn.prefill_only, joined=turn.mixed)
         self._draft(turn)
         ended = self._evaluate(turn, deciding)
         if self.scheduler.line:
@@ -282,7 +283,7 @@ class Engine:
     def _turn(self) -> Turn:
         if not self.scheduler.line:
             return Turn(self.samples)
-        return self.scheduler.next(self.samples, self.plan, alternates=self.lengths is not None)
+        return self.scheduler.next(self.samples, self.plan, alternates=self.budget is not None)
 
     def _begin(self, turn: Turn) -> list[Sample]:
         """Let every sample of the step have its ask, or that of its prompt's chunk; returns those whose decoders ask."""
@@ -308,8 +309,8 @@ class Engine:
                 self._roll_model(rolling, drafter, is_usual=is_usual)
             while asking := [one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model]:
                 self._draft_windows(asking, drafter, is_usual=is_usual)
-        if self.lengths is not None:
-            self.lengths.spent(time.perf_counter() - began_s)
+        if self.budget is not None:
+            self.budget.spent(time.perf_counter() - began_s)
 
     def _draft_from_names(self, samples: list[Sample]) -> None:
         """Draw drafts from distributions that decoders name, rank after rank."""
@@ -317,8 +318,8 @@ class Engine:
         while asking := [sample for sample in samples if isinstance(sample.ask, SampleFrom)]:
             most, count = most + 1, max(count, len(asking))
             self._resume(asking, self.sampler.named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
-        if most and self.lengths is not None:
-            self.lengths.drew(count, most, time.perf_counter() - began_s)
+        if most and self.budget is not None:
+            self.budget.drew(count, most, time.perf_counter() - began_s)
 
     def _roll_model(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
         """Draft windows by the drafting model."""
@@ -329,12 +330,12 @@ class Engine:
             laps.append(sum(started.seconds))
             self._charge(going, laps[-1])
             self._wipe(going, drafter, started)
-        if self.lengths is not None and is_usual:
+        if self.budget is not None and is_usual:
             # The forwards overlap with the host: each has its share of the whole time.
             whole_s = time.perf_counter() - began_s
             for (_, num_columns, started), lap_s in zip(ran, laps, strict=True):
                 share_s = whole_s * lap_s / max(sum(laps), 1e-9)
-                self.lengths.drafted(started.batch.num_rows, num_columns, share_s)
+                self.budget.drafted(started.batch.num_rows, num_columns, share_s)
         self._resume(samples, found)
 
     def _draft_windows(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
@@ -347,9 +348,9 @@ class Engine:
         self._wipe(samples, drafter, started)
         num_columns = sum(sample.decided for sample in samples)
         self._resume(samples, answers(started.batch, record))
-        if self.lengths is not None and is_usual:
+        if self.budget is not None and is_usual:
             num_drafts = sum(ask.num_drafts for ask in asks)
-            self.lengths.drafted(num_drafts, num_columns, time.perf_counter() - began_s)
+            self.budget.drafted(num_drafts, num_columns, time.perf_counter() - began_s)
         if rolling := [sample for sample in samples if isinstance(sample.ask, Roll)]:
             self._roll_rows(rolling, samples, started.batch, drafter)
 
@@ -373,13 +374,13 @@ class Engine:
         ended = self._resume(samples, answers(batch, record))
         if self.algorithm.nodes:
             self._copy_columns(samples)
-        if self.lengths is not None:
+        if self.budget is not None:
             seconds, is_usual = time.perf_counter() - began_s, not (turn.prefill_only or turn.mixed)
-            self.lengths.ran(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
+            self.budget.ran(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
         if rolling := [one for one in samples if isinstance(one.ask, Roll) and one.ask.head != MODEL]:
             seconds = self._roll_rows(rolling, samples, batch, self.target)
-            if self.lengths is not None:
-                self.lengths.spent(seconds)
+            if self.budget is not None:
+                self.budget.spent(seconds)
         return ended
 
     def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch, runner: ModelRunner) -> float:
@@ -390,8 +391,8 @@ class Engine:
         self._charge(rolling, sum(runner.seconds()))
         self._resume(rolling, found)
         seconds = time.perf_counter() - began_s
-        if self.lengths is not None:
-            self.lengths.drew(len(rolling), most, seconds)
+        if self.budget is not None:
+            self.budget.drew(len(rolling), most, seconds)
         return seconds
 
     def _copy_columns(self, samples: list[Sample]) -> None:

@@ -49,14 +49,7 @@ class MemoryPlan:
         return cls(_CPU_LOGITS if on_cpu else _GPU_LOGITS, _CPU_NOISE if on_cpu else 0)
 
     @classmethod
-    def of(
-        cls,
-        device: torch.device,
-        free_bytes: int,
-        *,
-        row_bytes: int,
-        captures: bool = False,
-    ) -> MemoryPlan:
+    def of(cls, device: torch.device, free_bytes: int, *, row_bytes: int, captures: bool = False) -> MemoryPlan:
         """Share out what is free; `row_bytes` are the activations of a token row in a forward.
 
         `captures`: forwards are captured as graphs.

@@ -22,7 +22,7 @@ from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.draws import noise
 from draftmill.decoders.engine.asks import Ints
 from draftmill.decoders.engine.batch import Batch
-from draftmill.decoders.engine.slots import SlotTable
+from draftmill.decoders.engine.samples import SlotTable
 
 _AT_ONCE: Final = 1 << 16
 """How many noise values to compute at once: for a few values the overhead dominates."""

@@ -29,8 +29,7 @@ from draftmill.decoders.engine.asks import DRAFT, INDEPENDENT, MODEL, NO_DRAFT, 
 from draftmill.decoders.engine.batch import Batch, Layout, Rule, add_sampled, pack
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.sampler import Sampler
-from draftmill.decoders.engine.samples import Sample
-from draftmill.decoders.engine.slots import SlotTable
+from draftmill.decoders.engine.samples import Sample, SlotTable
 
 Drafted = tuple[list[Sample], int, Started]
 """A forward of a drafting model: the samples that it drafted for, the columns that they read, and the forward."""

@@ -33,9 +33,8 @@ from draftmill.decoders.engine.asks import Answer, Ints, SampleFrom
 from draftmill.decoders.engine.batch import Batch, Rule
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.noise_cache import NoiseCache
-from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.samples import Sample, SlotTable
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.engine.slots import SlotTable
 from draftmill.decoders.kernels.find import find_sampling
 from draftmill.decoders.kernels.sampling_reference import Warp, measure, sample
 

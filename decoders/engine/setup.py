@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from draftmill.decoders.backbones.base import Model, TokenBackbone
-from draftmill.decoders.backbones.heads import DraftHeads
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
+
+if TYPE_CHECKING:
+    from draftmill.decoders.backbones.base import Model, TokenBackbone
+    from draftmill.decoders.backbones.heads import DraftHeads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

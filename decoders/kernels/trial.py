@@ -1,7 +1,10 @@
-"""Tries the kernels once on the device that is there, beside their references: one that fails or differs is not used.
+"""Tries the kernels once on the device that is there, beside their references in torch: one that fails or differs is not used.
 
-A driver, a compiler or a GPU that nobody has tried must cost speed, not results. Each function returns None, or in one line why
-the kernel is not used; it remembers the answer.
+A driver, a compiler or a GPU that nobody has tried must cost speed, not results. Each function says in one line why the kernel is
+not used, or returns None; it remembers the answer.
+
+Legend: N flat rows, H heads, K key heads, G = H / K, S slots, W columns, P distances; of experts: P rows, sorted by expert,
+E experts, D numbers in, M numbers out.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from torch import Tensor
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
-from draftmill.decoders.kernels import attention_reference, experts_reference, sampling_reference
+from draftmill.decoders.draws.keys import sample_key
+from draftmill.decoders.kernels import sampling_reference
 from draftmill.decoders.kernels.seen import Seen, most_lines
 
 _log = logging.getLogger(__name__)
@@ -45,7 +49,7 @@ _MOST_REASON: Final = 200
 def attention_problem(
     device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
 ) -> str | None:
-    """Tries attention for heads of this kind, with the smallest tile and the largest: those take unequal shared memory.
+    """Why attention is not used for such heads. The smallest and the largest tile take unequal shared memory: both are tried.
 
     `relative`: the model adds a score that depends on distances.
     """
@@ -73,7 +77,7 @@ def attention_problem(
             )
             asked, how = (query_NHd, layer_2SKWd, seen), {"scaling": width**-0.5, "window": window, **scores}
             found = attention.attend(*asked, **how, shares=shares)
-            pairs.append((found, attention_reference.attend(*asked, **how)))
+            pairs.append((found, reference_attend(*asked, **how)))
         return pairs
 
     return _problem("attention", device, tried)
@@ -81,14 +85,14 @@ def attention_problem(
 
 @lru_cache
 def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Tries the product with the weights of experts."""
+    """Why the product with the weights of experts is not used."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import experts
 
         rows_PD, weight_EMD = _normal(device, 70, 96).to(dtype), (_normal(device, 5, 72, 96) / 10).to(dtype)
         end_E = torch.tensor([3, 3, 40, 41, 70], dtype=torch.int32, device=device)
-        expected = experts_reference.product(rows_PD, weight_EMD, end_E)
+        expected = reference_product(rows_PD, weight_EMD, end_E)
         return [(experts.product(rows_PD, weight_EMD, end_E), expected)]
 
     return _problem("experts", device, tried)
@@ -96,13 +100,13 @@ def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @lru_cache
 def sampling_problem(device: torch.device) -> str | None:
-    """Tries tokens and what is told of them, with and without notes and cuts."""
+    """Why the kernel for tokens and what is told of them is not used; tried with and without notes and cuts."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import sampling
 
         number_R = torch.arange(8, device=device)
-        keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(8)], device)
+        keys = noise.key_words([sample_key(0, str(row)) for row in range(8)], device)
         own_2R = torch.tensor([[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4], dtype=torch.float64, device=device)
         # Of every three rows the first names no token, whose own log-probability is told then.
         told: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
@@ -152,3 +156,51 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 def _normal(device: torch.device, *shape: int) -> Tensor:
     """Random normal numbers, the same everywhere."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
+def reference_attend(
+    query_NHd: Tensor,
+    layer_2SKWd: Tensor,
+    seen: Seen,
+    *,
+    scaling: float,
+    window: int | None = None,
+    relative_NHP: Tensor | None = None,
+) -> Tensor:
+    """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32 or better.
+
+    A score is scaling x (query . key). With `relative_NHP` the row's number for the distance of the two positions is added, as it
+    is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A row that sees nothing gets zeros.
+    """
+    num_columns = layer_2SKWd.shape[3]
+    group = query_NHd.shape[1] // layer_2SKWd.shape[2]
+    wide = torch.promote_types(query_NHd.dtype, torch.float32)
+    key_NHWd, value_NHWd = layer_2SKWd[:, seen.slot_N].to(wide).repeat_interleave(group, 2)
+    score_NHW = (key_NHWd @ query_NHd.to(wide).unsqueeze(3)).squeeze(3) * scaling
+    if relative_NHP is not None:
+        score_NHW += _by_distance(relative_NHP.to(wide), seen, num_columns)
+    hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
+    weight_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf).softmax(2).masked_fill(hidden_N1W, 0.0)
+    return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
+
+
+def _by_distance(relative_NHP: Tensor, seen: Seen, num_columns: int) -> Tensor:
+    assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
+    distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
+    num_distances = relative_NHP.shape[2]
+    place_NW = (distance_NW + num_distances // 2).clamp(0, num_distances - 1)
+    return relative_NHP.gather(2, place_NW.unsqueeze(1).expand(-1, relative_NHP.shape[1], -1))
+
+
+def reference_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
+    """Multiply each row with the matrix of its expert, [P, M]; sums are in float32 or better.
+
+    Expert e has the rows from the end of the expert before it up to `end_E[e]` (int32); the last end is P.
+    """
+    wide = torch.promote_types(rows_PD.dtype, torch.float32)
+    row_P = torch.arange(rows_PD.shape[0], dtype=end_E.dtype, device=end_E.device)
+    expert_P = torch.searchsorted(end_E, row_P, right=True)
+    return (weight_EMD.to(wide)[expert_P] @ rows_PD.to(wide).unsqueeze(2)).squeeze(2).to(rows_PD.dtype)

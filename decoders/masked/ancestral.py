@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +32,9 @@ from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.schedule import LAST_TIME, log_scale, noise_rate, time_at, total_noise
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.asks import Answer, Ask, Decoding
+from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, Pick
 from draftmill.decoders.masked.settings import AncestralSettings
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
 
 Floats = NDArray[np.float64]
 

@@ -1,6 +1,6 @@
 """Scores texts under masked diffusion (LLaDA, Dream, MDLM, SEDD): a bound of the log-probability of any tokens given all others.
 
-A canvas is the text with one random mask over its scored tokens (decoders/estimates.py, draws/score_masks.py). All rows of a
+A canvas is the text with one random mask over its scored tokens (decoders/estimates.py). All rows of a
 canvas see all of it, and each masked token's probability is read from the row that predicts it.
 
 A network that is conditioned on the noise (SEDD) gets that of the time at which the canvas's own share of masks is expected: the
@@ -10,19 +10,16 @@ given tokens of a text are never masked, so with few scored tokens that is early
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
 from draftmill.decoders.draws.schedule import noise_of_share
-from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
+from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import FAR, Span
-from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_score, kind_of
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimated, mask_of
 
 
 def all_together(request: Request) -> Grouping:
@@ -48,15 +45,5 @@ def rows_of(s: Text, canvas: list[Draw], *, mask: int, shift: int) -> ScoredRows
 
 def algorithm(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> Algorithm:
     """How the engine runs it; the estimator `auto` is MDLM's for models that diffuse in continuous time, else LLaDA's."""
-    info = setup.info
-    if info.mask_id is None:
-        raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to score with")
-    return Algorithm(
-        decode=partial(estimate_score, rows_of=partial(rows_of, mask=info.mask_id, shift=info.shift)),
-        kind="masked",
-        scores=True,
-        estimates=True,
-        sample=partial(Text, grouped=all_together, kind=kind_of(settings, estimate), samples=estimate.samples),
-        has_prompt=no_prompt,
-        keeps=False,
-    )
+    rows = partial(rows_of, mask=mask_of(setup.info), shift=setup.info.shift)
+    return estimated(settings, estimate, rows, all_together, kind="masked")

@@ -7,19 +7,25 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Settings
+from draftmill.decoders.common_settings import DecoderChoice, Tasks
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
 
-class MaskedSettings(Settings):
-    """Settings shared by the decoders of masked-diffusion models, which finish one block after the other.
+class MaskedSettings(DecoderChoice):
+    """Settings shared by the decoders of masked-diffusion models.
 
-    Kept draws are another distribution where the order depends on the tokens drawn (`top1` above temperature 0), and the same
-    elsewhere.
+    Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
+    one block. `confidence` decides which position of a block comes next. With a `cache`, positions outside of a forward's window
+    are read as they were when the cache was built: for each block, or every `refresh` revealed tokens. `dual_relaxed` is for
+    `ssd` only: its drafts continue where the cache would be rebuilt, which is lossy. With `draws: fresh` each step draws all
+    masks anew, as the public samplers do; with `kept` a position keeps its random numbers until it is revealed, which is another
+    distribution where the order depends on the tokens drawn (`top1` above temperature 0), and the same elsewhere.
     """
 
+    runs_on: ClassVar[ModelKind] = "masked"
+    tasks: ClassVar[Tasks] = ("infill", "complete")
     block_length: _Count | None = Field(default=32, description="positions of a block; null: the canvas is one block")
     confidence: Literal["top1", "margin", "entropy", "random"] = Field(
         default="top1", description="which position comes next: by probability, lead, negative entropy, or at random"
@@ -44,10 +50,9 @@ class MaskedSettings(Settings):
         return self
 
 
-class StepwiseSettings(MaskedSettings, DecoderChoice):
+class StepwiseSettings(MaskedSettings):
     """Masked diffusion by a schedule (LLaDA, Dream); one token a step is the baseline of `ssd`."""
 
-    runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete", "score")
     scorer: ClassVar = "draftmill.decoders.masked.scoring:algorithm"
     estimates: ClassVar = ("llada", "mdlm")
@@ -71,11 +76,9 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
         return self
 
 
-class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
+class SelfSpeculativeSettings(MaskedSettings):
     """Self-speculative masked diffusion (SSD): the text and the order of `stepwise`, in fewer forwards."""
 
-    runs_on: ClassVar[ModelKind] = "masked"
-    tasks: ClassVar = ("infill", "complete")
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.masked.ssd:algorithm"
     kind: Literal["ssd"]
@@ -93,11 +96,9 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
         return draft_length
 
 
-class ThresholdSettings(MaskedSettings, DecoderChoice):
+class ThresholdSettings(MaskedSettings):
     """Masked diffusion that reveals all tokens above a confidence threshold (Fast-dLLM); lossy."""
 
-    runs_on: ClassVar[ModelKind] = "masked"
-    tasks: ClassVar = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.masked.stepwise:threshold"
     kind: Literal["threshold"]
     confidence: Literal["top1", "margin"] = Field(default="top1", description="a token's probability, or its lead")
@@ -106,11 +107,9 @@ class ThresholdSettings(MaskedSettings, DecoderChoice):
     )
 
 
-class FactorSettings(MaskedSettings, DecoderChoice):
+class FactorSettings(MaskedSettings):
     """Masked diffusion that reveals more tokens at once the higher their confidences are (Fast-dLLM); lossy."""
 
-    runs_on: ClassVar[ModelKind] = "masked"
-    tasks: ClassVar = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.masked.stepwise:factor"
     kind: Literal["factor"]
     confidence: Literal["top1", "margin"] = Field(default="top1", description="a token's probability, or its lead")

@@ -10,15 +10,13 @@ from examples.papers.claims import Claim, Paper, Verdict
 
 HEAD = """# The five papers in small
 
-What the papers claim, tested on the builtin models by `make papers`, which wrote this page. The models are tiny (0.6 to 3.7
-million parameters, trained on Python's own sources), so a claim that does not hold here may well hold for the paper's models:
-this page says what these decoders do on these models, not whether a paper is right.
+`make papers` tests what the papers claim on the builtin models, and writes this page. The models are tiny (0.6 to 3.7 million
+parameters, trained on Python's own sources), so a claim that does not hold here may well hold for the paper's models.
 
-Compared are forwards of the model (NFE), accepted drafts and texts. Seconds on a paper's GPUs can't be compared with those of
-a CPU; where a paper states nothing but a speed-up, its figure is marked so. Figures in brackets are 95 % bootstrap intervals over
-samples (shares: Wilson). "holds": the whole interval is on the claim's side. "not decided": it is on both sides; more samples
-(`--full`) decide. That nothing differs "holds" where the interval contains no change: few samples can hide a small difference.
-Lines marked (ours) are no claims of the paper.
+Forwards of the model (NFE), accepted drafts and texts are compared; seconds on a paper's GPUs are only quoted, and marked.
+In brackets: 95 % bootstrap intervals over samples (shares: Wilson). "holds": the whole interval is on the claim's side.
+"not decided": it is on both sides; more samples (`--full`) decide. That nothing differs "holds" where the interval contains
+no change. Lines marked (ours) are no claims of the paper.
 """
 
 
@@ -84,11 +82,11 @@ def section_lines(section: Section) -> Iterator[str]:
     """One paper."""
     paper = section.paper
     yield from (f"## {paper.name}", "", f"*{paper.title}.* {paper.setting}", "")
-    yield "| the paper says | where | its figure | ours | measured as | verdict |"
+    yield "| the paper says | where | its figure | ours | measured as; expected | verdict |"
     yield "|---|---|---|---|---|---|"
     for answer in section.answers:
         claim = answer.claim
-        expected = f"; expected: {claim.expect.words}" if claim.expect.words else ""
+        expected = f"; {claim.expect.words}" if claim.expect.words else ""
         cells = (
             claim.says,
             claim.place,
@@ -100,15 +98,11 @@ def section_lines(section: Section) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
     if paper.remark:
         yield from ("", paper.remark)
-    yield from (
-        "",
-        "| preset | case | samples | tokens | NFE per token | drafter's | tokens per iteration | accepted |",
-    )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield from ("", "| case | samples | NFE per token | drafter's | tokens per iteration | accepted |")
+    yield "|---|---|---|---|---|---|"
     for row in section.cases:
         figures = (row.nfe_per_token, row.nfe_draft_per_token, row.tokens_per_iteration, row.acceptance)
-        names = row.preset, row.case, f"{row.samples:,}", f"{row.tokens:,}"
-        yield f"| {' | '.join([*names, *map(number, figures)])} |"
+        yield f"| {' | '.join([f'{row.preset}/{row.case}', f'{row.samples:,}', *map(number, figures)])} |"
     yield from ("", *(f"    {command}" for command in section.commands))
 
 

@@ -16,10 +16,9 @@ from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary
 from draftmill.jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.analysis.runs import FinishedRun
 from draftmill.jobs.analysis.statistics import Floats, Interval, bootstrap, grouped_sums, wilson
-from draftmill.jobs.driving.attempts import Sessions, read_sessions
-from draftmill.jobs.driving.device_time import DeviceSums
+from draftmill.jobs.driving.cost import DeviceSums
+from draftmill.jobs.driving.run_log import Sessions, read_sessions
 from draftmill.jobs.finished.passes import latest_rows
-from draftmill.jobs.watching.estimate import Estimate, read_estimate
 
 POINTS: Final = 50_000
 """The largest number of samples that the plots of points use; a larger run gives every k-th of its samples."""
@@ -95,7 +94,6 @@ class Case:
     ended: str | None
     sessions: Sessions
     spent: DeviceSums
-    estimate: Estimate | None
     longest_s: float
 
 
@@ -148,7 +146,6 @@ def read_case(run: FinishedRun) -> Case:
         ended=_moment((start + resident).max()) if len(start) else None,
         sessions=read_sessions(run.store),
         spent=sum((read_sessions(one.store).devices for one in run.passes), DeviceSums()),
-        estimate=read_estimate(run.store),
         longest_s=float(details.resident_N.max(initial=0.0)),
     )
 

@@ -17,11 +17,10 @@ from draftmill.jobs.analysis.runs import FinishedRun, Found
 from draftmill.jobs.analysis.same_work import check_same_work
 from draftmill.jobs.analysis.statistics import LEVEL
 from draftmill.jobs.analysis.svg import inline_svg, plotting
+from draftmill.jobs.driving.cost import PURPOSES, cost_rows, hours_text, money_cells, purposes_of
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.finished.summary import is_small
 from draftmill.jobs.formatting import counted, duration, rate_text
-from draftmill.jobs.watching.cost import PURPOSES, cost_rows, hours_text, mean_price, money_cells, purposes_of
-from draftmill.jobs.watching.estimate import estimate_rows
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
 
@@ -159,8 +158,6 @@ def _figures(case: Case) -> Iterator[tuple[str, str]]:
             yield "mean acceptance length", f"{number(1 + case.accepted / case.iterations)} (1 + accepted / iterations)"
     yield from _machine_figures(case)
     yield from cost_rows(case.spent, figures.tokens)
-    sums = case.sessions.devices  # the estimate is of the first pass
-    yield from estimate_rows(case.estimate, sums.up_s, mean_price(sums))
 
 
 def _costs(cases: Sequence[Case]) -> str:
@@ -169,8 +166,7 @@ def _costs(cases: Sequence[Case]) -> str:
         return ""
     rows = [["run", "device time", *PURPOSES, "cost", "per million tokens"]]
     for case in cases:
-        purposes = purposes_of(case.spent)
-        hours = [hours_text(case.spent.up_s), *(hours_text(purposes[name]) for name in PURPOSES)]
+        hours = map(hours_text, [case.spent.up_s, *purposes_of(case.spent).values()])
         rows.append([case.figures.name, *hours, *money_cells(case.spent, case.figures.tokens)])
     return page.table("Device time and cost", rows, words=[])
 

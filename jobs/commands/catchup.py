@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
-from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.driving.ray_session import ray_session
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, code_of, severest
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.recurring.catching_up import Due, dates_of

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.driving.ray_session import ray_session
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.harness.options import EvalOptions
 from draftmill.jobs.harness.runs import Runs, Unfinished

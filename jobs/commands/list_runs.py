@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
-from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
+from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.levels import level_of
+from draftmill.storage.stores.interface import S3Options, Store, level_of
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
 
@@ -23,7 +22,7 @@ def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None
         promise.result() for _, promise in parallel_map(store, found_in(store, s3), lambda run: facts_of(run, s3=s3))
     ]
     if as_json:
-        print(json.dumps([facts.data() for facts in found], indent=1))
+        print(json.dumps([asdict(facts) for facts in found], indent=1))
     else:
         print("\n".join([f"{store.url}: {counted(len(found), 'run')}", *lines_of(found)]))
     return OK

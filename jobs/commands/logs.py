@@ -1,7 +1,4 @@
-"""`draftmill logs`: prints what the drivers and workers of a run noted, in the order of time. Writes nothing.
-
-It merges the driver's log (RUN/log) and the attempts log (RUN/attempts), those of later passes too.
-"""
+"""`draftmill logs`: prints the log of a run (jobs/driving/run_log.py) and of its later passes, by time. Writes nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +7,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
-from draftmill.jobs.driving.events import time_text
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.passes import FOLDER, NoPlanYet, require_plan
 from draftmill.storage.errors import StoreError, printable
@@ -24,9 +19,6 @@ from draftmill.storage.stores.store import open_store
 
 POLL_S = 2.0
 
-WARNINGS = {"worker_died", "worker_killed", "failed", "quarantined"}
-"""Events of the attempts log that are warnings."""
-
 Event = dict[str, Any]
 
 Read = dict[str, tuple[int, str]]
@@ -36,58 +28,57 @@ Read = dict[str, tuple[int, str]]
 def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Options | None = None) -> int:
     """Print the run's events; with `follow`, new ones too, until no driver works on the run. Returns the exit code."""
     store = open_store(run_dir, s3=s3)
-    name = _name_of(store, follow=follow)
-    if name is None:
+    if not _has_plan(store, follow=follow):
         return OK
     shown = line_of if not as_json else json_of
     read: Read = {}
     while True:
         is_last = not follow or driver_of(store) is None
-        for event in events_of(store, name, read):
+        for event in events_of(store, read):
             print(shown(event), flush=follow)
         if is_last:
             return OK
         time.sleep(POLL_S)
 
 
-def _name_of(store: Store, *, follow: bool) -> str | None:
-    """The run's name; None if it has no plan, which is said. With `follow`, a plan that is being made is waited for."""
+def _has_plan(store: Store, *, follow: bool) -> bool:
+    """Whether the run has a plan; if not, stderr says why. With `follow`, a plan that is being made is waited for."""
     said = False
     while True:
         try:
-            return require_plan(store).spec.name
+            require_plan(store)
+            return True
         except NoPlanYet as state:
             is_over = state.driver is None or not follow
             if is_over or not said:
                 print(f"draftmill: {state}", file=sys.stderr)
             if is_over:
-                return None
+                return False
             said = True
         time.sleep(POLL_S)
 
 
-def events_of(store: Store, run: str, read: Read | None = None) -> Iterator[Event]:
+def events_of(store: Store, read: Read | None = None) -> Iterator[Event]:
     """The events in the order of time; those of `read` are left out, and it is updated."""
     known = {} if read is None else read
     streams: dict[str, list[Stat]] = {}
     for stat in log_files(store):
         if stat.name.endswith(".jsonl") and "-part-" in stat.name:
             streams.setdefault(stat.name.partition("-part-")[0], []).append(stat)
-    read_all = [_stream(store, files, run, known) for files in streams.values()]
+    read_all = [_stream(store, files, known) for files in streams.values()]
     yield from heapq.merge(*read_all, key=lambda event: str(event["time"]))
 
 
 def log_files(store: Store) -> Iterator[Stat]:
-    """The files of both logs, of every pass."""
+    """The files of the log, of every pass."""
     folder, number = "", 1
     while number == 1 or store.exists(folder + PLAN):
         yield from store.list(f"{folder}attempts/")
-        yield from store.list(f"{folder}log/")
         number += 1
         folder = f"{FOLDER}{number:04d}/"
 
 
-def _stream(store: Store, files: list[Stat], run: str, known: Read) -> Iterator[Event]:
+def _stream(store: Store, files: list[Stat], known: Read) -> Iterator[Event]:
     """The events of one driver's log, file by file."""
     for stat in files:
         count, etag = known.get(stat.name, (0, ""))
@@ -99,23 +90,18 @@ def _stream(store: Store, files: list[Stat], run: str, known: Read) -> Iterator[
             continue  # best effort, like the log itself
         known[stat.name] = len(lines), stat.etag
         for line in lines[count:]:
-            event = _event(line, run)
+            event = _event(line)
             if event is not None:
                 yield event
 
 
-def _event(line: str, run: str) -> Event | None:
-    """A line of either log as an event; None if it is damaged."""
+def _event(line: str) -> Event | None:
+    """The event in a line; None if it is damaged."""
     try:
         content = json.loads(line)
-        if "at_s" not in content:
-            return content if {"time", "level", "event"} <= set(content) else None
-        moment = time_text(datetime.fromtimestamp(content.pop("at_s"), UTC))
-        event = content.pop("what")
-        level = "warning" if event in WARNINGS else "info"
-        return {"time": moment, "level": level, "run": run, "event": event, **content}
-    except (ValueError, KeyError, TypeError, OverflowError, OSError):
+    except ValueError:
         return None
+    return content if isinstance(content, dict) and {"time", "level", "event"} <= set(content) else None
 
 
 def json_of(event: Event) -> str:

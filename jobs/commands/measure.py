@@ -11,10 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftmill.actors.metrics.settings import Metric, MetricBase, Metrics, as_mapping
 from draftmill.jobs.exit_codes import INTERRUPTED, OK
-from draftmill.jobs.finished.measure_session import measure_run
-from draftmill.jobs.finished.metric_figures import metric_lines
 from draftmill.jobs.finished.metric_ready import kept_in, ready_metrics
 from draftmill.jobs.finished.passes import finished, passes_of
+from draftmill.jobs.finished.summary import metric_lines
+from draftmill.jobs.running.run import measure_run
 from draftmill.jobs.running.session import RunOptions
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options

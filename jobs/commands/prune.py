@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.driving.leases import base_lease
 from draftmill.jobs.exit_codes import INTERRUPTED, OK
 from draftmill.jobs.formatting import counted, size_text
-from draftmill.jobs.recurring.base_lease import Held, base_lease
 from draftmill.jobs.recurring.pruning import Candidate, Keep, candidates, prune_run
 from draftmill.storage.errors import UserError
-from draftmill.storage.runs.lease import LEASE, LeaseLost
+from draftmill.storage.runs.lease import LEASE, LeaseHeld
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
@@ -27,14 +27,10 @@ def prune(base: str, keep: Keep, *, yes: bool = False, unfinished: bool = False,
         print("\n".join([*lines_of(store, keep, found), _dry(found)]))
         return OK
     stop = StopFlag()
-    try:
-        with base_lease(store, stop.set):
-            found = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
-            print("\n".join(lines_of(store, keep, found, verb="pruned")), flush=True)
-            return delete(found, stop, s3)
-    except (Held, LeaseLost) as error:
-        print(f"draftmill: {error}", file=sys.stderr)
-        return INTERRUPTED
+    with base_lease(store, stop.set):
+        found = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
+        print("\n".join(lines_of(store, keep, found, verb="pruned")), flush=True)
+        return delete(found, stop, s3)
 
 
 def check_base(store: Store) -> None:
@@ -60,7 +56,7 @@ def delete(found: Sequence[Candidate], stop: StopFlag, s3: S3Options | None) -> 
             return INTERRUPTED
         try:
             prune_run(one, stop.set, s3=s3)
-        except Held as error:
+        except LeaseHeld as error:
             print(f"draftmill: {one.facts.name} stays: {error}", file=sys.stderr)
     return OK
 

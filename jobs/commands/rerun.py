@@ -7,26 +7,23 @@ under the run's lease. Earlier passes stay unchanged. The job must be the same; 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from draftmill.jobs.driving.backend import backend_of
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.exit_codes import INTERRUPTED
-from draftmill.jobs.finished.measure_session import measure_run
 from draftmill.jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
 from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import Plan, create_plan
-from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import prepare
-from draftmill.jobs.running.run import ready_for
+from draftmill.jobs.running.run import measure_run, ready_for
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import broken_off, judge, print_metrics, print_table
 from draftmill.jobs.spec.job_spec import JobSpec, check_overridden
-from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store, probe
 
@@ -45,20 +42,14 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     backend.check(spec)
     conditional = probe(store)
     stop = StopFlag()
-    try:
-        with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
-            passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
-            plan = unfinished(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
-            if plan is None:
-                print(f"{store.url}: no failed samples")
-                return judge(spec, passes)
-            inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
-            finish = decode(
-                Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, backend)
-            )
-    except (LeaseHeld, LeaseLost) as error:
-        print(f"draftmill: {error}", file=sys.stderr)
-        return INTERRUPTED
+    with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+        passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
+        plan = unfinished(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
+        if plan is None:
+            print(f"{store.url}: no failed samples")
+            return judge(spec, passes)
+        inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
+        finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, backend))
     if finish.how != "done":
         return broken_off(plan.store, plan, finish, conditional=conditional)
     ready = ready_for(spec, plan)
@@ -95,7 +86,7 @@ def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *,
     unit_rows = None if first.spec.output.unit_rows == "auto" else first.spec.output.unit_rows
     window = first.spec.batching.window
     writer = PlanWriter(store, window=window, unit_rows=unit_rows, keep_order=True, epoch=epoch)
-    writer.discard()
+    discard_parts(store, epoch)
     for table in failed_rows(last):
         writer.add(table)
     writer.finish()

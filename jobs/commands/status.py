@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from draftmill.jobs.driving.attempts import read_sessions
-from draftmill.jobs.driving.device_time import DeviceSums
+from draftmill.jobs.driving.cost import DeviceSums, cost_rows
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.finished.metric_figures import metric_lines
-from draftmill.jobs.finished.passes import PRUNED, NoPlanYet, Pass, left_failed, passes_of, require_plan
+from draftmill.jobs.finished.passes import PRUNED, NoPlanYet, Pass, left_failed, passes_of, require_plan, units_done
+from draftmill.jobs.finished.summary import metric_lines
 from draftmill.jobs.formatting import duration, rate_text
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.watching.cost import cost_rows, mean_price
-from draftmill.jobs.watching.estimate import estimate_rows, read_estimate
-from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
+from draftmill.storage.runs.commit import SUCCESS, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
@@ -43,7 +41,7 @@ def pass_line(one: Pass) -> str:
     """One line on the progress of a later pass."""
     if one.manifest is not None:
         return f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {left_failed([one]):,} of them failed"
-    done = len(done_units(one.store, conditional=False) or done_units(one.store))
+    done = len(units_done(one.store))
     return f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` resumes it"
 
 
@@ -53,7 +51,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
         yield "  state    finished; its results were deleted by `draftmill prune`"
         yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_so_far(store)} failed"
         return
-    done = done_units(store, conditional=False) or done_units(store)
+    done = units_done(store)
     rows = sum(size.rows for size in plan.sizes() if size.unit in done)
     driver = driver_of(store)
     sessions = read_sessions(store)
@@ -83,8 +81,6 @@ def cost_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
     sums = replace(sums, unended=max(0.0, sums.unended - is_running))
     tokens = sum(one.committed.new_tokens for one in sessions)
     rows = cost_rows(sums, tokens, open_s=sessions[-1].open_s if is_running else 0.0)
-    actual_s = sessions[0].devices.up_s if is_closed(stores[0]) else 0.0  # the estimate is of the first pass
-    rows += estimate_rows(read_estimate(stores[0]), actual_s, mean_price(sums))
     return [f"  {label:<13}{text}" for label, text in rows]
 
 

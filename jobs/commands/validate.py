@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from draftmill.actors.rows.unit_io import guarded
-from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
 from draftmill.jobs.finished.summary import EXAMPLES, Results, error_rows
 from draftmill.jobs.forecasting.forecast import (
     FAIL,
@@ -40,7 +40,6 @@ from draftmill.jobs.running.run import ready_for
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places
-from draftmill.jobs.spec.thresholds import most_failed, too_many_failed
 from draftmill.jobs.watching.notify import check_receivers
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.reader import read_rows
@@ -53,15 +52,15 @@ def validate(spec: JobSpec) -> int:
     spec = at_date(spec, datetime.now(UTC))
     check_places(spec)
     store = open_store(spec.output.path, s3=spec.s3.options())
-    news = new_files(spec, store, path, keep=False)
-    if news is not None:
-        print(f"since     {news.text}")
-        if not news.files:
+    new_inputs = new_files(spec, store, path)
+    if new_inputs is not None:
+        print(f"since     {new_inputs.text}")
+        if not new_inputs.files:
             print(f"nothing is new in {spec.input.shown}; a run would end at once, with exit code 0")
             return OK
     if spec.input.dedupe is not None:
         print("dedupe    the figures below still count rows whose ids finished runs have as ok; a run leaves them out")
-    prepared = prepare(spec, store, loaders=None if news is None else news.loaders())
+    prepared = prepare(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
     ready_for(spec, prepared.plan)
     check_receivers(spec.notify)
     sample = take_sample(prepared)

@@ -1,14 +1,74 @@
-"""How many workers to run, and the resources of each, from the spec's `workers` section and the cluster's nodes. Pure."""
+"""How many workers to run and the resources of each, on the nodes that a cluster has or that its autoscaler may bring.
+
+Ray keeps the last request to its autoscaler until another one replaces it, for the whole cluster. So it is made only if it has
+changed, only where there is an autoscaler, and it is taken back at the end.
+
+Ray has no public call for whether there is one, or which nodes it may bring, and its versions differ: newer ones report the
+autoscaler's node groups; in older ones only the names of the nodes' types tell an autoscaler from Ray's own reporter, which names
+a type after each node. What cannot be found out counts as no autoscaler: a job then uses the nodes that are there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from draftmill.actors.job import Allocation, WorkerResources
-from draftmill.jobs.driving.nodes import NodeRoom, shown
+from draftmill.actors.ray.ray_inside import CLUSTER_CONFIG, CLUSTER_STATUS, IS_AUTOSCALER_V2, KV_GET, inside
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """The resources of a node, whether free or not, and its labels; None if they are not known, then any selector may match."""
+
+    cpus: float
+    gpus: int
+    labels: Mapping[str, str] | None = field(default_factory=dict)
+
+    def has(self, selector: Iterable[tuple[str, str]]) -> bool:
+        """Whether the node is one that a label selector selects, as Ray reads it."""
+        labels = self.labels
+        return labels is None or all(_selects(rule, labels.get(key)) for key, rule in selector)
+
+    @property
+    def shown(self) -> str:
+        """The node in messages; labels that Ray gives to every node are left out."""
+        labels = [
+            f"{key}={value}" for key, value in sorted((self.labels or {}).items()) if not key.startswith("ray.io/")
+        ]
+        gpus = f", {self.gpus} GPU{'s' * (self.gpus != 1)}" if self.gpus else ""
+        return f"({self.cpus:g} CPU{'s' * (self.cpus != 1)}{gpus}{''.join(f', {label}' for label in labels)})"
+
+
+def _selects(rule: str, value: str | None) -> bool:
+    if rule.startswith("!"):
+        return not _selects(rule[1:], value)
+    if rule.startswith("in("):
+        return value in [one.strip() for one in rule[3:-1].split(",")]
+    return value == rule
+
+
+MOST_SHOWN = 6
+
+
+def _shown(nodes: Iterable[NodeRoom]) -> str:
+    """Nodes in messages, equal ones together: `2 x (4 CPUs, 1 GPU), (8 CPUs)`."""
+    kinds = Counter(node.shown for node in nodes).most_common()
+    parts = [f"{count} x {kind}" if count > 1 else kind for kind, count in kinds[:MOST_SHOWN]]
+    more = f" and {len(kinds) - MOST_SHOWN} more kinds" if len(kinds) > MOST_SHOWN else ""
+    return ", ".join(parts) + more if parts else "no nodes"
+
+
+# ---- workers
+
 
 PARAMETERS_PER_THREAD = 25_000_000
 """Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread."""
@@ -41,7 +101,7 @@ def allocate(
         used[index] = _placed(kinds[index], free, max(most, 0 if sum(counts) else 1))
         counts[index] = len(used[index])
     if not sum(counts):
-        reasons = [f"{_field(i, listed=True)}: {reason(resources, nodes)}" for i, resources in enumerate(kinds)]
+        reasons = [f"{_field(i, listed=True)}: {_reason(resources, nodes)}" for i, resources in enumerate(kinds)]
         raise UserError(f"no worker fits on any node: {'; '.join(reasons)}", field="workers")
     threads = [min((node.threads for node in part), default=1) for part in used]
     threads = [max(1, many // resources.processes) for resources, many in zip(kinds, threads, strict=True)]
@@ -53,18 +113,18 @@ def allocate(
 def lacking(shapes: Sequence[WorkerShape], found: Allocation, nodes: Sequence[NodeRoom]) -> list[str]:
     """For each kind of which no worker fits on any node now: a note that says why."""
     return [
-        f"{_field(index, listed=True)}: {reason(resources, nodes)}; such workers start once a node joins that has room"
+        f"{_field(index, listed=True)}: {_reason(resources, nodes)}; such workers start once a node joins that has room"
         for index, (resources, count) in enumerate(zip(found.kinds, found.counts, strict=True))
         if not count and len(shapes) > 1 and not any(_Free(node).fits(resources) for node in nodes)
     ]
 
 
-def reason(resources: WorkerResources, nodes: Sequence[NodeRoom]) -> str:
+def _reason(resources: WorkerResources, nodes: Sequence[NodeRoom]) -> str:
     """Why no worker of this kind fits, with the nodes' resources."""
     labels = "".join(f", {key}: {value}" for key, value in resources.labels)
     gpus = f"{resources.gpus:g} GPU{'s' * (resources.gpus > 1)} and " if resources.gpus else ""
     cpus = f"{resources.cpus:g} CPU{'s' * (resources.cpus > 1)}"
-    return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {shown(nodes)}"
+    return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {_shown(nodes)}"
 
 
 @dataclass(slots=True)
@@ -131,7 +191,7 @@ def _check_alone(resources: WorkerResources, nodes: Sequence[NodeRoom], field: s
     chosen = [node for node in nodes if node.has(resources.labels)]
     key = "gpus" if chosen and max(node.gpus for node in chosen) < resources.gpus else "cpus"
     raise UserError(
-        reason(resources, nodes), field=f"{field}.{key if chosen else 'labels' if resources.labels else 'cpus'}"
+        _reason(resources, nodes), field=f"{field}.{key if chosen else 'labels' if resources.labels else 'cpus'}"
     )
 
 
@@ -153,3 +213,123 @@ def _check_device(resources: WorkerResources, device: str, nodes: Sequence[NodeR
 def fitting_threads(resources: WorkerResources, num_parameters: int) -> WorkerResources:
     """The same, with at most as many torch threads as a model of this size can use."""
     return replace(resources, threads=min(resources.threads, -(-num_parameters // PARAMETERS_PER_THREAD) or 1))
+
+
+# ---- what an autoscaler is asked for
+
+
+Bundles = list[dict[str, float]]
+Selectors = list[dict[str, str]]
+Request = Callable[[Bundles, Selectors], None]
+
+
+@dataclass(slots=True)
+class Demand:
+    """Asks for room. `allocate_for` gives the workers that so many units need on all nodes that the autoscaler may bring."""
+
+    allocate_for: Callable[[int], Allocation]
+    request: Request
+    _asked: tuple[Bundles, Selectors] | None = None
+
+    def need(self, units: int) -> None:
+        """So many units are left."""
+        allocation = self.allocate_for(units) if units else None
+        self._ask(*bundles_of(allocation) if allocation else ([], []))
+
+    def close(self) -> None:
+        """The job needs nothing any more."""
+        self._ask([], [])
+
+    def _ask(self, bundles: Bundles, selectors: Selectors) -> None:
+        if (bundles, selectors) != (self._asked or ([], [])):
+            with suppress(Exception):  # the cluster may not answer now: the next call asks again, and the run goes on
+                self.request(bundles, selectors)
+                self._asked = bundles, selectors
+
+
+def bundles_of(allocation: Allocation) -> tuple[Bundles, Selectors]:
+    """The resources of all workers of an allocation, whether they run already or not, and the labels of their nodes."""
+    bundles: Bundles = []
+    selectors: Selectors = []
+    for resources, count in zip(allocation.kinds, allocation.counts, strict=True):
+        bundle = {name: amount for name, amount in (("CPU", resources.cpus), ("GPU", resources.gpus)) if amount}
+        bundles += [bundle] * count
+        selectors += [dict(resources.labels)] * count
+    return bundles, selectors
+
+
+def request_of_ray(bundles: Bundles, selectors: Selectors) -> None:
+    """Ask the autoscaler of the Ray that we are connected to."""
+    from ray.autoscaler.sdk import request_resources
+
+    rest: dict[str, Any] = {"bundle_label_selectors": selectors} if any(selectors) else {}
+    request_resources(bundles=bundles, **rest)
+
+
+MOST_NODES = 1000
+"""Nodes of one group, or workers of a kind with `count: auto`, that are asked for at most."""
+
+_REPORTED = re.compile(r"node_[0-9a-f]{40,}")
+"""The type of a node that no autoscaler started."""
+
+
+def possible_nodes(shapes: Sequence[WorkerShape], now: Sequence[NodeRoom]) -> list[NodeRoom] | None:
+    """All nodes that the cluster may have at a time, None if it has no autoscaler. `now` are the nodes that it has.
+
+    The labels of nodes that do not exist yet are unknown. If their number and resources are, too, there is one node for each
+    worker that the spec allows, of just its size; the autoscaler's own limit then decides how many come.
+    """
+    get_cluster_config = inside(CLUSTER_CONFIG)
+    if get_cluster_config is None:
+        return None
+    try:
+        config = get_cluster_config()
+        if config is not None and config.node_group_configs:
+            return [room for group in config.node_group_configs for room in _rooms(group)]
+        return _fitting(shapes, now) if any(not _REPORTED.fullmatch(name) for name in _node_types()) else None
+    except (AttributeError, TypeError, RuntimeError):  # another version of Ray
+        return None
+
+
+def _rooms(group: Any) -> list[NodeRoom]:
+    room = NodeRoom(group.resources.get("CPU", 0), int(group.resources.get("GPU", 0)), None)
+    return [room] * (MOST_NODES if group.max_count < 0 else min(group.max_count, MOST_NODES))
+
+
+def _fitting(shapes: Sequence[WorkerShape], now: Sequence[NodeRoom]) -> list[NodeRoom]:
+    """Nodes of one worker each, in the order in which `allocate` serves the kinds."""
+    rooms: list[NodeRoom] = []
+    for shape in sorted(shapes, key=lambda shape: shape.count == "auto"):
+        has_gpus = any(node.gpus for node in now if node.has(shape.labels.items()))
+        room = NodeRoom(shape.cpus, math.ceil(shape.gpus_if(has_gpus)), None)
+        rooms += [room] * (MOST_NODES if shape.count == "auto" else shape.count)
+    return rooms
+
+
+def _node_types() -> list[str]:
+    """The types of the nodes that an autoscaler of either version of Ray's knows."""
+    is_autoscaler_v2 = inside(IS_AUTOSCALER_V2)
+    if is_autoscaler_v2 is None:
+        return []
+    return [name for name in (_types_of_v2() if is_autoscaler_v2() else _types_of_v1()) if name]
+
+
+def _types_of_v1() -> list[str]:
+    kv_get = inside(KV_GET)
+    if kv_get is None:
+        return []
+    try:
+        report = json.loads(kv_get("__autoscaling_status") or b"{}").get("autoscaler_report") or {}
+    except ValueError:
+        return []
+    return [*report.get("active_nodes", {}), *report.get("pending_launches", {})]
+
+
+def _types_of_v2() -> list[str]:
+    import ray
+
+    get_cluster_status = inside(CLUSTER_STATUS)
+    if get_cluster_status is None:
+        return []
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return [node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]]

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import pyarrow as pa
+
 from draftmill.actors.job import Allocation, Job, WorkerResources
-from draftmill.jobs.driving.allocation import allocate, lacking
-from draftmill.jobs.driving.cluster_survey import cluster_survey, pays
-from draftmill.jobs.driving.demand import Demand, possible_nodes, request_of_ray
+from draftmill.actors.rows.makers import Maker
+from draftmill.jobs.driving.allocation import Demand, NodeRoom, allocate, lacking, possible_nodes, request_of_ray
 from draftmill.jobs.driving.driver import Workers
-from draftmill.jobs.driving.nodes import NodeRoom, num_cpus
 from draftmill.jobs.driving.progress import Display
-from draftmill.jobs.driving.session import (
+from draftmill.jobs.driving.ray_session import (
     check_reachable,
     cluster_nodes,
     local_nodes,
@@ -28,15 +28,18 @@ from draftmill.jobs.driving.session import (
     ray_session,
 )
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.survey import Survey, survey
+from draftmill.jobs.plan.survey import Survey, reading_of, survey
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.kept import KeptTypes
+from draftmill.storage.inputs.reader import InputFile
 
 if TYPE_CHECKING:
     from draftmill.actors.loop.model_cache import ModelCache
     from draftmill.actors.ray.pool import Spare
     from draftmill.actors.rows.text import Tokenizer
     from draftmill.decoders.base import ModelInfo
+
 
 BYTES_PER_EARLY_WORKER = 2**20
 """Input bytes per worker that is started early, before the number of units is known."""
@@ -62,55 +65,55 @@ class WorkerPool(Workers, Protocol):
         ...
 
 
-class Backend(Protocol):
-    """A place for workers."""
+class Backend:
+    """A place for workers. What stands here is right where nothing has to start, and the machine is the only node."""
 
     def check(self, spec: JobSpec) -> None:
         """Raise UserError if the backend can't provide what the spec asks for, as far as is known before anything starts."""
-        ...
+        raise NotImplementedError
 
     def opened(self, display: Display) -> AbstractContextManager[None]:
         """Workers are available during the block; nested blocks have no effect."""
-        ...
+        return nullcontext()
 
     def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
         """Like `opened`, but the block begins while the backend is still starting."""
-        ...
+        return nullcontext()
 
     def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
         """Like `opening`, for several jobs. Yields for each the error if the backend can't provide what it asks for."""
-        ...
+        return nullcontext([None for _ in jobs])
 
     def survey(self, prepared: Prepared, display: Display) -> Survey:
         """How to read the rows for a plan: in this process, or by tasks of the cluster, while the backend is opening."""
-        ...
+        return survey
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
         """How many workers of each kind fit, and the resources of each; UserError if none fits."""
-        ...
+        raise NotImplementedError
 
     def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
         """Notes about kinds of workers that fit nowhere now."""
-        ...
+        return []
 
     def demand(self, spec: JobSpec) -> Demand | None:
         """What the job asks of the cluster's autoscaler; None if there is none."""
-        ...
+        return None
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
         """A pool that has no workers yet; the backend must be open."""
-        ...
+        raise NotImplementedError
 
     def retire(self, pool: WorkerPool) -> None:
         """End a pool whose job is over; a backend that keeps workers gives them to its next pool."""
-        ...
+        raise NotImplementedError
 
     def end_spare(self) -> None:
         """End the workers that are kept for the next pool: others need their place."""
-        ...
+        raise NotImplementedError
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """One worker in this process. With `keep`, the networks of a job stay in memory for the next one."""
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -118,7 +121,6 @@ class LocalBackend:
         self._model_cache: ModelCache | None = None
 
     def check(self, spec: JobSpec) -> None:
-        """See Backend."""
         if len(spec.shapes) > 1:
             raise UserError(f"{len(spec.shapes)} kinds of workers, but --local has one worker", field="workers")
         (workers,) = spec.shapes
@@ -134,38 +136,13 @@ class LocalBackend:
         if workers.gpus == 0 and spec.model.device.startswith("cuda"):
             raise UserError(f"{spec.model.device!r}, but workers.gpus is 0", field="model.device")
 
-    def opened(self, display: Display) -> AbstractContextManager[None]:
-        """See Backend."""
-        return nullcontext()
-
-    def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
-        """See Backend."""
-        return nullcontext()
-
-    def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
-        """See Backend; `check` has found what this process can't provide."""
-        return nullcontext([None for _ in jobs])
-
-    def survey(self, prepared: Prepared, display: Display) -> Survey:
-        """See Backend; always in this process."""
-        return survey
-
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
         """See Backend; the worker has the whole machine."""
         (workers,) = spec.shapes
         resources = WorkerResources(1.0, 0.0, len(os.sched_getaffinity(0)), (), workers.max_rows, workers.max_tokens)
         return Allocation((resources,), (1,))
 
-    def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
-        """See Backend."""
-        return []
-
-    def demand(self, spec: JobSpec) -> None:
-        """See Backend."""
-        return None
-
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
-        """See Backend."""
         from draftmill.actors.loop.local_pool import LocalPool
         from draftmill.actors.loop.model_cache import ModelCache
 
@@ -174,7 +151,6 @@ class LocalBackend:
         return LocalPool(job, allocation.kinds[0], model_cache=self._model_cache)
 
     def retire(self, pool: WorkerPool) -> None:
-        """See Backend."""
         pool.release()
 
     def end_spare(self) -> None:
@@ -191,11 +167,9 @@ class ReadingBackend(LocalBackend):
         self._info, self._tokenizer = info, tokenizer
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
-        """See Backend."""
         return Allocation((WorkerResources(1.0, 0.0, 1),), (1,))
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
-        """See Backend."""
         from draftmill.actors.loop.local_pool import LocalPool
         from draftmill.actors.loop.worker import reading_runner
 
@@ -204,7 +178,7 @@ class ReadingBackend(LocalBackend):
         )
 
 
-class RayBackend:
+class RayBackend(Backend):
     """Workers of Ray: of the cluster at `address`, or of a Ray of our own. With `keep`, they stay for the next job."""
 
     def __init__(self, address: str | None, *, keep: bool = False) -> None:
@@ -215,12 +189,10 @@ class RayBackend:
         self._spare: list[Spare] = []
 
     def check(self, spec: JobSpec) -> None:
-        """See Backend."""
         check_reachable(self.address)
 
     @contextmanager
     def opened(self, display: Display) -> Iterator[None]:
-        """See Backend."""
         if self._is_open:
             self._wait()
             yield
@@ -230,7 +202,6 @@ class RayBackend:
 
     @contextmanager
     def opening(self, display: Display, prepared: Prepared) -> Iterator[None]:
-        """See Backend."""
         spec = prepared.spec
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
@@ -264,24 +235,20 @@ class RayBackend:
             yield found
 
     def survey(self, prepared: Prepared, display: Display) -> Survey:
-        """See Backend."""
         is_ours = self._start is not None
-        if not pays(prepared, num_cpus(local_nodes() if is_ours else cluster_nodes()), is_ours=is_ours):
+        if not pays(prepared, _num_cpus(local_nodes() if is_ours else cluster_nodes()), is_ours=is_ours):
             return survey
         self._wait()
-        return cluster_survey(prepared, num_cpus(cluster_nodes()), is_ours=is_ours, note=display.note)
+        return cluster_survey(prepared, _num_cpus(cluster_nodes()), is_ours=is_ours, note=display.note)
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
-        """See Backend."""
         self._wait()
         return self._allocate_now(spec, units=units)
 
     def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
-        """See Backend."""
         return lacking(spec.shapes, found, cluster_nodes())
 
     def demand(self, spec: JobSpec) -> Demand | None:
-        """See Backend."""
         possible = possible_nodes(spec.shapes, cluster_nodes())
         if possible is None:
             return None
@@ -299,14 +266,12 @@ class RayBackend:
         return RayPool(job, allocation, early=spare)
 
     def retire(self, pool: WorkerPool) -> None:
-        """See Backend."""
         if self._keep:
             self._spare = pool.release()
         else:
             pool.close()
 
     def end_spare(self) -> None:
-        """See Backend."""
         if self._spare:
             from draftmill.actors.ray.pool import end_workers
 
@@ -330,6 +295,10 @@ class RayBackend:
     def _wait(self) -> None:
         if self._start is not None:
             self._start.wait()
+
+
+def _num_cpus(nodes: Iterable[NodeRoom]) -> int:
+    return int(sum(node.cpus for node in nodes))
 
 
 def _refusal(allocate: Callable[..., Allocation], spec: JobSpec, *nodes: Sequence[NodeRoom]) -> UserError | None:
@@ -387,6 +356,63 @@ class _Start:
                 self._session.__exit__(None, None, None)
         finally:
             self._over.set()
+
+
+# ---- planning on the cluster
+#
+#     small inputs, one CPU, `run --local`     the driver reads them itself, in threads, while Ray starts
+#     anything else                            tasks read chunks of the inputs (actors/planning/survey_pool.py)
+#
+# The plan is the same to the byte.
+
+
+LEAST_BYTES = 64 * 2**20
+"""Smaller inputs are read sooner than processes that tokenize have started. A Ray of our own must also start first, so that
+twice as much is needed there."""
+
+LEAST_LIMIT = 1_000_000
+"""With a smaller `input.limit`, most of the input is not read at all."""
+
+MOST_TASKS = 256
+"""Tasks at once, at most: the driver takes about a third of a million rows per second from them."""
+
+
+def pays(prepared: Prepared, num_cpus: int, *, is_ours: bool) -> bool:
+    """Whether tasks are worth their start. A tokenizer that needs code of its checkpoint stays in this process."""
+    spec = prepared.spec
+    size = sum(file.size or 0 for file in prepared.inputs)
+    is_limited = spec.input.limit is not None and spec.input.limit < LEAST_LIMIT
+    is_large = size >= LEAST_BYTES * (2 if is_ours else 1)
+    return num_cpus > 1 and is_large and not is_limited and not spec.model.trust_remote_code
+
+
+def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Callable[[str], None]) -> Survey:
+    """A survey by Ray tasks; Ray must be connected.
+
+    In a Ray of our own the workers, which wait for the plan, hold all CPUs: tasks then ask for none, and there are as many as
+    CPUs.
+    """
+
+    def surveyed(
+        spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
+    ) -> Iterator[pa.Table]:
+        from draftmill.actors.planning.survey_items import SurveyJob, packed
+        from draftmill.actors.planning.survey_pool import SurveyPool
+
+        job = SurveyJob(
+            reading=reading_of(spec),
+            info=prepared.info,
+            decoder=spec.decoder,
+            sampling=spec.sampling,
+            ends=tuple(prepared.hashes.ends),
+            truncate=spec.input.truncate,
+            tokenizer=packed(prepared.folder, spec.model.tokenizer),
+        )
+        at_once = min(MOST_TASKS, num_cpus if is_ours else 2 * num_cpus)
+        pool = SurveyPool(job, cpus=0 if is_ours else 1, at_once=at_once, note=note)
+        return pool.tables(maker, inputs, kept, spec.input.limit)
+
+    return surveyed
 
 
 def backend_of(*, address: str | None, local: bool, keep: bool = False) -> Backend:

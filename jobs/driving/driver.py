@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
-from draftmill.actors.messages import Died, Failure, HomeLeaving, Leaving, PoolEvent, Receipt, Reported, Up, WorkUnit
-from draftmill.jobs.driving.attempts import AttemptsLog
-from draftmill.jobs.driving.events import Level
+from draftmill.actors.messages import (
+    Died,
+    Failure,
+    HomeLeaving,
+    Leaving,
+    PoolEvent,
+    Receipt,
+    Reported,
+    TurnReport,
+    Up,
+    WorkUnit,
+)
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.driving.watchers import Watchers
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
@@ -43,8 +51,7 @@ from draftmill.jobs.schedule.events import (
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.runs.commit import CommittedUnit
-from draftmill.storage.runs.unit_facts import CommittedUnits
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
 
 POLL_S = 0.2
 
@@ -124,6 +131,47 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class Watcher:
+    """Hears what the driver hears, and decides nothing. Each method must return at once; by default it does nothing."""
+
+    name = "watcher"
+
+    def look(self, totals: Totals, scheduler: Scheduler) -> None:
+        """Called after each poll of the workers, some times a second."""
+
+    def reported(self, worker: str, report: TurnReport) -> None:
+        """A worker reports a turn."""
+
+    def committed(self, receipt: Receipt) -> None:
+        """A unit was committed, for the first time."""
+
+    def failed(self, failure: Failure) -> None:
+        """A unit failed on a worker that survived."""
+
+    def died(self, worker: str) -> None:
+        """A worker died or was killed."""
+
+    def over(self, totals: Totals, scheduler: Scheduler) -> None:
+        """The driver's loop has ended."""
+
+
+class Watchers:
+    """Several watchers; one that raises hears nothing more, and the run goes on."""
+
+    def __init__(self, watchers: Sequence[Watcher] = (), *, note: Callable[[str], None] = lambda message: None) -> None:
+        self._watchers = list(watchers)
+        self._note = note
+
+    def each(self, call: Callable[[Watcher], None]) -> None:
+        """Call each watcher."""
+        for watcher in list(self._watchers):
+            try:
+                call(watcher)
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong with watching, the run goes on
+                self._watchers.remove(watcher)
+                self._note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
+
+
 @dataclass(slots=True)
 class Driver:
     """Runs a scheduler against a pool until the scheduler finishes. `committed` collects the facts of this session's units.
@@ -136,7 +184,6 @@ class Driver:
     pool: Workers
     display: Display
     totals: Totals
-    log: AttemptsLog
     stop: StopFlag
     grace_s: float = 30.0
     clock: Callable[[], float] = time.monotonic
@@ -167,8 +214,7 @@ class Driver:
             self.totals.loading = len(self._loading)
             self._count_held()
             self.display.show(self.totals)
-            self.log.maybe_flush(self.totals)
-            self.watchers.look(self.totals, self.scheduler)
+            self.watchers.each(lambda watcher: watcher.look(self.totals, self.scheduler))
             if self.scheduler.finished is not None:
                 return self._judged(self.scheduler.finished)
             if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
@@ -218,13 +264,13 @@ class Driver:
                 self._loading.discard(worker)
                 self.totals.worker_up(facts.get("device"))
                 self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
-                self._event("worker_up", worker=worker, node=node, pid=pid, **facts)
+                self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
             case Died():
                 self._worker_died(event)
             case Leaving(worker, left_s):
                 message = f"worker {worker} is on a node that is being drained{within(left_s)}"
-                self._event("worker_leaving", message, worker=worker, left_s=left_s)
+                self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
                 self._tell(WorkerLeaving(worker, left_s))
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
@@ -233,7 +279,7 @@ class Driver:
                 self.totals.reported(report)
                 self.totals.waiting[worker] = report.waiting
                 self.totals.devices.heard(worker, report.effort.wall_s)
-                self.watchers.reported(worker, report)
+                self.watchers.each(lambda watcher: watcher.reported(worker, report))
                 for item in report.answers:
                     self._answer(item)
                 self._tell(Heard(worker, report.spent, report.moved, report.effort.engine.committed))
@@ -245,16 +291,18 @@ class Driver:
         self.totals.devices.gone(died.worker, lost=held is not None and bool(held.leases))
         if self.scheduler.finished is None:
             self.totals.worker_died()
-            self.watchers.died(died.worker)
+            self.watchers.each(lambda watcher: watcher.died(died.worker))
             message = f"worker {died.worker} died: {died.reason}"
-            self._event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
+            self.display.event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
         self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
 
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):
-            self.watchers.failed(item)
+            self.watchers.each(lambda watcher: watcher.failed(item))
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
-            self._event("failed", self._trouble(item), level="warning", unit=item.unit, worker=item.worker, **facts)
+            self.display.event(
+                "failed", self._trouble(item), level="warning", unit=item.unit, worker=item.worker, **facts
+            )
             self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
         elif item.committed is None:
             self._tell(ProbeDone(item.lease, item.unit))
@@ -281,16 +329,11 @@ class Driver:
             self._told.clear()
             self.totals.received(receipt)
             self.totals.devices.counted(receipt.spent_s)
-            self.watchers.committed(receipt)
+            self.watchers.each(lambda watcher: watcher.committed(receipt))
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
             unit, worker, rows = receipt.unit, receipt.worker, committed.rows
-            self._event("done", unit=unit, worker=worker, rows=rows, failed=committed.failed)
-
-    def _event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        """Note what has happened in the attempts log, and show it."""
-        self.log.add(event, **facts)
-        self.display.event(event, message, level=level, **facts)
+            self.display.event("done", unit=unit, worker=worker, rows=rows, failed=committed.failed)
 
     # ---- commands out
 
@@ -308,10 +351,10 @@ class Driver:
                 self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
                 self.totals.worker_died()
-                self.watchers.died(worker)
+                self.watchers.each(lambda watcher: watcher.died(worker))
                 self.totals.devices.gone(worker, lost=True)
                 message = f"worker {worker} killed: {reason}"
-                self._event("worker_killed", message, level="warning", worker=worker, reason=reason)
+                self.display.event("worker_killed", message, level="warning", worker=worker, reason=reason)
             case LetGo(worker, lost):
                 self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
@@ -319,7 +362,7 @@ class Driver:
                     self.totals.worker_left()
                 self._loading.discard(worker)
                 self.totals.devices.gone(worker, lost=lost)
-                self._event("worker_left", worker=worker)
+                self.display.event("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)
             case Revoke(worker, lease):
@@ -327,7 +370,7 @@ class Driver:
             case Quarantine(unit, start, stop, kind, message):
                 told = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
                 facts = {"start": start, "stop": stop, "kind": kind, "error": message}
-                self._event("quarantined", told, level="warning", unit=unit, **facts)
+                self.display.event("quarantined", told, level="warning", unit=unit, **facts)
             case Finish():
                 pass
 

@@ -43,12 +43,7 @@ def shown(fact: Any) -> Any:
 
 def now_text() -> str:
     """The time in ISO 8601, UTC, with milliseconds."""
-    return time_text(datetime.now(UTC))
-
-
-def time_text(moment: datetime) -> str:
-    """A moment in ISO 8601, UTC, with milliseconds."""
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class Unfailing(io.TextIOBase):

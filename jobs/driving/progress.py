@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from draftmill.jobs.driving.events import JsonStream, Level
 from draftmill.jobs.driving.totals import Totals, ratio
-from draftmill.jobs.formatting import Notes, Unnoted, counted, duration, rate_text, size_text
+from draftmill.jobs.formatting import Notes, counted, duration, rate_text, size_text
 from draftmill.storage.secrets import presentable
 
 LINE_EVERY_S = 30.0
@@ -28,26 +28,27 @@ BAR = 16
 """Width of the bar in characters."""
 
 
-class Display(Notes, Protocol):
-    """A place to show progress; used as a context manager. `heading` begins every line of progress."""
+class Display(Notes):
+    """A place to show progress, here nowhere; used as a context manager. `heading` begins every line of progress."""
 
-    heading: str
+    heading: str = ""
 
-    def __enter__(self) -> Display: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
     def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
         """Tell what has happened to a unit or a worker; a display for people shows the message, if there is one."""
-        ...
+        if message is not None:
+            self.note(message)
 
     def show(self, totals: Totals) -> None:
         """Show the current totals; may be called often."""
-        ...
 
     def line(self, share: float, text: str) -> None:
         """Show a line of figures, and which share of the work is done; may be called often."""
-        ...
 
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
@@ -60,30 +61,11 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     return LiveLine(stream) if stream.isatty() else LineDisplay(stream)
 
 
-class Silence(Unnoted):
+class Silence(Display):
     """Shows nothing."""
 
-    heading = ""
 
-    def __enter__(self) -> Silence:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        """See Display."""
-        if message is not None:
-            self.note(message)
-
-    def show(self, totals: Totals) -> None:
-        """See Display."""
-
-    def line(self, share: float, text: str) -> None:
-        """See Display."""
-
-
-class LineDisplay(Silence):
+class LineDisplay(Display):
     """One line every LINE_EVERY_S seconds, at first every FIRST_EVERY_S, for logs."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,23 +86,19 @@ class LineDisplay(Silence):
         return True
 
     def show(self, totals: Totals) -> None:
-        """See Display."""
         if self._is_due(decoding=totals.started_s is not None):
             self.note(self.heading + progress_line(totals))
 
     def line(self, share: float, text: str) -> None:
-        """See Display."""
         if self._is_due():
             self.note(text)
 
     def note(self, message: str) -> None:
-        """See Display."""
         # One write: Ray starts in a thread of its own, and `print` would let its notes in between a line and its end.
         self._stream.write(f"{presentable(message)}\n")
         self._stream.flush()
 
     def step(self, what: str, done: int, total: int) -> None:
-        """See Display."""
         if self._is_due():
             self.note(f"{what}: {size_text(done)} of {size_text(total)}")
 
@@ -133,27 +111,24 @@ class EventDisplay(LineDisplay):
         self._events = stream
 
     def show(self, totals: Totals) -> None:
-        """See Display."""
         if self._is_due(decoding=totals.started_s is not None):
             self._events.emit("progress", self.heading + progress_line(totals), **progress_facts(totals))
 
     def note(self, message: str) -> None:
-        """See Display."""
         self._events.emit("note", message)
 
     def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        """See Display."""
         self._events.emit(event, message, level=level, **facts)
 
 
-class LiveLine(Silence):
+class LiveLine(Display):
     """A bar and the figures, redrawn in place."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream)
         self._live = Live(Text("starting"), console=self._console, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> LiveLine:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
@@ -161,15 +136,12 @@ class LiveLine(Silence):
         self._live.stop()
 
     def show(self, totals: Totals) -> None:
-        """See Display."""
         self._bar(ratio(totals.rows_done, totals.rows), self.heading + progress_line(totals))
 
     def line(self, share: float, text: str) -> None:
-        """See Display."""
         self._bar(share, text)
 
     def step(self, what: str, done: int, total: int) -> None:
-        """See Display."""
         self._bar(ratio(done, total), f"{what}: {size_text(done)} of {size_text(total)}")
 
     def _bar(self, share: float, line: str) -> None:
@@ -178,7 +150,6 @@ class LiveLine(Silence):
         self._live.update(Text.assemble(*bar, " ", line, no_wrap=True, overflow="ellipsis"))
 
     def note(self, message: str) -> None:
-        """See Display."""
         self._console.print(Text(presentable(message)))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.formatting import device_text
 from draftmill.storage.runs.commit import all_exact
 

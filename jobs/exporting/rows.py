@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from draftmill.storage.errors import StoreError
-from draftmill.storage.inputs.kept import KEEP, plain, told
+from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.parquet import parquet_writer
 from draftmill.storage.stores.interface import Store
 
@@ -219,9 +219,9 @@ def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str,
 
     def shown(name: str, value: Any) -> Any:
         if name == KEEP and keep is not None:
-            return told(value, keep)
+            return to_json(value, keep)
         if name in own:
-            return (told({name: value}, own[name]) or {})[name]
+            return (to_json({name: value}, own[name]) or {})[name]
         return plain(dict(value) if name in maps and value is not None else value)
 
     return [{name: shown(name, value) for name, value in row.items()} for row in table.to_pylist()]

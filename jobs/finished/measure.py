@@ -6,7 +6,7 @@ metrics, checked -> units without them -> sets recorded -> workers -> one file p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,56 +26,6 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.metric_files import MetricSet, measured_units, metric_sets, record_set
 from draftmill.storage.stores.interface import S3Options, Store
-
-
-@dataclass(slots=True)
-class Progress:
-    """What is done so far; `rows_before` were measured by earlier commands."""
-
-    units: int
-    rows: int
-    rows_before: int
-    started_s: float
-    done: int = 0
-    rows_done: int = 0
-    errors: int = 0
-
-    def take(self, found: UnitMeasured) -> None:
-        """Count a unit."""
-        self.done += 1
-        self.rows_done += found.rows
-        self.errors += found.errors
-
-    def line(self, now_s: float) -> tuple[float, str]:
-        """The share that is done, and one line of figures."""
-        rows, total = self.rows_before + self.rows_done, self.rows_before + self.rows
-        rate = ratio(self.rows_done, now_s - self.started_s)
-        left = f"ETA {duration((self.rows - self.rows_done) / rate)}" if rate else "ETA -"
-        share = ratio(rows, total)
-        return (
-            share,
-            f"measured {rows:,}/{total:,} samples ({share:.0%})  {rate:,.1f} samples/s  {self.errors:,} errors  {left}",
-        )
-
-
-@dataclass(slots=True)
-class Grace:
-    """Whether to stop now: once the flag is set, running units may go on for the grace period."""
-
-    stop: StopFlag
-    grace_s: float
-    display: Display
-    _until_s: float | None = None
-
-    def over(self) -> bool:
-        """Whether units that are being measured must be given up."""
-        if self.stop.reason is None:
-            return False
-        if self._until_s is None:
-            run_on_s = max(0.0, self.grace_s - CLOSING_S)
-            self._until_s = time.monotonic() + run_on_s
-            self.display.note(f"{self.stop.reason}: finishing the running units, for at most {run_on_s:.0f} s")
-        return self.stop.urgent or time.monotonic() > self._until_s
 
 
 @dataclass(slots=True)
@@ -100,6 +50,83 @@ class SpareMeasurers:
 
             end_workers(self.actors)
         self.actors = []
+
+
+@dataclass(slots=True)
+class _Measurement:
+    """Units to measure, the figures of what is done so far, and when to stop; `rows_before` were measured by earlier commands."""
+
+    job: MeasureJob
+    units: list[UnitToMeasure]
+    rows_before: int
+    display: Display
+    stop: StopFlag
+    grace_s: float
+    began_s: float = field(default_factory=time.monotonic)
+    done: int = 0
+    rows_done: int = 0
+    errors: int = 0
+    _until_s: float | None = None
+
+    def take(self, measured: Sequence[UnitMeasured]) -> None:
+        """Count measured units, and show how far the measurement is."""
+        self.done += len(measured)
+        self.rows_done += sum(unit.rows for unit in measured)
+        self.errors += sum(unit.errors for unit in measured)
+        rows = sum(unit.rows for unit in self.units)
+        done, total = self.rows_before + self.rows_done, self.rows_before + rows
+        rate, share = ratio(self.rows_done, time.monotonic() - self.began_s), ratio(done, total)
+        left = f"ETA {duration((rows - self.rows_done) / rate)}" if rate else "ETA -"
+        figures = f"{rate:,.1f} samples/s  {self.errors:,} errors  {left}"
+        self.display.line(share, f"measured {done:,}/{total:,} samples ({share:.0%})  {figures}")
+
+    def is_over(self) -> bool:
+        """Whether running units must be given up: once the flag is set, they may go on for the grace period."""
+        if self.stop.reason is None:
+            return False
+        if self._until_s is None:
+            run_on_s = max(0.0, self.grace_s - CLOSING_S)
+            self._until_s = time.monotonic() + run_on_s
+            self.display.note(f"{self.stop.reason}: finishing the running units, for at most {run_on_s:.0f} s")
+        return self.stop.urgent or time.monotonic() > self._until_s
+
+    def run_here(self, resources: WorkerResources, spare: SpareMeasurers) -> None:
+        """Measure in this process."""
+        before = spare.here
+        measurer = (
+            UnitMeasurer(self.job, resources.threads) if before is None else before.for_job(self.job, resources.threads)
+        )
+        spare.here = measurer
+        for unit in self.units:
+            if self.stop.reason is not None:
+                self.is_over()  # says that it stops
+                return
+            try:
+                self.take([measurer.measure(unit, self.is_over)])
+            except Stopping:
+                return
+
+    def run_on_ray(self, resources: WorkerResources, count: int, spare: SpareMeasurers) -> None:
+        """Measure on Ray; StoreError if a unit can't be measured, after all others."""
+        from draftmill.actors.measuring.measure_pool import MeasurePool
+
+        resources = replace(resources, threads=max(1, resources.threads))
+        pool = MeasurePool(self.job, resources, count, self.units, spare.take(resources))
+        pool.start()
+        try:
+            while pool.busy:
+                self.take(pool.poll(POLL_S))
+                if self.stop.reason is not None:
+                    pool.stop()
+                    if self.is_over():
+                        return
+            spare.actors = pool.release()
+        finally:
+            pool.close()
+        if pool.failed:
+            (pass_, unit), reason = min(pool.failed.items())
+            more = f" and {len(pool.failed) - 1} more" if len(pool.failed) > 1 else ""
+            raise StoreError(f"unit {unit} of pass {pass_}{more} can't be measured: {reason}; all others are measured")
 
 
 def units_to_measure(store: Store, passes: Sequence[Pass], ready: Ready) -> list[UnitToMeasure]:
@@ -151,36 +178,7 @@ def measure_units(
         return True
     for lacking in dict.fromkeys(unit.metrics for unit in units):
         record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
-    job = _job_of(store, passes, ready, s3)
-    total = sum(one.plan.rows for one in finished(passes))
-    rows = sum(unit.rows for unit in units)
-    progress = Progress(len(units), rows, total - rows, time.monotonic())
-    wanted = {index for unit in units for index in unit.metrics}
-    names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in sorted(wanted)))
-    display.note(f"measuring {names}: {counted(len(units), 'unit')}, {rows:,} samples")
-
-    def moved(found: Sequence[UnitMeasured]) -> None:
-        for one in found:
-            progress.take(one)
-        display.line(*progress.line(time.monotonic()))
-
-    grace = Grace(stop, grace_s, display)
-    workers = spare or SpareMeasurers()
-    with backend.opened(display), stop.on_signals():
-        count, resources = _measurers(backend, spec, ready, len(units))
-        try:
-            if local:
-                _measure_here(job, resources, units, moved, grace, spare=workers)
-            else:
-                _measure_on_ray(job, resources, count, units, moved, grace, spare=workers)
-        finally:
-            if spare is None:  # a unit that failed leaves workers, too
-                workers.end()
-    return progress.done == len(units)
-
-
-def _job_of(store: Store, passes: Sequence[Pass], ready: Ready, s3: S3Options) -> MeasureJob:
-    return MeasureJob(
+    job = MeasureJob(
         store_url=absolute(store.url),
         s3=s3,
         fingerprint=passes[0].plan.fingerprint,
@@ -189,6 +187,24 @@ def _job_of(store: Store, passes: Sequence[Pass], ready: Ready, s3: S3Options) -
         reference=ready.reference,
         joiner=ready.joiner,
     )
+    rows = sum(unit.rows for unit in units)
+    before = sum(one.plan.rows for one in finished(passes)) - rows
+    measurement = _Measurement(job, units, before, display, stop, grace_s)
+    wanted = {index for unit in units for index in unit.metrics}
+    names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in sorted(wanted)))
+    display.note(f"measuring {names}: {counted(len(units), 'unit')}, {rows:,} samples")
+    workers = spare or SpareMeasurers()
+    with backend.opened(display), stop.on_signals():
+        count, resources = _measurers(backend, spec, ready, len(units))
+        try:
+            if local:
+                measurement.run_here(resources, workers)
+            else:
+                measurement.run_on_ray(resources, count, workers)
+        finally:
+            if spare is None:  # a unit that failed leaves workers, too
+                workers.end()
+    return measurement.done == len(units)
 
 
 def _measurers(backend: Backend, spec: JobSpec, ready: Ready, units: int) -> tuple[int, WorkerResources]:
@@ -198,59 +214,3 @@ def _measurers(backend: Backend, spec: JobSpec, ready: Ready, units: int) -> tup
     workers = spec.shapes[0].model_copy(update={"gpus": 0, "gpus_per_model": 1, "labels": {}})
     bare = spec.model_copy(update={"workers": workers, "model": spec.model.model_copy(update={"device": "cpu"})})
     return backend.allocate(bare, units=units).largest
-
-
-Moved = Callable[[Sequence[UnitMeasured]], None]
-
-
-def _measure_here(
-    job: MeasureJob,
-    resources: WorkerResources,
-    units: Sequence[UnitToMeasure],
-    moved: Moved,
-    grace: Grace,
-    *,
-    spare: SpareMeasurers,
-) -> None:
-    measurer = (
-        UnitMeasurer(job, resources.threads) if spare.here is None else spare.here.for_job(job, resources.threads)
-    )
-    spare.here = measurer
-    for unit in units:
-        if grace.stop.reason is not None:
-            grace.over()
-            return
-        try:
-            moved([measurer.measure(unit, grace.over)])
-        except Stopping:
-            return
-
-
-def _measure_on_ray(
-    job: MeasureJob,
-    resources: WorkerResources,
-    count: int,
-    units: Sequence[UnitToMeasure],
-    moved: Moved,
-    grace: Grace,
-    *,
-    spare: SpareMeasurers,
-) -> None:
-    from draftmill.actors.measuring.measure_pool import MeasurePool
-
-    pool = MeasurePool(job, replace(resources, threads=max(1, resources.threads)), count, units, spare.take(resources))
-    pool.start()
-    try:
-        while pool.busy:
-            moved(pool.poll(POLL_S))
-            if grace.stop.reason is not None:
-                pool.stop()
-                if grace.over():
-                    return
-        spare.actors = pool.release()
-    finally:
-        pool.close()
-    if pool.failed:
-        (pass_, unit), reason = min(pool.failed.items())
-        more = f" and {len(pool.failed) - 1} more" if len(pool.failed) > 1 else ""
-        raise StoreError(f"unit {unit} of pass {pass_}{more} can't be measured: {reason}; all others are measured")

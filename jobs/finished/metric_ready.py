@@ -60,7 +60,7 @@ def ready_metrics(
         kept=kept,
         has_reference=found is not None,
         has_tokenizer=spec.model.tokenizer != "none",
-        samples=samples_of(spec),
+        samples=spec.sampling.n,
     )
     if problem is not None:
         raise UserError(problem[1], field=problem[0])
@@ -79,11 +79,6 @@ def ready_metrics(
 def kept_in(plan: Plan) -> tuple[str, ...]:
     """The columns of the inputs that the run's results hold."""
     return () if plan.keep is None else tuple(plan.keep.names)
-
-
-def samples_of(spec: JobSpec) -> int | None:
-    """The number of samples of each row; None in versions without `sampling.n`."""
-    return getattr(spec.sampling, "n", None)
 
 
 def check_columns(ready: Ready, sets: Mapping[str, MetricSet]) -> None:
@@ -155,4 +150,4 @@ def _programs(metric: PassAtK, field: str, spec: JobSpec) -> tuple[dict[str, Any
     from draftmill.actors.sandbox.self_test import find_sandbox
 
     found = find_sandbox(metric.sandbox, field=f"{field}.sandbox")
-    return {}, {"sandbox": found.kind, "samples": samples_of(spec)}
+    return {}, {"sandbox": found.kind, "samples": spec.sampling.n}

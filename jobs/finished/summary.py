@@ -1,4 +1,4 @@
-"""The table at the end of a run. All of its figures are counted or measured.
+"""The table at the end of a run, and the lines of its metrics. All of their figures are counted or measured.
 
 Figures of the samples (tokens, NFE, errors) are read from the result files, so they are the same after a resume, after a
 crash, and for a run that finished long ago. Figures of the machines (rates, efficiency) come from the recorded sessions.
@@ -7,35 +7,27 @@ crash, and for a run that finished long ago. Figures of the machines (rates, eff
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftmill.actors.messages import Tally
-from draftmill.jobs.driving.attempts import Sessions
+from draftmill.jobs.driving.cost import cost_rows
+from draftmill.jobs.driving.run_log import Sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
-from draftmill.jobs.watching.cost import cost_rows, mean_price
-from draftmill.jobs.watching.estimate import Estimate, estimate_rows
 from draftmill.storage.errors import printable
 from draftmill.storage.runs.commit import Manifest
+from draftmill.storage.runs.metric_files import KEYS, MetricError, metric_sets, read_metric_errors, read_metrics
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.interface import Store
 
-COUNTED = (
-    "prompt_tokens",
-    "new_tokens",
-    "nfe",
-    "nfe_draft",
-    "iterations",
-    "proposed",
-    "accepted",
-)
-
-
+COUNTED = ("prompt_tokens", "new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted")
 TRUNCATED = "truncated_tokens"
 
 KINDS = 5
@@ -105,14 +97,13 @@ def table_lines(
     sessions: Sessions,
     *,
     done: str = "generated",
-    estimate: Estimate | None = None,
 ) -> list[str]:
     """The table, one aligned line per figure; `done` is the verb for the new tokens, such as "generated"."""
     rows = [
         *_sample_rows(results, done),
         ("exact", exactness(manifest.exact)),
         *_machine_rows(results, sessions),
-        *_cost_rows(results, sessions, estimate),
+        *_cost_rows(results, sessions),
         *error_rows(results),
     ]
     rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
@@ -163,11 +154,10 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
     return rows
 
 
-def _cost_rows(results: Results, sessions: Sessions, estimate: Estimate | None) -> list[tuple[str, str]]:
-    sums = sessions.devices
-    if sessions.wall_s < MIN_S and not sums.priced_s:
+def _cost_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]:
+    if sessions.wall_s < MIN_S and not sessions.devices.priced_s:
         return []
-    return cost_rows(sums, results.tally.new_tokens) + estimate_rows(estimate, sums.up_s, mean_price(sums))
+    return cost_rows(sessions.devices, results.tally.new_tokens)
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:
@@ -193,6 +183,90 @@ def error_rows(results: Results) -> list[tuple[str, str]]:
     return rows
 
 
-def _brief(text: str) -> str:
+def _brief(text: str, most: int = SHOWN_CHARS) -> str:
+    """The text in one line of at most so many characters."""
     text = printable(" ".join(text.split()))
-    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+ERROR_CHARS = 160
+
+
+def metric_lines(store: Store, rows: int) -> list[str]:
+    """One line per metric, aligned; an empty list if nothing is measured. `rows` is the number of the run's samples."""
+    table = read_metrics(store)
+    if table is None:
+        return []
+    estimated = {name for found in metric_sets(store).values() for one in found.metrics for name in one.estimates}
+    shown = [
+        _of_rows(table, name) if name in estimated else _of_samples(table[name], name, rows)
+        for name in table.column_names
+        if name not in KEYS.names
+    ]
+    shown += _pooled(table)
+    width = max(len(name) for name, _, _ in shown)
+    figures = max(len(figure) for _, figure, _ in shown)
+    lines = [f"  {name:<{width}}  {figure:>{figures}}  {text}" for name, figure, text in shown]
+    return [*lines, *_error_lines(store)]
+
+
+Shown = tuple[str, str, str]
+"""A metric's name, its mean, and what the mean is over."""
+
+
+def _of_samples(column: pa.ChunkedArray, name: str, rows: int) -> Shown:
+    count = len(column) - column.null_count
+    lacking = max(rows, len(column)) - count
+    return name, figure_text(pc.mean(column).as_py()), f"mean of {count:,} samples{_without(lacking)}"
+
+
+def _of_rows(table: pa.Table, name: str) -> Shown:
+    """An estimate is the same for all samples of a row: its mean is over rows."""
+    groups = table.select(["id", name]).group_by("id").aggregate([(name, "max")])
+    column = groups[f"{name}_max"]
+    return (
+        name,
+        figure_text(pc.mean(column).as_py()),
+        f"mean of {len(column) - column.null_count:,} rows{_without(column.null_count)}",
+    )
+
+
+def _pooled(table: pa.Table) -> Iterator[Shown]:
+    """The perplexity over all tokens together: the mean of samples' perplexities depends on the worst of them."""
+    for name in table.column_names:
+        stem = name.removesuffix("_perplexity")
+        parts = {f"{stem}_logprob", f"{stem}_tokens"}
+        if stem != name and parts <= set(table.column_names):
+            tokens = pc.sum(table[f"{stem}_tokens"]).as_py()
+            logprob = pc.sum(table[f"{stem}_logprob"]).as_py()
+            if tokens:
+                yield (
+                    f"{name}, pooled",
+                    figure_text(math.exp(min(700.0, -logprob / tokens))),
+                    f"over {tokens:,.0f} tokens",
+                )
+
+
+def _without(count: int) -> str:
+    return f", {count:,} without a value" if count else ""
+
+
+def figure_text(value: Any) -> str:
+    """A figure with four digits behind the point, or six significant ones if it is large; - if there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
+
+
+def _error_lines(store: Store) -> Sequence[str]:
+    total = 0
+    examples: list[MetricError] = []
+    for count, errors in read_metric_errors(store):
+        total += count
+        examples += errors[: EXAMPLES - len(examples)]
+    if not total:
+        return []
+    lines = [f"  {counted(total, 'error')}, each of one sample and metric:"]
+    for one in examples:
+        lines.append(f"    {_brief(f'{one.metric}: {one.id}: {one.message}', ERROR_CHARS)}")
+    return lines

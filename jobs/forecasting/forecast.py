@@ -1,6 +1,6 @@
 """The report of the dry run: the job, the first canvas, sizes, padding, rate, memory, time and cost.
 
-Device hours and cost are an estimate with its source, or it is said that there is none.
+These are the only estimates of device hours and cost in draftmill; each names its source, or is `unknown`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE, Request
-from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.driving.cost import HOUR_S, MILLION, DeviceSums, hours_text, money_text, purposes_text
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import exactness
 from draftmill.jobs.formatting import counted, device_text, duration
 from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
+from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.recurring.earlier_cost import earlier_estimate
+from draftmill.jobs.recurring.runs import runs_of
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.cost import hours_text, money_text, purposes_text
-from draftmill.jobs.watching.estimate import Estimate, estimate_from, per_million_text
-from draftmill.storage.errors import printable
+from draftmill.storage.errors import StoreError, UserError, printable
 from draftmill.storage.stores.interface import Store
 
 SHOWN_CHARS = 1200
@@ -215,34 +215,60 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
 
 TRIAL = "the trial on this machine, without loading and idle time"
 
+NEWEST = 3
+"""Finished runs that are looked at, from the newest on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The worker seconds that a run will take, from a `source` in words; `tokens` of ok samples are expected, None if unknown."""
+
+    sums: DeviceSums
+    source: str
+    tokens: float | None = None
+
+    def cost_text(self, *prices: float) -> str:
+        """What the run and a million of its tokens cost, at one price of an hour, or from one to another."""
+        costs = [self.sums.up_s / HOUR_S * price for price in prices]
+        text = f"~{' to '.join(map(money_text, costs))}"
+        if not self.tokens:
+            return text
+        each = " to ".join(money_text(cost * MILLION / self.tokens) for cost in costs)
+        return f"{text} ({each} per million tokens of ok samples)"
+
+
+def estimate_from(sums: DeviceSums, size: int, wanted: int, source: str, *, tokens: int) -> Estimate | None:
+    """The estimate for `wanted` samples or planned tokens, where `size` of them took `sums` and made `tokens`; None for none."""
+    if not size or not sums.up_s:
+        return None
+    return Estimate(sums * (wanted / size), source, tokens * wanted / size or None)
+
 
 def forecast_lines(
     prepared: Prepared, store: Store, sample: TrialSample, trial: Trial | None, path: str | None
 ) -> Iterator[str]:
     """The lines of the dry run; `path` is the output path with the date, if it has one."""
-    found = earlier_sessions(prepared, store) or earlier_run(prepared, sample, path) or from_trial(sample, trial)
-    if found is None:
+    estimate = earlier_sessions(prepared, store) or earlier_run(prepared, sample, path) or from_trial(sample, trial)
+    if estimate is None:
         yield "devices   unknown: there is no earlier run of this job, and nothing was decoded here"
     else:
-        purposes = "" if found.sums is None else f" ({purposes_text(found.sums)})"
-        yield f"devices   ~{hours_text(found.device_s)} of device time{purposes}; from {found.source}"
-    if money := price_text(prepared.spec, found):
+        purposes = "" if estimate.source == TRIAL else f" ({purposes_text(estimate.sums)})"
+        yield f"devices   ~{hours_text(estimate.sums.up_s)} of device time{purposes}; from {estimate.source}"
+    if money := price_text(prepared.spec, estimate):
         yield f"cost      {money}"
 
 
-def price_text(spec: JobSpec, found: Estimate | None) -> str:
+def price_text(spec: JobSpec, estimate: Estimate | None) -> str:
     """What an estimate costs, if the spec has prices; with several kinds of workers the cheapest and the dearest one's."""
     prices = [shape.price_per_hour for shape in spec.shapes]
     known = sorted({price for price in prices if price is not None})
     if not known:
         return ""
-    if found is None or None in prices:
-        return "unknown" + ("" if found is None else ": some kinds of workers have no price")
+    if estimate is None or None in prices:
+        return "unknown" + ("" if estimate is None else ": some kinds of workers have no price")
     if len(known) == 1:
-        return f"~{money_text(found.cost(known[0]))}{per_million_text(found, known[0])}"
-    ends = known[0], known[-1]
-    amounts = " to ".join(money_text(found.cost(price)) for price in ends)
-    return f"~{amounts}{per_million_text(found, *ends)}, by the kind of worker"
+        return estimate.cost_text(known[0])
+    return f"{estimate.cost_text(known[0], known[-1])}, by the kind of worker"
 
 
 def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
@@ -255,12 +281,30 @@ def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
 
 
 def earlier_run(prepared: Prepared, sample: TrialSample, path: str | None) -> Estimate | None:
-    """From the newest finished run of a recurring job that did the same with other rows."""
+    """From the newest finished run of a recurring job that did the same with other rows, by planned tokens."""
     if path is None:
         return None
     results = results_key(prepared.spec, prepared.info, prepared.hashes, prepared.inputs)
     tokens = round(float(sample.lengths().mean()) * sample.total)
-    return earlier_estimate(path, prepared.spec, results, tokens)
+    try:
+        finished = [one.run for one in runs_of(path, s3=prepared.spec.s3.options()) if one.run.success is not None]
+        for run in reversed(finished[-NEWEST:]):
+            plan = load_plan(run.store)
+            if plan is not None and _without_files(plan.results) == _without_files(results):
+                took = read_sessions(run.store)
+                estimate = estimate_from(
+                    took.devices, plan.tokens, tokens, f"the run {run.name}", tokens=took.committed.new_tokens
+                )
+                if estimate is not None:
+                    return estimate
+    except (StoreError, UserError):  # another run's directory must not stop this command
+        return None
+    return None
+
+
+def _without_files(results: dict[str, Any]) -> dict[str, Any]:
+    rows = {name: value for name, value in results.get("input", {}).items() if name != "files"}
+    return results | {"input": rows}
 
 
 def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
@@ -268,4 +312,5 @@ def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
     if trial is None or not trial.tokens or not trial.took_s:
         return None
     todo = float(sample.masked().mean()) * sample.total
-    return Estimate(todo * trial.took_s / trial.tokens, TRIAL, "", todo)
+    decoding_s = todo * trial.took_s / trial.tokens
+    return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL, todo)

@@ -38,7 +38,8 @@ from draftmill.jobs.plan.worker_job import decoder_of, place_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import local_path
-from draftmill.storage.inputs.reader import InputFile, Row, default_id, iterate
+from draftmill.storage.inputs.reader import iterate
+from draftmill.storage.inputs.rows import InputFile, Row, default_id
 
 SAMPLE_ROWS = 512
 

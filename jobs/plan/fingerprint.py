@@ -11,7 +11,7 @@ from typing import Any, Final
 from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import SCHEMA_VERSION
 
 _NO_IDENTITY = ("uri", "delimiter")

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,7 +28,6 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.duplicates import DuplicateFinder, Place
 from draftmill.jobs.plan.fingerprint import (
     Hashes,
     changed_files,
@@ -38,16 +37,17 @@ from draftmill.jobs.plan.fingerprint import (
     results_key,
     shortened,
 )
-from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
+from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.survey import Survey, each_sample, survey
-from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from draftmill.storage.errors import UserError, brief, listed
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of
-from draftmill.storage.inputs.kept import KeptTypes, written
-from draftmill.storage.inputs.kept import read as read_kept
-from draftmill.storage.inputs.reader import InputFile, Row, default_id, delimiter_hint, iterate, read_rows
+from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to_json
+from draftmill.storage.inputs.reader import InputFile, Row, delimiter_hint, iterate, read_rows
+from draftmill.storage.inputs.rows import default_id
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
 from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store
@@ -61,6 +61,8 @@ UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
 FORMAT = 1
 """Version of `_plan.json`; SCHEMA_VERSION is the version of the results."""
 
+
+T = TypeVar("T")
 
 Sift = Callable[[pa.Table], pa.Table]
 """Leaves rows out of a survey's table."""
@@ -166,7 +168,7 @@ def build_plan(
     maker = make_maker(spec, tokenizer, info, hashes)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
-    writer.discard()
+    discard_parts(store, epoch)
     kept = KeptTypes(spec.kept) if spec.kept else None
     try:
         for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
@@ -180,7 +182,7 @@ def build_plan(
             field = "input.keep" if absent[0] in spec.input.keep else "input.columns.reference"
             raise UserError(f"no row has a column {absent[0]!r}", field=field)
     except UserError:
-        writer.discard()
+        discard_parts(store, epoch)
         raise
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
@@ -231,7 +233,19 @@ def store_plan(
     keep: pa.Schema | None = None,
 ) -> Plan:
     """Write `_plan.json` for parts that are in the store; `totals` and `parts` as the file lists them."""
-    content = _content(spec, results, inputs, totals, parts, pass_) | {"keep": written(keep)}
+    content = {
+        "format": FORMAT,
+        "fingerprint": fingerprint(results),
+        "schema_version": SCHEMA_VERSION,
+        "code_version": draftmill.__version__,
+        "pass": pass_,
+        "totals": totals,
+        "results": results,
+        "spec": spec.model_dump(mode="json"),
+        "inputs": [asdict(file) for file in inputs],
+        "parts": parts,
+        "keep": schema_to_json(keep),
+    }
     try:
         store.create(PLAN, _text(content).encode())
     except AlreadyExists:  # another driver wrote it; use it if it is the same job
@@ -244,11 +258,20 @@ def store_plan(
 
 def load_plan(store: Store) -> Plan | None:
     """Return the plan of a run directory, None if it has none; UserError if it is damaged or has another format."""
+    return _read_plan(store, lambda content: _plan_of(content, store))
+
+
+def planned_inputs(store: Store) -> list[dict[str, Any]]:
+    """The inputs of a run's plan as data, each an InputFile's; none if it has no plan. UserError as `load_plan`."""
+    return _read_plan(store, lambda content: list(content["inputs"])) or []
+
+
+def _read_plan(store: Store, take: Callable[[dict[str, Any]], T]) -> T | None:
     try:
         content = json.loads(store.get(PLAN), object_hook=_compact)
         if content["format"] != FORMAT:
             raise UserError(f"{store.url}/{PLAN} has format {content['format']}; this draftmill reads {FORMAT}")
-        return _plan_of(content, store)
+        return take(content)
     except NotFound:
         return None
     except (ValueError, KeyError, TypeError, OverflowError) as error:
@@ -303,7 +326,9 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
     rows, kinds = 0, Counter[str | None]()
     with DuplicateFinder() as finder:
         for table in tables:
-            add_ids(finder, table)
+            is_hashed = HASH.name in table.column_names
+            hashes = hashes_in(table[HASH.name]) if is_hashed else hashes_of(table["id"].to_pylist())
+            finder.add(hashes, table["file"].to_numpy(), table["row"].to_numpy())
             before, rows = rows, rows + table.num_rows
             if (
                 before < spec.batching.window <= rows
@@ -322,16 +347,6 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
         twice = finder.first()
         if twice is not None:
             raise _twice(spec, inputs, *twice)
-
-
-def add_ids(finder: DuplicateFinder, table: pa.Table) -> None:
-    """Add the ids of a survey's table; hashes them here unless they are hashed already."""
-    places = table["file"].to_numpy(), table["row"].to_numpy()
-    if HASH.name in table.column_names:
-        hashes = table[HASH.name].combine_chunks()
-        finder.add_hashes(b"".join(hashes.to_pylist()) if hashes.offset else hashes.buffers()[1], *places)
-    else:
-        finder.add(table["id"].to_pylist(), *places)
 
 
 def kinds_of(kinds: pa.ChunkedArray) -> Counter[str | None]:
@@ -398,29 +413,6 @@ def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
     return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
 
 
-def _content(
-    spec: JobSpec,
-    results: dict[str, Any],
-    inputs: Sequence[InputFile],
-    totals: dict[str, Any],
-    parts: list[dict[str, Any]],
-    pass_: int,
-) -> dict[str, Any]:
-    """The content of `_plan.json`."""
-    return {
-        "format": FORMAT,
-        "fingerprint": fingerprint(results),
-        "schema_version": SCHEMA_VERSION,
-        "code_version": draftmill.__version__,
-        "pass": pass_,
-        "totals": totals,
-        "results": results,
-        "spec": spec.model_dump(mode="json"),
-        "inputs": [asdict(file) for file in inputs],
-        "parts": parts,
-    }
-
-
 def _text(content: dict[str, Any]) -> str:
     """JSON with one line per part, so that a plan of a million units has neither one huge line nor a million lines."""
     head = json.dumps({key: value for key, value in content.items() if key != "parts"}, indent=1)
@@ -452,5 +444,5 @@ def _plan_of(content: dict[str, Any], store: Store) -> Plan:
         parts=content["parts"],
         store=store,
         pass_=content.get("pass", 1),
-        keep=read_kept(content.get("keep")),
+        keep=schema_from_json(content.get("keep")),
     )

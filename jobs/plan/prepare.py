@@ -30,7 +30,7 @@ from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Complete, Infill, Task, today
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS, check_model
-from draftmill.jobs.formatting import Notes, Unnoted, counted, size_text
+from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
 from draftmill.jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
 from draftmill.jobs.plan.survey import Survey, survey
@@ -39,7 +39,9 @@ from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.contents import hashed, num_bytes_to_hash, recognised
-from draftmill.storage.inputs.reader import InputFile, iterate, list_inputs
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 
@@ -91,7 +93,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     if plan is None and sees_date(spec, tokenizer, inputs):
         spec = with_chat_date(spec, loaders.day(spec))
     hashes = Hashes(
-        model=loaders.weights(folder, display or Unnoted()),
+        model=loaders.weights(folder, display or Notes()),
         adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
         head=head_hash(spec),

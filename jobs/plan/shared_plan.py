@@ -16,11 +16,11 @@ from draftmill.actors.rows.makers import shares_beginnings
 from draftmill.actors.task import Score
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.plan.fingerprint import digest, results_key
+from draftmill.jobs.plan.packing import discard_parts
 from draftmill.jobs.plan.plan import Plan, store_plan
-from draftmill.jobs.plan.plan_writer import discard_parts
 from draftmill.jobs.plan.prepare import Prepared, begins_with_request
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import part_name
 from draftmill.storage.stores.interface import Store
 

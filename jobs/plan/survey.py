@@ -6,8 +6,7 @@ The stream includes rows that can't be read or tokenized, with the kind of their
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,21 +15,16 @@ from draftmill.actors.planning.surveying import BATCH_ROWS, Piece, Reading, surv
 from draftmill.actors.rows.makers import Maker
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.kept import KeptTypes
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 
 MOST_THREADS = 16
 """Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
 
 
-class Survey(Protocol):
-    """A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/driving/backend.py)."""
-
-    def __call__(
-        self, spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
-    ) -> Iterator[pa.Table]:
-        """See `survey`; the tables of a cluster also have the column draftmill.actors.planning.survey_items.HASH."""
-        ...
+Survey = Callable[[JobSpec, Maker, Sequence[InputFile], KeptTypes | None], Iterator[pa.Table]]
+"""A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/driving/backend.py), whose tables
+also have the column draftmill.actors.planning.survey_items.HASH."""
 
 
 def survey(

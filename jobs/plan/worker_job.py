@@ -11,7 +11,7 @@ from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings, S
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.storage.inputs.input_file import InputFile
+from draftmill.storage.inputs.rows import InputFile
 
 
 def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[InputFile] = ()) -> Job:

@@ -8,10 +8,8 @@ from datetime import datetime
 from typing import Literal
 
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.recurring.ledger import done_inputs
-from draftmill.jobs.recurring.new_inputs import difference
-from draftmill.jobs.recurring.run_facts import State, facts_of
-from draftmill.jobs.recurring.runs_below import DatedRun, finished_below, runs_of
+from draftmill.jobs.recurring.new_inputs import difference, done_inputs
+from draftmill.jobs.recurring.runs import DatedRun, State, facts_of, finished_below, runs_of
 from draftmill.jobs.spec.dated_path import base_of, floored, following, has_date, period_of, with_date
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
@@ -91,4 +89,4 @@ def _is_superseded(spec: JobSpec, run: DatedRun) -> bool:
     if plan is None:
         return False
     base, finished = open_store(base_of(spec.output.path), s3=s3), finished_below(spec.output.path, s3=s3)
-    return not difference(plan.files, done_inputs(base, finished, keep=False), runs=len(finished)).files
+    return not difference(plan.files, done_inputs(base, finished), runs=len(finished)).files

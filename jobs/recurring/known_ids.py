@@ -1,7 +1,9 @@
 """`input.dedupe: ids`: the ids that finished runs of a recurring job have as ok, which a new plan leaves out.
 
-An id is done in a run if each of its samples is ok there, in the last pass that has it. The truth is in the results; BASE/_ledger
-holds a cache of the ids of each run, hashed, and a run whose results were pruned has its ids in RUN/_ids.parquet.
+An id is done in a run if each of its samples is ok there, in the last pass that has it. The truth is in the results. A run whose
+results were pruned has its ids in RUN/_ids.parquet.
+
+    BASE/_ledger/2026-11-22.ids.parquet    a cache of a run's hashed ids: its results take 35 times as long
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ import pyarrow.compute as pc
 
 from draftmill.jobs.finished.passes import PRUNED, latest_rows, passes_of
 from draftmill.jobs.formatting import Notes, counted
+from draftmill.jobs.plan.id_sets import HASH_BYTES, IdIndex, column_of, hashes_in, hashes_of
 from draftmill.jobs.plan.plan import Sift
-from draftmill.jobs.recurring.id_index import HASH_BYTES, IdIndex, column_of, hashes_in, hashes_of
-from draftmill.jobs.recurring.ledger import cache, cached
-from draftmill.jobs.recurring.runs_below import FoundRun
-from draftmill.storage.parquet import read_parquet
+from draftmill.jobs.recurring.runs import FoundRun
+from draftmill.storage.errors import StoreError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.commit import MANIFEST
-from draftmill.storage.stores.interface import S3Options, Store
-from draftmill.storage.stores.levels import level_of
+from draftmill.storage.stores.interface import S3Options, Store, level_of
 
 IDS = "_ids.parquet"
 """In a pruned run: the hashes of its ids that are ok."""
@@ -57,11 +59,17 @@ def ids_of(base: Store, run: FoundRun, *, s3: S3Options | None) -> pa.Table:
     """A table of SCHEMA with the hashed ids that are ok in a finished run; enters it into the cache."""
     if PRUNED in run.level.files:
         return read_parquet(run.store.get(IDS)).replace_schema_metadata(None)
-    passes = _passes(run)
-    table = cached(base, run, "ids", SCHEMA, passes=passes)
-    if table is None:
-        table = ok_ids(run.store, s3=s3)
-        cache(base, run, "ids", table, passes=passes)
+    name = f"_ledger/{run.name.replace('/', '~')}.ids.parquet"  # the character between folders is in no date
+    facts = _version(run)
+    try:
+        table = read_parquet(base.get(name))
+        if parquet_metadata(table.schema) == facts and table.schema.equals(SCHEMA):
+            return table.replace_schema_metadata(None)
+    except (StoreError, pa.ArrowInvalid, OSError):  # missing or damaged
+        pass
+    table = ok_ids(run.store, s3=s3)
+    failpoint("ledger.before_cache")
+    base.put(name, write_parquet(table, facts))
     return table
 
 
@@ -76,7 +84,9 @@ def ok_ids(store: Store, *, s3: S3Options | None) -> pa.Table:
     return pa.table({"id": column_of(np.concatenate(ok), without=np.concatenate(others))}, schema=SCHEMA)
 
 
-def _passes(run: FoundRun) -> str:
-    """How many later passes are finished: each adds ids that are ok."""
+def _version(run: FoundRun) -> dict[str, str]:
+    """What a cached table was made of: this run, not another one that had its name, and so many later passes with more ids."""
+    assert run.success is not None, run.name
     folders = level_of(run.store, "passes").folders if "passes" in run.level.folders else ()
-    return str(sum(MANIFEST in level_of(run.store, f"passes/{name}").files for name in folders))
+    passes = sum(MANIFEST in level_of(run.store, f"passes/{name}").files for name in folders)
+    return {"format": "1", "success": run.success.etag, "passes": str(passes)}

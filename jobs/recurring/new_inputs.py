@@ -9,7 +9,7 @@ fingerprint.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -17,18 +17,31 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.plan import planned_inputs
 from draftmill.jobs.plan.prepare import Loaders
-from draftmill.jobs.recurring.ledger import done_inputs, table_of
-from draftmill.jobs.recurring.runs_below import finished_below
+from draftmill.jobs.recurring.runs import FoundRun, finished_below
 from draftmill.jobs.spec.dated_path import base_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.contents import hashed
-from draftmill.storage.inputs.inputs import NothingThere
-from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.inputs.inputs import NothingThere, list_inputs
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
+
+FILES = pa.schema(
+    [
+        ("uri", pa.string()),
+        ("name", pa.string()),
+        ("size", pa.int64()),
+        ("etag", pa.string()),
+        ("mtime_s", pa.float64()),
+        ("sha256", pa.string()),
+    ]
+)
+"""What tells inputs and their versions apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +68,11 @@ class NewInputs:
         return Loaders(inputs=lambda *_, **__: self.files)
 
 
-def new_files(spec: JobSpec, store: Store, path: str | None, *, keep: bool) -> NewInputs | None:
+def new_files(spec: JobSpec, store: Store, path: str | None) -> NewInputs | None:
     """What is new for a run that has no plan yet (see `new_inputs`); None without `input.since`. A plan keeps its own inputs."""
     if spec.input.since is None or store.exists(PLAN):
         return None
-    return new_inputs(spec, base_path(spec, path), keep=keep)
+    return new_inputs(spec, base_path(spec, path))
 
 
 def base_path(spec: JobSpec, path: str | None) -> str:
@@ -72,11 +85,10 @@ def base_path(spec: JobSpec, path: str | None) -> str:
     return path
 
 
-def new_inputs(spec: JobSpec, path: str, *, keep: bool) -> NewInputs:
+def new_inputs(spec: JobSpec, path: str) -> NewInputs:
     """List the inputs and leave out what finished runs have had; `path` is the output path with the date.
 
-    Call it under the lease of the name if `keep`: then the ledger is brought up to date. UserError if the inputs can't be listed,
-    or if there are none and no run has finished yet.
+    UserError if the inputs can't be listed, or if there are none and no run has finished yet.
     """
     s3 = spec.s3.options()
     runs = finished_below(path, s3=s3)
@@ -86,13 +98,20 @@ def new_inputs(spec: JobSpec, path: str, *, keep: bool) -> NewInputs:
         if not runs:
             raise
         listed = []
-    done = done_inputs(open_store(base_of(path), s3=s3), runs, keep=keep)
-    return difference(listed, done, runs=len(runs))
+    return difference(listed, done_inputs(open_store(base_of(path), s3=s3), runs), runs=len(runs))
+
+
+def done_inputs(base: Store, runs: Sequence[FoundRun]) -> pa.Table:
+    """A table of FILES with the inputs of these runs, which are finished; their plans are read in parallel."""
+    tables = [FILES.empty_table()]
+    for _, table in parallel_map(base, runs, lambda run: pa.Table.from_pylist(planned_inputs(run.store), FILES)):
+        tables.append(table.result())
+    return pa.concat_tables(tables)
 
 
 def difference(listed: Sequence[InputFile], done: pa.Table, *, runs: int) -> NewInputs:
-    """The listed files without those that are in `done` (a table of LEDGER) in the same version."""
-    table = table_of(listed)
+    """The listed files without those that are in `done` (a table of FILES) in the same version."""
+    table = pa.Table.from_pylist([asdict(file) for file in listed], FILES)
     is_known = _among(table["uri"], done["uri"]) | _among(table["name"], done["name"])
     is_same = _among(versions(table, "uri"), versions(done, "uri"))
     is_same |= _among(versions(table, "name"), versions(done, "name"))
@@ -110,7 +129,7 @@ def difference(listed: Sequence[InputFile], done: pa.Table, *, runs: int) -> New
 
 
 def versions(table: pa.Table, key: str) -> pa.ChunkedArray:
-    """Of each row of a table of LEDGER a text that names the file, by its uri or name, and its version; null if it has none.
+    """Of each row of a table of FILES a text that names the file, by its uri or name, and its version; null if it has none.
 
     A date tells versions apart in one place only, so a name needs an etag.
     """

@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
+from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
-from draftmill.jobs.recurring.base_lease import run_lease
 from draftmill.jobs.recurring.known_ids import IDS, ok_ids
-from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
-from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
+from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
 from draftmill.jobs.spec.dated_path import read_date, written
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
@@ -26,8 +25,7 @@ from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import LEASE
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import AlreadyExists, S3Options, Stat, Store
-from draftmill.storage.stores.levels import Level, level_of
+from draftmill.storage.stores.interface import AlreadyExists, Level, S3Options, Stat, Store, level_of
 from draftmill.storage.stores.store import remove_empty_folders
 
 FOLDERS = ("data/", "traces/", "commits/", "compact/", "metrics/", "passes/", "plan/", "attempts/", "log/")
@@ -121,12 +119,12 @@ def _objects(store: Store, level: Level, *, is_success: bool) -> Iterator[Stat]:
 
 
 def prune_run(one: Candidate, on_lost: Callable[[str], None], *, s3: S3Options | None) -> None:
-    """Delete what goes of a run, under its lease; may be called again after it was killed. Held if a driver has started.
+    """Delete what goes of a run, under its lease; may be called again after it was killed. LeaseHeld if a driver has started.
 
     LeaseLost if this process was suspended over its lease: what is left may belong to a driver that has resumed the run.
     """
     store, is_success = one.run.store, one.facts.is_success
-    with run_lease(store, on_lost) as lease:
+    with hold_lease(store, on_lost) as lease:
         if not is_success and store.exists(SUCCESS):
             raise UserError(f"{store.url} has finished in the meantime; run the command again")
         objects = list(

@@ -7,45 +7,42 @@ Checks the spec, the model, the inputs and the cluster's resources before it wri
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
 from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.driver_log import LoggedDisplay
+from draftmill.jobs.driving.leases import base_lease, hold_lease, wait_until_free
 from draftmill.jobs.driving.progress import Display, make_display
-from draftmill.jobs.driving.session import RayDidNotStart
+from draftmill.jobs.driving.ray_session import RayDidNotStart
+from draftmill.jobs.driving.run_log import LoggedDisplay
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
-from draftmill.jobs.finished.measure import measure_units
-from draftmill.jobs.finished.measure_session import measure_run, say_interrupted
+from draftmill.jobs.finished.measure import measure_units, units_to_measure
 from draftmill.jobs.finished.metric_ready import Ready, kept_in, ready_metrics
-from draftmill.jobs.finished.passes import PRUNED, passes_of
+from draftmill.jobs.finished.passes import PRUNED, finished, passes_of
 from draftmill.jobs.plan.plan import NothingLeft, Plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
-from draftmill.jobs.recurring.base_lease import Held, base_lease, run_lease, wait_until_free
-from draftmill.jobs.recurring.earlier_cost import earlier_estimate
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
-from draftmill.jobs.recurring.runs_below import finished_below
+from draftmill.jobs.recurring.runs import finished_below
+from draftmill.jobs.running.outcome import RunOutcome, report_outcome
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import broken_off, close, without_ray
 from draftmill.jobs.spec.dated_path import base_of, has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places
-from draftmill.jobs.watching.ending import Ending, ended
-from draftmill.storage.runs.commit import (
-    is_closed,
-)
-from draftmill.storage.runs.lease import LeaseLost
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store, probe, sweep
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.commit import is_closed
+from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.store import delete_strays, open_store, probe
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
     """Run or resume a job; returns the exit code. Raises UserError if the spec, an input or the directory is unusable.
 
     A date in the output path is filled in, from one reading of the clock, unless the spec has a logical date; then the lease
-    of the base path is held, too.
+    of the base path is held, too. AnotherDriver if another driver has a lease, unless `--if-running` says otherwise.
     """
     dated = at_date(spec, datetime.now(UTC))
     return wait_until_free(lambda: _in_name(spec, dated, options), options.if_running)
@@ -61,43 +58,44 @@ def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
 
 
 def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> int:
-    """Run or resume a job whose output path is complete; raises Held if another driver has the run directory.
+    """Run or resume a job whose output path is complete; raises LeaseHeld if another driver has the run directory.
 
     `path` is the output path with the date, if it had one; then the lease of the name is held. How the run ends is told to its
     log and to the receivers of `notify`.
     """
     store = open_store(spec.output.path, s3=spec.s3.options())
     code = UNEXPECTED
-    with ended(spec, store, ignored=(Held, LeaseLost)) as ending:
-        ending.code = code = _work(spec, store, options, stop, ending, path=path)
+    with report_outcome(spec, store) as outcome:
+        outcome.code = code = _work(spec, store, options, stop, outcome, path=path)
     return code
 
 
-def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, ending: Ending, *, path: str | None) -> int:
-    news = new_files(spec, store, path, keep=True)
-    if news is not None:
-        print(f"input.since: {news.text}")
-        if not news.files:
+def _work(
+    spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, outcome: RunOutcome, *, path: str | None
+) -> int:
+    new_inputs = new_files(spec, store, path)
+    if new_inputs is not None:
+        print(f"input.since: {new_inputs.text}")
+        if not new_inputs.files:
             print(f"nothing is new in {spec.input.shown}; no run is started")
             return OK
     with make_display(quiet=options.quiet) as display:
-        prepared = prepare(spec, store, display, loaders=None if news is None else news.loaders())
+        prepared = prepare(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
     ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
         if store.exists(PRUNED):
             print(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
             return OK
         print(f"{store.url} is already finished")
-        s3 = spec.s3.options()
-        is_measured = ready is None or measure_run(store, spec, ready, options, s3=s3, lease=run_lease)
+        is_measured = ready is None or measure_run(store, spec, ready, options, s3=spec.s3.options())
         return close(spec, store) if is_measured else INTERRUPTED
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     conditional = probe(store)
     try:
-        with run_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
-            display = LoggedDisplay(shown, ending.log)
-            sweep(store)
+        with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
+            display = LoggedDisplay(shown, outcome.log)
+            delete_strays(store)
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             with ExitStack() as stack:
@@ -105,11 +103,15 @@ def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, endi
                 if prepared.plan is None and spec.input.dedupe is None:
                     stack.enter_context(backend.opening(display, prepared))
                 plan = prepared.plan or planned(backend, prepared, store, display, epoch=lease.epoch, path=path)
-                earlier = None if path is None else earlier_estimate(path, spec, plan.results, plan.tokens)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
-                run.ending, run.earlier = ending, earlier
+                run.outcome = outcome
                 finish = decode(run)
-                is_measured = finish.how != "done" or ready is None or measured(run, ready)
+                is_measured = True
+                if finish.how == "done" and ready is not None:
+                    s3 = spec.s3.options()
+                    is_measured = _measure(
+                        store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3
+                    )
     except NothingLeft:
         print(f"nothing is new in {spec.input.shown}: finished runs have all its ids as ok; no run is started")
         return OK
@@ -141,21 +143,52 @@ def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
     return ready_metrics(spec.metrics, fields, spec, kept, s3=spec.s3.options())
 
 
-def measured(run: Run, ready: Ready) -> bool:
-    """Measure the spec's metrics on the run that has just finished; returns whether all is measured."""
-    s3 = run.spec.s3.options()
+def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions, *, s3: S3Options | None) -> bool:
+    """Measure what a finished run lacks, under its lease; returns whether all is measured. If not, stderr says how far it came.
+
+    AnotherDriver if another driver has the run.
+    """
+    if not units_to_measure(store, passes_of(store, s3=s3), ready):
+        return True
+    backend = backend_of(address=options.ray_address, local=options.local)
+    stop = StopFlag()
+    try:
+        with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
+            delete_strays(store)
+            return _measure(store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3)
+    except RayDidNotStart as error:
+        raise StoreError(f"{error}; run it again to resume") from error
+
+
+def _measure(
+    store: Store,
+    spec: JobSpec,
+    ready: Ready,
+    options: RunOptions,
+    *,
+    backend: Backend,
+    display: Display,
+    stop: StopFlag,
+    s3: S3Options | None,
+) -> bool:
+    """The same under a lease that is held."""
+    passes = passes_of(store, s3=s3)
     is_done = measure_units(
-        run.store,
-        run.spec,
-        passes_of(run.store, s3=s3),
+        store,
+        spec,
+        passes,
         ready,
-        backend=run.backend,
-        local=run.options.local,
-        display=run.display,
-        stop=run.stop,
-        grace_s=run.options.grace_s,
-        s3=s3,
+        backend=backend,
+        local=options.local,
+        display=display,
+        stop=stop,
+        grace_s=options.grace_s,
+        s3=s3 or S3Options(),
     )
     if not is_done:
-        say_interrupted(run.store, ready, s3=s3)
+        units, left = sum(one.plan.units for one in finished(passes)), len(units_to_measure(store, passes, ready))
+        print(
+            f"draftmill: interrupted with {units - left:,} of {units:,} units measured; run it again to resume",
+            file=sys.stderr,
+        )
     return is_done

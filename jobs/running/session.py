@@ -5,46 +5,45 @@ done set -> workers -> driver and scheduler -> units committed -> manifest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import draftmill
 from draftmill.actors.job import Allocation
 from draftmill.jobs.driving.allocation import fitting_threads
-from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.backend import Backend, ReadingBackend, WorkerPool
-from draftmill.jobs.driving.device_time import DeviceTime
-from draftmill.jobs.driving.driver import Driver, StopFlag
-from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
+from draftmill.jobs.driving.cost import DeviceTime
+from draftmill.jobs.driving.driver import Driver, StopFlag, Watcher, Watchers
+from draftmill.jobs.driving.leases import IfRunning
 from draftmill.jobs.driving.progress import Display
-from draftmill.jobs.driving.session import is_connected
+from draftmill.jobs.driving.ray_session import is_connected
+from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.driving.watchers import Watcher, Watchers
+from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.recurring.base_lease import IfRunning
-from draftmill.jobs.running.manifest import write_run_manifest
+from draftmill.jobs.running.outcome import RunOutcome
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.schedule.unit_sizes import UnitSizes
+from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.spec.thresholds import hopeless
-from draftmill.jobs.watching.ending import Ending
-from draftmill.jobs.watching.estimate import Estimate, EstimateWatcher
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import (
     CommittedUnit,
     done_units,
+    read_record,
+    read_unit,
     record_commit,
+    write_manifest,
 )
 from draftmill.storage.runs.lease import Lease, this_process
 from draftmill.storage.runs.unit_facts import CommittedUnits
 from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.parallel import parallel_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,7 @@ class RunOptions:
 class Run:
     """The data that the steps of one run share. `loads` says whether workers have to load the model first.
 
-    `ending` tells how the run ends; None for the parts of a sweep or an evaluation. `earlier` is the estimate of its device
-    hours from an earlier run of the same job.
+    `outcome` reports how the run ends; None for the parts of a sweep or an evaluation.
     """
 
     spec: JobSpec
@@ -77,41 +75,33 @@ class Run:
     display: Display
     backend: Backend
     loads: bool = True
-    ending: Ending | None = None
-    earlier: Estimate | None = None
+    outcome: RunOutcome | None = None
 
 
 def decode(run: Run) -> Finish:
     """Decode the units that are not done yet, and write the manifest if that completes the plan."""
-    with logged(run):
-        return _decoded(run)
-
-
-@contextmanager
-def logged(run: Run) -> Iterator[None]:
-    """During the block, what is displayed is in the log of the run directory, too."""
     before = run.display
-    log = DriverLog() if run.ending is None else run.ending.log
-    if run.ending is None:
+    log = RunLog() if run.outcome is None else run.outcome.log
+    if run.outcome is None:
         run.display = LoggedDisplay(before, log)
     log.attach(run.store, run.lease.epoch, run.spec.name)
-    plan = run.plan
-    numbers = f"{counted(plan.units, 'unit')}, {counted(plan.rows, 'sample')}"
-    facts: dict[str, Any] = {
-        "fingerprint": plan.fingerprint,
-        "code_version": draftmill.__version__,
-        "owner": this_process(),
-    }
-    log.add("started", numbers, **facts)
-    run.display.event("started", units=plan.units, samples=plan.rows, path=run.store.url, **facts)
+    run.display.event(
+        "started",
+        units=run.plan.units,
+        samples=run.plan.rows,
+        path=run.store.url,
+        fingerprint=run.plan.fingerprint,
+        code_version=draftmill.__version__,
+        owner=this_process(),
+    )
     try:
-        yield
+        return _decode_units(run, log)
     finally:
         run.display = before
         log.flush()
 
 
-def _decoded(run: Run) -> Finish:
+def _decode_units(run: Run, log: RunLog) -> Finish:
     done = done_units(run.store, conditional=run.conditional)
     totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
     left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
@@ -125,17 +115,16 @@ def _decoded(run: Run) -> Finish:
         run = replace(run, backend=ReadingBackend(run.prepared.info, run.prepared.tokenizer), loads=False)
     if left:
         with run.backend.opened(run.display), run.stop.on_signals():
-            finish, committed = _drive(run, left, totals)
+            finish, committed = _drive(run, left, totals, log)
     if finish.how == "done":
-        write_run_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
+        _write_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
     return finish
 
 
-def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, CommittedUnits]:
+def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Finish, CommittedUnits]:
     allocation = allocate_workers(run, len(left))
     for note in run.backend.lacking(run.spec, allocation):
         run.display.note(note)
-    log = AttemptsLog(run.store, run.lease.epoch)
     if run.loads:
         size = size_text(weight_bytes(run.prepared.folder))
         run.display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
@@ -151,14 +140,13 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
         pool=pool,
         display=run.display,
         totals=totals,
-        log=log,
         stop=run.stop,
         grace_s=run.options.grace_s,
-        record=lambda unit: recorded(run, unit),
-        hopeless=hopelessness(run),
-        room=lambda: room_for(run, pool, len(left)),
+        record=lambda unit: _record(run, unit),
+        hopeless=_hopelessness(run),
+        room=lambda: _room_for(run, pool, len(left)),
         need=demand.need if demand else lambda units: None,
-        watchers=Watchers(watchers_of(run), note=run.display.note),
+        watchers=Watchers(_watchers_of(run), note=run.display.note),
     )
     is_over = False
     try:
@@ -169,7 +157,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
             demand.close()
         totals.stop()
         log.flush(totals)
-        driver.watchers.over(totals, driver.scheduler)
+        driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
         if is_over:
             run.backend.retire(pool)
         else:
@@ -177,11 +165,11 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
     return finish, driver.committed
 
 
-def watchers_of(run: Run) -> list[Watcher]:
-    """What looks on while this run's units are decoded: estimate, notices, and metrics where there is a Ray to export them."""
-    watchers: list[Watcher] = [EstimateWatcher(run.store, run.plan.tokens, earlier=run.earlier)]
-    if run.ending is not None and run.spec.notify:
-        watchers.append(run.ending.stalls())
+def _watchers_of(run: Run) -> list[Watcher]:
+    """What looks on while this run's units are decoded: notices, and metrics where there is a Ray to export them."""
+    watchers: list[Watcher] = []
+    if run.outcome is not None and run.spec.notify:
+        watchers.append(run.outcome.stall_watcher())
     if not run.options.local and is_connected():
         from draftmill.jobs.watching.metrics import MetricsWatcher
 
@@ -196,7 +184,7 @@ def allocate_workers(run: Run, units: int) -> Allocation:
     return replace(found, kinds=tuple(fitting_threads(resources, size) for resources in found.kinds))
 
 
-def room_for(run: Run, pool: WorkerPool, units: int) -> int:
+def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
     """How many workers fit now, which the pool is told, too; 0 if the cluster has lost too many resources for even one."""
     try:
         found = allocate_workers(run, units)
@@ -206,7 +194,7 @@ def room_for(run: Run, pool: WorkerPool, units: int) -> int:
     return found.count
 
 
-def hopelessness(run: Run) -> Callable[[int], bool]:
+def _hopelessness(run: Run) -> Callable[[int], bool]:
     """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
     try:
         before = read_sessions(run.store).committed.failed
@@ -226,7 +214,7 @@ def limits_of(spec: JobSpec) -> Limits:
     return Limits(attempts=spec.errors.attempts, lease_s=stall_s, start_s=start_s)
 
 
-def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
+def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:
     """Record a unit that a worker reports as committed; StoreError if the worker wrote to another machine's disk."""
     if not run.conditional:
         return record_commit(run.store, unit, epoch=run.lease.epoch)
@@ -235,3 +223,60 @@ def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
             f"a worker wrote {unit.object}, but not here; on several machines, output.path must be a shared folder or s3://"
         )
     return unit
+
+
+# ---- the manifest
+
+
+SETTLE_S = 1.0
+"""Wait before each last look for stray files, in a store that ignores conditional writes."""
+
+
+def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str]) -> None:
+    """Write the manifest: this session's units come from the receipts, earlier ones are read from the store."""
+    units = committed.facts
+    for _, facts in parallel_map(run.store, earlier, lambda name: committed_facts(run, name), reads=True):
+        units.add(facts.result())
+    if not run.conditional:
+        _delete_duplicates(run, units)
+    write_manifest(
+        run.store,
+        units,
+        fingerprint=run.plan.fingerprint,
+        units=run.plan.units,
+        rows=run.plan.rows,
+        lease=run.lease,
+    )
+
+
+def _delete_duplicates(run: Run, units: Iterable[CommittedUnit]) -> None:
+    """Delete the files of duplicate attempts. The names that count are recorded, and all workers have ended.
+
+    The last write of an ended worker may still be in progress in the store: repeat until no more files appear.
+    """
+    counting = {unit.object.removeprefix("data/") for unit in units}
+    _delete_others(run, counting)
+    time.sleep(SETTLE_S)
+    while _delete_others(run, counting):
+        time.sleep(SETTLE_S)
+
+
+def _delete_others(run: Run, counting: set[str]) -> int:
+    """Delete unit files and traces with other names; returns how many. A trace has the same name as its data file."""
+    others = [
+        stat.name
+        for folder in ("data/", "traces/")
+        for stat in run.store.list(folder)
+        if stat.name.removeprefix(folder) not in counting
+    ]
+    for name in others:
+        run.lease.check()  # without the lease delete nothing: the files may belong to our successor
+        run.store.delete(name)
+    return len(others)
+
+
+def committed_facts(run: Run, name: str) -> CommittedUnit:
+    """The facts of a unit that an earlier session committed, from its data file or its record."""
+    if run.conditional:
+        return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
+    return read_record(run.store, name)

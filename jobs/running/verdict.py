@@ -5,22 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from draftmill.jobs.driving.attempts import read_sessions
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
-from draftmill.jobs.finished.metric_figures import metric_lines
+from draftmill.jobs.driving.run_log import read_sessions
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, most_failed, too_many_failed
 from draftmill.jobs.finished.passes import Pass, finished, left_failed, passes_of
-from draftmill.jobs.finished.summary import read_summary, table_lines
+from draftmill.jobs.finished.summary import metric_lines, read_summary, table_lines
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.spec.thresholds import most_failed, too_many_failed
-from draftmill.jobs.watching.estimate import read_estimate
 from draftmill.storage.errors import StoreError, StoreFull
-from draftmill.storage.runs.commit import (
-    SUCCESS,
-    done_units,
-    read_manifest,
-)
+from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.stores.interface import Store
 
 
@@ -45,8 +38,7 @@ def print_table(spec: JobSpec, store: Store) -> None:
         raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
     results = read_summary(store, (unit.object for unit in manifest.units))
     sessions = read_sessions(store)
-    estimate, done = read_estimate(store), spec.task.done
-    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=done, estimate=estimate)))
+    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
 
 
 def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:

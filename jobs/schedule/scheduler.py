@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Verdict
@@ -51,7 +50,7 @@ from draftmill.jobs.schedule.events import (
 )
 from draftmill.jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
 from draftmill.jobs.schedule.unit_leases import COPIES, Limits, SchedulerState, Unit, UnitLease, Worker
-from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes
 
 DEFAULT = Limits()
 
@@ -66,14 +65,15 @@ LOOK_EVERY_S = 1.0
 
 
 class Scheduler:
-    """Leases units, in the order of waiting.py, to `workers` workers, or more if there is room, until all are done."""
+    """Leases units, in the order of units.py, to `workers` workers, or more if there is room, until all are done."""
 
     def __init__(
         self, units: UnitSizes | Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1
     ) -> None:
         assert workers > 0
         self.limits = limits
-        self.staffing = Staffing(limits, workers)
+        self.wanted = workers  # fewer once starts have failed, so that a bad machine does not end the job
+        self._failed_starts = self._deaths_in_a_row = 0
         self.state = SchedulerState(units, pass_, workers)
         self.now_s = 0.0
         self.draining = False
@@ -107,13 +107,13 @@ class Scheduler:
         match event:
             case WorkerUp(name) if name in self.state.workers:
                 self.state.workers[name].up = True
-                self.staffing.came_up()
+                self._failed_starts = 0
             case WorkerDied(name, reason, idle, device):
                 self._worker_died(name, reason, idle=idle, device=device)
             case WorkerLeaving(name, left_s) if name in self.state.workers:
                 self._leaves(self.state.workers[name], left_s)
             case MoreRoom(workers):
-                self.staffing.wanted = max(self.staffing.wanted, workers)
+                self.wanted = max(self.wanted, workers)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
             case ProbeDone(number, _):
@@ -170,9 +170,8 @@ class Scheduler:
         if known is None:
             return
         worker, leases = known
-        hopeless = "" if worker.leaving else self.staffing.lost(was_up=worker.up, left=self.state.num_up)
-        if hopeless:
-            self._finish("failed", f"{hopeless}: {reason}")
+        if not worker.leaving:
+            self._count_loss(worker, reason)
         cause = Cause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
         for lease in leases:
             if worker.leaving or idle:  # the death was announced, or had another cause: no row is to blame
@@ -181,6 +180,17 @@ class Scheduler:
                 self._lost_device(lease, cause)
             else:
                 self._failed(lease, cause, death=True)
+
+    def _count_loss(self, worker: Worker, reason: str) -> None:
+        """Give up after too many failed starts, or worker deaths without a success in between."""
+        self._deaths_in_a_row += worker.up
+        self._failed_starts += not worker.up
+        if self._failed_starts >= self.limits.starts * self.wanted:
+            self._failed_starts, self.wanted = 0, self.state.num_up
+            if not self.wanted:
+                self._finish("failed", f"workers can't start: {reason}")
+        elif self._deaths_in_a_row >= max(self.limits.fruitless, 3 * self.wanted):
+            self._finish("failed", f"workers keep dying: {reason}")
 
     def _lost_device(self, lease: UnitLease, cause: Cause) -> None:
         """A worker lost its device: blame the machine, unless it happens to this unit on several workers."""
@@ -195,14 +205,14 @@ class Scheduler:
         """Enter a committed unit as done. After a late answer it may be done already, waiting, resting or in a bisection."""
         if unit in self.state.done or unit not in self.state.sizes:
             return
-        self.staffing.worked()
+        self._deaths_in_a_row = 0
         for lease in self.state.finish(unit):
             if lease.number != number:
                 self._out.append(Revoke(lease.worker, lease.number))
 
     def _probe_done(self, number: int) -> None:
         if number in self.state.leases:
-            self.staffing.worked()
+            self._deaths_in_a_row = 0
             self._answered(self.state.release(number), None)
 
     def _unit_failed(self, event: UnitFailed) -> None:
@@ -297,7 +307,7 @@ class Scheduler:
             self._assign()
 
     def _staff(self) -> None:
-        while self.state.num_staying < min(self.staffing.wanted, self.remaining):
+        while self.state.num_staying < min(self.wanted, self.remaining):
             self._out.append(StartWorker(self.state.hire(self.now_s).name))
 
     def _assign(self) -> None:
@@ -396,35 +406,3 @@ class Scheduler:
         if self.finished is None:
             self.finished = Finish(how, message)
             self._out.append(self.finished)
-
-
-@dataclass(slots=True)
-class Staffing:
-    """How many workers the job needs, and when to stop starting more.
-
-    `wanted` workers, and the reasons to give up: failed starts, and worker deaths without a success in between.
-    """
-
-    limits: Limits
-    wanted: int
-    failed_starts: int = 0
-    deaths_in_a_row: int = 0
-
-    def came_up(self) -> None:
-        """Note that a worker is up."""
-        self.failed_starts = 0
-
-    def worked(self) -> None:
-        """Note that a unit or a probe succeeded."""
-        self.deaths_in_a_row = 0
-
-    def lost(self, *, was_up: bool, left: int) -> str:
-        """Note a worker that died or did not come up; `left` others are up. Returns why the job can't continue, or ""."""
-        self.deaths_in_a_row += was_up
-        self.failed_starts += not was_up
-        if self.failed_starts >= self.limits.starts * self.wanted:
-            # A bad device or machine must not end a job that can continue without it.
-            self.failed_starts, self.wanted = 0, left
-            return "" if left else "workers can't start"
-        hopeless = self.deaths_in_a_row >= max(self.limits.fruitless, 3 * self.wanted)
-        return "workers keep dying" if hopeless else ""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from draftmill.jobs.schedule.unit_leases import SchedulerState, Worker
-from draftmill.jobs.schedule.waiting import Waiting
+from draftmill.jobs.schedule.units import Waiting
 
 EARLY_PART: Final = 0.8
 LATE_PART: Final = 0.9

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS, Verdict, WorkUnit
 from draftmill.jobs.schedule.bisection import Bisection, Range
-from draftmill.jobs.schedule.unit_sizes import UnitSet, UnitSize, UnitSizes
-from draftmill.jobs.schedule.waiting import Waiting
+from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes, Waiting
 
 AHEAD = 1
 """Leases per worker on units whose samples still wait for slots: the reserve from which it refills slots."""
@@ -217,10 +216,10 @@ class SchedulerState:
         Ignores leases that the worker no longer holds.
         """
         worker = self.workers.get(name)
-        before = worker.spent if worker else set()
-        if worker is not None:
-            worker.spent = set(leases).intersection(worker.leases)
-        return worker is not None and worker.spent != before
+        if worker is None:
+            return False
+        before, worker.spent = worker.spent, set(leases).intersection(worker.leases)
+        return worker.spent != before
 
     def dismiss(self, name: str) -> tuple[Worker, list[UnitLease]] | None:
         """Remove a worker and its leases, and return them; None if the worker is unknown."""
@@ -230,7 +229,7 @@ class SchedulerState:
     @property
     def num_up(self) -> int:
         """Number of workers that are up and stay."""
-        return sum(worker.up and not worker.leaving for worker in self.workers.values())
+        return len(self.staying())
 
     @property
     def num_staying(self) -> int:
@@ -244,13 +243,7 @@ class SchedulerState:
         resting = sum(unit.resting_until_s is not None for _, unit in open_)
         suspected = sum(unit.resting_until_s is None and unit.alone for _, unit in open_)
         left = len(self.sizes) - len(self.done) - len(held) - resting - suspected
-        return {
-            "done": len(self.done),
-            "held": len(held),
-            "resting": resting,
-            "suspected": suspected,
-            "waiting": left,
-        }
+        return {"done": len(self.done), "held": len(held), "resting": resting, "suspected": suspected, "waiting": left}
 
     def overdue(self, now_s: float, limits: Limits) -> list[tuple[str, str]]:
         """The workers that hang, while decoding or while starting: (name, reason)."""
@@ -285,8 +278,7 @@ class SchedulerState:
 
         Without `busy`, only those that have room now.
         """
-        staying = [w for w in self.workers.values() if w.up and not w.leaving and (busy or w.has_room)]
-        free = [worker for worker in staying if not self.holds_alone(worker)]
+        free = [worker for worker in self.staying() if (busy or worker.has_room) and not self.holds_alone(worker)]
         return sorted(free, key=lambda worker: (len(worker.leases), worker.name))
 
     def slow(self) -> list[UnitLease]:
@@ -313,44 +305,38 @@ class SchedulerState:
 
     def wake(self, now_s: float) -> bool:
         """Queue the units whose rest is over; returns whether there are any."""
-        over = [number for number in sorted(self.resting) if self._rested(number, now_s)]
-        for number in over:
-            self.resting.discard(number)
+        rested = []
+        for number in sorted(self.resting):
             unit = self.touched.get(number)
-            if unit is not None and unit.resting_until_s is not None:
-                unit.resting_until_s = None
-                self.enqueue(number)
-        return bool(over)
-
-    def _rested(self, number: int, now_s: float) -> bool:
-        until_s = self.touched[number].resting_until_s if number in self.touched else None
-        return until_s is None or until_s <= now_s
+            until_s = None if unit is None else unit.resting_until_s
+            if until_s is None or until_s <= now_s:
+                rested.append(number)
+                self.resting.discard(number)
+                if unit is not None and until_s is not None:
+                    unit.resting_until_s = None
+                    self.enqueue(number)
+        return bool(rested)
 
     def finish(self, number: int) -> list[UnitLease]:
         """Enter a unit as done, whatever its state, and drop its history; returns the leases that it still had."""
         self.done.add(number)
         self.delicate.discard(number)
-        state = self.touched.get(number)
-        self._note_finished(state)
-        leases = [self.release(lease) for lease in list(state.leases)] if state else []
-        self.touched.pop(number, None)
-        return leases
-
-    def _note_finished(self, state: Unit | None) -> None:
-        for number in state.leases[:1] if state is not None else ():
-            worker = self.workers.get(self.leases[number].worker)
-            if worker is not None and state is not None and worker.since:
-                self._finished_tokens += state.size.tokens
+        unit = self.touched.get(number)
+        if unit is None:
+            return []
+        for lease in unit.leases[:1]:
+            worker = self.workers.get(self.leases[lease].worker)
+            if worker is not None and worker.since:
+                self._finished_tokens += unit.size.tokens
                 self._finished_generated += worker.since
                 worker.since = 0
-
-    def is_alone(self, lease: int) -> bool:
-        """Whether the worker of this lease may hold no other lease."""
-        return self.touched[self.leases[lease].unit].alone
+        leases = [self.release(lease) for lease in list(unit.leases)]
+        del self.touched[number]
+        return leases
 
     def holds_alone(self, worker: Worker) -> bool:
         """Whether the worker holds a unit that runs alone, and may get no other."""
-        return any(self.is_alone(number) for number in worker.leases)
+        return any(self.touched[self.leases[number].unit].alone for number in worker.leases)
 
     def check_integrity(self) -> None:
         """Assert that the records agree with each other; for tests and debugging."""
@@ -372,7 +358,7 @@ class SchedulerState:
             assert lease.rows is None or lease.rows in (self.touched[lease.unit].bisection or Bisection()).asked
         for worker in self.workers.values():
             assert worker.up or not worker.leases
-            assert len(worker.leases) <= (1 if any(self.is_alone(number) for number in worker.leases) else MOST_UNITS)
+            assert len(worker.leases) <= (1 if self.holds_alone(worker) else MOST_UNITS)
             assert worker.spent <= set(worker.leases)
             assert all(self.leases[number].worker == worker.name for number in worker.leases)
         for unit in self.touched.values():

@@ -15,17 +15,13 @@ from typing import Final
 EXAMPLE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 """A date for checks of paths."""
 
-_FIELDS: Final = {
-    "Y": r"\d{4}", "m": r"\d{2}", "d": r"\d{2}", "H": r"\d{2}", "M": r"\d{2}", "S": r"\d{2}",
-    "j": r"\d{3}", "G": r"\d{4}", "V": r"\d{2}", "u": r"[1-7]",
-}  # fmt: skip
-"""The fields of a format, with what each of them looks like in a path."""
+_DIGITS: Final = {"Y": 4, "m": 2, "d": 2, "j": 3, "H": 2, "M": 2, "S": 2}
+"""The fields of a format, with the digits of each."""
 
-_WHOLE: Final = {"F": "%Y-%m-%d"}
-"""Fields that stand for several others."""
+_WEEKS: Final = tuple("GVuUWw")
 
-_DAYS: Final = ("Ymd", "Yj", "GVu")
-_DATES: Final = {"Y": "year", "Ym": "month", "GV": "week"} | dict.fromkeys(_DAYS, "day")
+_DAYS: Final = ("Ymd", "Yj")
+_DATES: Final = {"Y": "year", "Ym": "month"} | dict.fromkeys(_DAYS, "day")
 """The sets of date fields that name one date, with the period between two dates."""
 
 _TIMES: Final = {"": "day", "H": "hour", "HM": "minute", "HMS": "second"}
@@ -33,7 +29,7 @@ _TIMES: Final = {"": "day", "H": "hour", "HM": "minute", "HMS": "second"}
 
 _FORM: Final = re.compile(r"\{date\b([^{}]*)\}?")
 _SAFE: Final = re.compile(r"[A-Za-z0-9._=+,-]+")
-_ALLOWED: Final = "{date:%Y-%m-%d}, with %Y %m %d %j %G %V %u %H %M %S %F"
+_ALLOWED: Final = "{date:%Y-%m-%d}, with %Y %m %d %j %H %M %S %F"
 
 
 def has_date(path: str) -> bool:
@@ -60,8 +56,7 @@ def date_problem(path: str) -> str | None:
     if _period(path) is None:
         return (
             f"{path!r}: two dates would have the same run directory, or the fields do not fit together; allowed are year, month "
-            "and day (%Y %m %d), also as %Y %j or %G %V %u, then hour, minute and second (%H %M %S); each may be left out with "
-            "all after it"
+            "and day (%Y %m %d), also as %Y %j, then hour, minute and second (%H %M %S); each may be left out with all after it"
         )
     if date_in(path, with_date(path, EXAMPLE)) is None:
         return f"{path!r}: the date can't be read back from the folder's name; separate its fields"
@@ -73,7 +68,9 @@ def _form_problem(form: str, inside: str) -> str | None:
         return f"{form!r} is not a date; allowed: {_ALLOWED}"
     rest = _expanded(inside[1:])
     for field in re.findall(r"%(.?)", rest):
-        if field not in _FIELDS:
+        if field in _WEEKS:
+            return f"'%{field}' is a field of weeks; give a week the date of its first day: {{date:%Y-%m-%d}}"
+        if field not in _DIGITS:
             return f"'%{field}' is not a field of a date; allowed: {_ALLOWED}"
     for name in re.sub(r"%.", "0", rest).split("/"):
         if not _SAFE.fullmatch(name) or name[0] in "._":
@@ -101,7 +98,7 @@ def with_date(path: str, date: datetime) -> str:
 
 
 def period_of(path: str) -> str:
-    """The period between two dates that the path tells apart: year, month, week, day, hour, minute or second."""
+    """The period between two dates that the path tells apart: year, month, day, hour, minute or second."""
     found = _period(path)
     assert found is not None, path
     return found
@@ -168,19 +165,13 @@ class _Pattern:
 
 
 def _expanded(form: str) -> str:
-    for name, long in _WHOLE.items():
-        form = form.replace(f"%{name}", long)
-    return form
+    """The format without fields that stand for several others."""
+    return form.replace("%F", "%Y-%m-%d")
 
 
 def _rendered(form: str, date: datetime) -> str:
-    iso = date.isocalendar()
-    values = {
-        "Y": f"{date.year:04d}", "m": f"{date.month:02d}", "d": f"{date.day:02d}",
-        "H": f"{date.hour:02d}", "M": f"{date.minute:02d}", "S": f"{date.second:02d}",
-        "j": f"{date.timetuple().tm_yday:03d}", "G": f"{iso.year:04d}", "V": f"{iso.week:02d}", "u": str(iso.weekday),
-    }  # fmt: skip
-    return re.sub(r"%(.)", lambda field: values[field[1]], _expanded(form))
+    values = dict(zip("YmdHMSj", (*date.timetuple()[:6], date.timetuple().tm_yday), strict=True))
+    return re.sub(r"%(.)", lambda field: f"{values[field[1]]:0{_DIGITS[field[1]]}d}", _expanded(form))
 
 
 @lru_cache(maxsize=64)
@@ -196,7 +187,7 @@ def _pattern(path: str) -> _Pattern:
                 out += f"(?P={name})"
             else:
                 fields[name] = None
-                out += f"(?P<{name}>{_FIELDS[name]})"
+                out += rf"(?P<{name}>\d{{{_DIGITS[name]}}})"
         at = form.end()
     return _Pattern(re.compile(out + re.escape(path[at:])), tuple(fields))
 
@@ -215,11 +206,6 @@ def _named(fields: set[str], known: dict[str, str]) -> str | None:
 
 
 def _date_of(values: dict[str, int]) -> datetime:
-    times = (values.get("H", 0), values.get("M", 0), values.get("S", 0))
-    if "G" in values:
-        day = datetime.fromisocalendar(values["G"], values["V"], values.get("u", 1))
-    elif "j" in values:
-        day = datetime(values["Y"], 1, 1) + timedelta(days=values["j"] - 1)
-    else:
-        day = datetime(values["Y"], values.get("m", 1), values.get("d", 1))
-    return day.replace(hour=times[0], minute=times[1], second=times[2], tzinfo=UTC)
+    start = datetime(values["Y"], values.get("m", 1), values.get("d", 1), tzinfo=UTC)
+    since = timedelta(days=values.get("j", 1) - 1)
+    return (start + since).replace(hour=values.get("H", 0), minute=values.get("M", 0), second=values.get("S", 0))

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from draftmill.actors.task import as_tuple
 from draftmill.decoders.common_settings import Settings
-from draftmill.storage.secrets import redacted
+from draftmill.storage.secrets import has_authorization, has_secret_paths, is_secret_parameter, redacted
 
 Event = Literal["finish", "failure", "stall", "interrupt"]
 
@@ -18,15 +18,6 @@ VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 """A place in a webhook or a header where the value of an environment variable is put in when a notice is sent."""
 
 HOW = "write ${NAME} in its place, and set the environment variable NAME where the driver runs"
-
-SECRET_PATHS = re.compile(
-    r"(^|\.)(hooks\.slack\.com|discord(app)?\.com|webhook\.office\.com|logic\.azure\.com|hooks\.zapier\.com|"
-    r"api\.telegram\.org|maker\.ifttt\.com)$"
-)
-"""Hosts whose webhooks need no other credential than the path of their URL."""
-
-_SECRET_NAME = re.compile(r"auth|token|key|secret|cookie|password|signature", re.IGNORECASE)
-_GIVEN = re.compile(r"\b(?:bearer|basic)\s+(?!\$)\S{8,}", re.IGNORECASE)
 
 
 def _one_or_more(value: Any) -> Any:
@@ -36,7 +27,7 @@ def _one_or_more(value: Any) -> Any:
 
 def _command(words: tuple[str, ...]) -> tuple[str, ...]:
     for word in words:
-        if redacted(word) != word or _GIVEN.search(word):
+        if redacted(word) != word or has_authorization(word):
             raise ValueError(
                 "no credentials in the spec, which is copied into the run directory; the command has the driver's environment"
             )
@@ -50,11 +41,10 @@ def _webhook(url: str) -> str:
     if "@" in parts.netloc:
         raise ValueError(f"no credentials in the spec; {HOW}")
     for name, value in parse_qsl(urlsplit(url).query):
-        if (_SECRET_NAME.search(name) or redacted(f"{name}={value}") != f"{name}={value}") and not VARIABLE.search(
-            value
-        ):
+        is_secret = is_secret_parameter(name) or redacted(f"{name}={value}") != f"{name}={value}"
+        if is_secret and not VARIABLE.search(value):
             raise ValueError(f"the parameter {name!r} looks like a credential, and a spec may hold none; {HOW}")
-    if SECRET_PATHS.search(parts.hostname or "") and not VARIABLE.search(urlsplit(url).path):
+    if has_secret_paths(parts.hostname or "") and not VARIABLE.search(urlsplit(url).path):
         raise ValueError(f"the path of a webhook of {parts.hostname} is a credential, and a spec may hold none; {HOW}")
     if not VARIABLE.search(url) and redacted(url) != url:
         raise ValueError(f"no credentials in the spec; {HOW}")
@@ -65,7 +55,7 @@ def _headers(headers: dict[str, str]) -> dict[str, str]:
     for name, value in headers.items():
         if not re.fullmatch(r"[A-Za-z0-9-]+", name) or not value.isprintable():
             raise ValueError(f"{name!r} is not a header")
-        if (_SECRET_NAME.search(name) or _GIVEN.search(value)) and not VARIABLE.search(value):
+        if (is_secret_parameter(name) or has_authorization(value)) and not VARIABLE.search(value):
             raise ValueError(f"the header {name!r} looks like a credential, and a spec may hold none; {HOW}")
     return headers
 

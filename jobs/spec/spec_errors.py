@@ -181,29 +181,11 @@ def _kinds(model: type[BaseModel], location: Sequence[Any]) -> str:
     return ", ".join(kind for found in _models_at(model, location) for kind in _kind_of(found))
 
 
-UNSUPPORTED = frozenset(
-    {
-        *(
-            "bad_words",
-            "chat_template_kwargs",
-            "echo",
-            "frequency_penalty",
-            "guided_json",
-            "guided_regex",
-            "logit_bias",
-        ),
-        *("logprobs", "min_p", "min_tokens", "num_beams", "presence_penalty", "prompt_logprobs", "repetition_penalty"),
-        *(
-            "response_format",
-            "stop_token_ids",
-            "structured_outputs",
-            "system",
-            "system_prompt",
-            "tools",
-            "top_logprobs",
-        ),
-    }
-)
+UNSUPPORTED = {
+    "bad_words", "chat_template_kwargs", "echo", "frequency_penalty", "guided_json", "guided_regex", "logit_bias", "logprobs",
+    "min_p", "min_tokens", "num_beams", "presence_penalty", "prompt_logprobs", "repetition_penalty", "response_format",
+    "stop_token_ids", "structured_outputs", "system", "system_prompt", "tools", "top_logprobs",
+}  # fmt: skip
 """Keys of other software that a user may expect."""
 
 

@@ -40,7 +40,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CaseSpec:
     """One job of a sweep: the dotted keys in which it differs from the base, and its spec, or what is wrong with it."""
 
     name: str
@@ -55,7 +55,7 @@ class Sweep:
 
     name: str
     path: str
-    cases: tuple[Case, ...]
+    cases: tuple[CaseSpec, ...]
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
@@ -339,15 +339,15 @@ def _check_not_varied(key: str, changes: Mapping[str, Mapping[str, Any]]) -> Non
                 )
 
 
-def _case(name: str, changes: Mapping[str, Any], base: Mapping[str, Any], title: str, place: str) -> Case:
+def _case(name: str, changes: Mapping[str, Any], base: Mapping[str, Any], title: str, place: str) -> CaseSpec:
     """The case with its spec, or with what is wrong with it."""
     output = base.get("output", {})
     data = dict(base) | {"name": title}
     data["output"] = output | {"path": place} if isinstance(output, dict) else output
     try:
-        return Case(name, changes, check_changed(data, changes))
+        return CaseSpec(name, changes, check_changed(data, changes))
     except UserError as error:
-        return Case(name, changes, None, error)
+        return CaseSpec(name, changes, None, error)
 
 
 def _check_strings(data: Mapping[Any, Any], field: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from draftmill.jobs.driving.session import check_reachable
+from draftmill.jobs.driving.ray_session import check_reachable
 from draftmill.jobs.submitting.tokens import MODE, TOKEN, TOKEN_PATH
 from draftmill.storage.errors import UserError
 

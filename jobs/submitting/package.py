@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.actors.ray.ray_inside import PATHSPEC, required
-from draftmill.jobs.driving.session import ROOT
+from draftmill.jobs.driving.ray_session import ROOT
 from draftmill.jobs.formatting import size_text
 from draftmill.storage.errors import UserError
 

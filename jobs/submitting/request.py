@@ -15,6 +15,7 @@ import yaml
 from draftmill.jobs.submitting.package import Shipment, code_files, folder_files, shipment
 from draftmill.jobs.submitting.places import PathMapping, mapped
 from draftmill.storage.errors import UserError
+from draftmill.storage.secrets import is_secret_variable
 
 MARGIN_S = 15.0
 """Seconds between the driver's grace period and its end by force."""
@@ -23,7 +24,6 @@ MAX_SPEC = 64 * 1024
 """Characters of a spec: it travels in the command, which Linux limits to 128 KiB."""
 
 _END = "END_OF_SPEC"
-_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|PRIVATE_KEY", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -120,7 +120,7 @@ def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} is not the name of a variable; write NAME or NAME=VALUE", field="--env")
-    if _SECRET.search(name):
+    if is_secret_variable(name):
         raise UserError(
             f"{name} would be readable for everyone who can see the cluster's jobs; set it on the cluster's nodes instead "
             "(on Kubernetes from a Secret)",

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from draftmill.jobs.driving.lease_keeper import TTL_S
+from draftmill.jobs.driving.leases import TTL_S
 from draftmill.jobs.submitting.client import JobClient, NoSuchJob
 from draftmill.jobs.submitting.names import RUN, is_over
 from draftmill.storage.errors import StoreError, UserError

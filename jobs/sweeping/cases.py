@@ -9,7 +9,7 @@ from typing import Any
 from draftmill.actors.loop.loading import fetch_drafter, network_keys
 from draftmill.jobs.driving.backend import Backend
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
 from draftmill.jobs.finished.measure import units_to_measure
@@ -22,7 +22,7 @@ from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
 from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.running.run import ready_for
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.spec.sweep_spec import Case
+from draftmill.jobs.spec.sweep_spec import CaseSpec
 from draftmill.storage.errors import UNUSABLE_ERRORS, UserError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
@@ -79,7 +79,9 @@ class SweepCase:
         return network_keys(self.prepared.folder, place_of(self.spec), self.spec.decoder, drafter)
 
 
-def check_cases(cases: Sequence[Case], backend: Backend, display: Display) -> tuple[list[SweepCase], dict[str, str]]:
+def check_cases(
+    cases: Sequence[CaseSpec], backend: Backend, display: Display
+) -> tuple[list[SweepCase], dict[str, str]]:
     """The cases that can run, and what is wrong with the others, by name. Writes nothing and loads no model."""
     usable: list[SweepCase] = []
     problems: dict[str, str] = {}
@@ -95,7 +97,7 @@ def check_cases(cases: Sequence[Case], backend: Backend, display: Display) -> tu
     return usable, problems
 
 
-def _checked(case: Case, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
+def _checked(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
     store = open_store(spec.output.path, s3=spec.s3.options())
     prepared = prepare(spec, store, display, loaders=loaders)
     finished = prepared.plan is not None and is_closed(store)
@@ -164,7 +166,7 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
 
 
 def _planned(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
-    with kept_lease(case.store, StopFlag().set) as lease:
+    with hold_lease(case.store, StopFlag().set) as lease:
         if donor is None or load_plan(case.store) is not None:
             survey = backend.survey(case.prepared, display)
             return make_plan(case.prepared, case.store, display, epoch=lease.epoch, survey=survey)

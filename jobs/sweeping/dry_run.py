@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.jobs.driving.totals import ratio
+from draftmill.jobs.finished.passes import units_done
 from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample
 from draftmill.jobs.forecasting.trial import SAMPLE_ROWS, TRIAL_ROWS, TRIAL_S, first_canvases, take_sample, try_out
 from draftmill.jobs.formatting import counted, duration, rate_text
@@ -20,7 +21,6 @@ from draftmill.jobs.spec.sweep_spec import Sweep, described
 from draftmill.jobs.sweeping.cases import SweepCase, in_order, loads_of
 from draftmill.jobs.sweeping.table import ABSENT, table
 from draftmill.storage.errors import UserError
-from draftmill.storage.runs.commit import done_units
 
 ALL_TRIALS_S = 60.0
 SHORTEST_TRIAL_S = 1.0
@@ -120,7 +120,7 @@ def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
 
 
 def _left(case: SweepCase, plan: Plan) -> Work:
-    done = done_units(case.store, conditional=False) or done_units(case.store)
+    done = units_done(case.store)
     rows = sum(size.rows for size in plan.sizes() if size.unit not in done)
     return Work(rows, plan.holes * ratio(rows, plan.rows), rows == plan.rows)
 

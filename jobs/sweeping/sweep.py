@@ -16,25 +16,31 @@ from dataclasses import dataclass, field
 
 from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
-from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display, make_display
-from draftmill.jobs.driving.session import RayDidNotStart
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of, severest
+from draftmill.jobs.driving.ray_session import RayDidNotStart
+from draftmill.jobs.exit_codes import (
+    INTERRUPTED,
+    OK,
+    TOO_MANY_FAILED,
+    UNEXPECTED,
+    UNUSABLE,
+    code_of,
+    severest,
+    too_many_failed,
+)
 from draftmill.jobs.finished.measure import SpareMeasurers, measure_units
 from draftmill.jobs.finished.passes import left_failed, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import told_full
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
-from draftmill.jobs.spec.thresholds import too_many_failed
 from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.jobs.sweeping.table import sweep_lines
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
 from draftmill.storage.stores.interface import NotFound, Store
-from draftmill.storage.stores.store import open_store, probe
-from draftmill.storage.stores.store import sweep as delete_stray_files
+from draftmill.storage.stores.store import delete_strays, open_store, probe
 
 FORMAT = 1
 
@@ -73,11 +79,7 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     store = open_store(made.path, s3=cases[0].spec.s3.options())
     ready = [case for case in cases if case.is_ready]
     if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, made, cases):
-        try:
-            run_cases(made, cases, store, backend, options)
-        except (LeaseHeld, LeaseLost) as error:
-            print(f"draftmill: {error}", file=sys.stderr)
-            return INTERRUPTED
+        run_cases(made, cases, store, backend, options)
     else:
         print(f"{store.url} is already finished")
     return closed(made, cases, problems)
@@ -98,8 +100,8 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, backend: Backen
     stops = Stops()
     conditional = probe(store)
     ready = in_order([case for case in cases if case.is_ready])
-    with kept_lease(store, stops.lost), make_display(quiet=options.quiet) as display:
-        delete_stray_files(store)
+    with hold_lease(store, stops.lost), make_display(quiet=options.quiet) as display:
+        delete_strays(store)
         if not conditional:
             display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
         with backend.opening_for(display, [case.prepared for case in ready]) as refusals:
@@ -137,7 +139,7 @@ def decode_case(
 ) -> None:
     """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
     assert case.plan is not None
-    with blamed(case, stops, display) as stop, kept_lease(case.store, stop.set) as lease:
+    with blamed(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
         failpoint("sweep.before_case")
         run = Run(
             case.spec,
@@ -192,7 +194,7 @@ def measure_case(
     """Measure one case; a problem of this case alone does not end the sweep."""
     s3 = case.spec.s3.options()
     assert case.metrics is not None
-    with blamed(case, stops, display) as stop, kept_lease(case.store, stop.set):
+    with blamed(case, stops, display) as stop, hold_lease(case.store, stop.set):
         is_done = measure_units(
             case.store,
             case.spec,
@@ -218,8 +220,6 @@ def blamed(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag
         yield stop
     except RayDidNotStart:
         raise
-    except (LeaseHeld, LeaseLost) as error:
-        case.fail(INTERRUPTED, error)
     except (UserError, StoreError) as error:
         case.fail(code_of(error), error)
     if case.problem is not None:

@@ -8,15 +8,14 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import ratio
-from draftmill.jobs.finished.metric_figures import figure_text
-from draftmill.jobs.finished.passes import left_failed, passes_of
-from draftmill.jobs.finished.summary import read_summary
+from draftmill.jobs.finished.passes import left_failed, passes_of, units_done
+from draftmill.jobs.finished.summary import figure_text, read_summary
 from draftmill.jobs.formatting import counted, rate_text
 from draftmill.jobs.spec.sweep_spec import Sweep
 from draftmill.jobs.sweeping.cases import SweepCase
-from draftmill.storage.runs.commit import done_units, read_manifest
+from draftmill.storage.runs.commit import read_manifest
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
 
 COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
@@ -81,5 +80,5 @@ def _progress(case: SweepCase) -> str:
     """How far a case is that is not finished."""
     if case.plan is None:
         return "not planned"
-    done = len(done_units(case.store, conditional=False) or done_units(case.store))
+    done = len(units_done(case.store))
     return f"{done:,} of {case.plan.units:,} units"

@@ -19,7 +19,8 @@ from draftmill.decoders.base import Decoder, Outcome, Request
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.parquet import read_parquet
-from draftmill.storage.runs.commit import CommittedUnit, Manifest
+from draftmill.storage.runs.commit import Manifest
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.interface import Store
 
 Said = tuple[list[int], list[float] | None, float | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -10,9 +10,9 @@ from draftmill.jobs.finished.passes import Pass
 from draftmill.jobs.formatting import counted
 from draftmill.storage.errors import StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
-from draftmill.storage.runs.commit import CommittedUnit
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
 from draftmill.storage.runs.records import read_results
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.interface import Store
 
 
@@ -35,7 +35,7 @@ def check_metrics(store: Store, passes: Sequence[Pass]) -> tuple[str | None, lis
     return f"metrics: {counted(files, 'file')} of {counted(len(measured), 'unit')}", problems
 
 
-def _units(one: Pass) -> Sequence[CommittedUnit]:
+def _units(one: Pass) -> Collection[CommittedUnit]:
     return () if one.manifest is None else one.manifest.units
 
 

@@ -25,13 +25,12 @@ from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
-from draftmill.jobs.schedule.unit_sizes import UnitSet
 from draftmill.jobs.verifying.metrics import check_metrics
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
-from draftmill.storage.runs.commit import SUCCESS, CommittedUnit, Manifest, unit_name, unit_number, unit_numbers
-from draftmill.storage.runs.done import DoneUnits
+from draftmill.storage.runs.commit import SUCCESS, Manifest, unit_number
 from draftmill.storage.runs.records import REMEDY
+from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
@@ -127,7 +126,7 @@ def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     """Check every unit of the plan against its file and the manifest, and the run as a whole."""
     findings = Findings()
-    numbers = unit_numbers(manifest)
+    numbers = manifest.units.numbers()
     if len(np.unique(numbers)) != len(numbers):
         findings.problems.append("the manifest lists a unit twice")
     if manifest.fingerprint != plan.fingerprint:
@@ -137,12 +136,12 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     places[numbers[inside]] = np.flatnonzero(inside)
     missing = np.flatnonzero(places < 0).tolist()
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
-    left = UnitSet(map(int, numbers))
     for (committed, names), file in parallel_map(
-        store, _planned(plan, manifest, places, left), lambda one: _read(store, one[0].object)
+        store, _planned(plan, manifest, places), lambda one: _read(store, one[0].object)
     ):
         findings.problems += check_unit(plan, committed, names, file, findings)
-    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in left]
+    surplus = np.union1d(numbers[~inside], np.flatnonzero(places >= 0)).tolist()
+    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in surplus]
     if not findings.is_copy:
         findings.problems += findings.moved
     findings.problems += check_whole(store, plan, manifest)
@@ -150,13 +149,13 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
 
 
 def _planned(
-    plan: Plan, manifest: Manifest, places: NDArray[np.int64], left: UnitSet
+    plan: Plan, manifest: Manifest, places: NDArray[np.int64]
 ) -> Iterator[tuple[CommittedUnit, list[SampleName]]]:
-    """The planned units that the manifest has, with the names of their samples; takes them out of `left`."""
+    """The planned units that the manifest has, with the names of their samples; takes them out of `places`."""
     for unit, names in plan.unit_samples():
-        if unit in left:
-            left.discard(unit)
-            yield manifest.units[int(places[unit])], names
+        if unit < len(places) and (place := int(places[unit])) >= 0:
+            places[unit] = -1
+            yield manifest.units[place], names
 
 
 def _read(store: Store, name: str) -> tuple[bytes, str | None]:
@@ -247,7 +246,7 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
         problems.append("there is no _SUCCESS")
     elif _said_in(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
         problems.append("_SUCCESS is damaged or belongs to another job")
-    objects = DoneUnits(unit_name)
+    objects = DoneUnits()
     for unit in manifest.units:
         objects.add(unit.unit, unit.object)
     names = (stat.name for stat in store.list("data/") if stat.name.endswith(".parquet"))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftmill.actors.messages import Failure, Receipt, TurnReport
+from draftmill.jobs.driving.driver import Watcher
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.driving.watchers import Watcher
 from draftmill.jobs.schedule.scheduler import Scheduler
 
 EVERY_S = 1.0
@@ -128,7 +128,6 @@ class MetricsWatcher(Watcher):
         self._told: defaultdict[str, float] = defaultdict(float)
 
     def reported(self, worker: str, report: TurnReport) -> None:
-        """See Watcher."""
         engine = report.effort.engine
         if report.moved:
             self._moved_s = self._clock()
@@ -137,7 +136,6 @@ class MetricsWatcher(Watcher):
         steps.update(steps=engine.steps, slots=engine.slot_steps, used=engine.active_slot_steps)
 
     def committed(self, receipt: Receipt) -> None:
-        """See Watcher."""
         tally = receipt.tally
         self._moved_s = self._clock()
         for status in ("ok", "failed", "skipped"):
@@ -149,23 +147,19 @@ class MetricsWatcher(Watcher):
         self._commits_s.append(receipt.commit_s)
 
     def failed(self, failure: Failure) -> None:
-        """See Watcher."""
         self._add("draftmill_unit_failures", 1, error_class=failure.error_kind)
 
     def died(self, worker: str) -> None:
-        """See Watcher."""
         self._add("draftmill_worker_deaths", 1)
         self._slots.pop(worker, None)
         self._steps.pop(worker, None)
 
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
-        """See Watcher."""
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + EVERY_S
             self._report(totals, scheduler, running=1)
 
     def over(self, totals: Totals, scheduler: Scheduler) -> None:
-        """See Watcher."""
         self._report(totals, scheduler, running=0)
 
     def _add(self, name: str, value: float, **labels: str) -> None:

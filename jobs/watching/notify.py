@@ -22,8 +22,8 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
 
+from draftmill.jobs.driving.driver import Watcher
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.driving.watchers import Watcher
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.spec.notify_settings import VARIABLE, NotifySettings
 from draftmill.storage.errors import UserError
@@ -204,7 +204,6 @@ class StallWatcher(Watcher):
         self._told: set[int] = set()
 
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
-        """See Watcher."""
         now_s = self._clock()
         self._still_s += min(MOST_GAP_S, max(0.0, now_s - self._looked_s))
         self._looked_s = now_s

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.inputs.inputs import STDLIB
+from draftmill.storage.inputs.rows import FIELD, InputFile
 from draftmill.storage.inputs.sources import open_bytes
 from draftmill.storage.stores.interface import about
 from draftmill.storage.stores.parallel import thread_pool

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.inputs.rows import FIELD, InputFile
 
 _OPTIONS = ("split", "config", "revision")
 

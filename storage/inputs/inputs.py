@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.inputs.huggingface import list_dataset
+from draftmill.storage.inputs.rows import FIELD, InputFile
 from draftmill.storage.stores.interface import S3Options, Stat, about
 from draftmill.storage.stores.store import open_store
 
@@ -41,6 +42,10 @@ _ENDINGS: dict[str, tuple[str, ...]] = {
     "text": tuple(_SOURCE_ENDINGS),
 }
 FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in endings}
+_KNOWN = (
+    "known are .jsonl .parquet .arrow .csv .tsv .txt and source files such as .py .md .c; "
+    "all but .parquet and .arrow may also end in .gz or .zst"
+)
 _ROW_FORMATS = ("jsonl", "parquet", "arrow", "csv")
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 _ABOUT_DATA = re.compile(r"(readme|license|licence|copying|notice|changelog|citation|dataset_info)", re.IGNORECASE)
@@ -76,11 +81,11 @@ def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
     if len(alternatives) == 1 or ("://" not in path and os.path.exists(os.path.expanduser(path))):
         return _list_one(path, s3)
     found = []
-    for one in alternatives:
+    for alternative in alternatives:
         try:
-            found.append(_list_one(one, s3))
+            found.append(_list_one(alternative, s3))
         except NothingThere:  # of the four patterns in `{a,b}/*.{jsonl,csv}` not all must match
-            if not _WILD.search(one):
+            if not _WILD.search(alternative):
                 raise
     if not found:
         raise NothingThere(f"nothing is at {path!r}", field=FIELD)
@@ -93,8 +98,6 @@ def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
     if path.startswith("builtin:"):
         raise UserError(f"{path!r} is not a builtin input; allowed: {STDLIB}", field=FIELD)
     if path.startswith("hf://"):
-        from draftmill.storage.inputs.huggingface import list_dataset
-
         return list_dataset(path, list_inputs)
     if path.startswith("s3://"):
         return _list_s3(path, s3)
@@ -140,27 +143,22 @@ def _root(file: InputFile) -> str:
     return file.uri.removesuffix(file.name) if file.uri.endswith(f"/{file.name}") else f"{file.uri}/"
 
 
-def format_of(name: str) -> tuple[str, str | None] | None:
-    """Return (format, compression) by a file's endings, None if unknown. Columnar files aren't compressed."""
+def format_of(name: str) -> tuple[str, str | None]:
+    """Return (format, compression) by a file's endings; the format is empty if unknown. Columnar files aren't compressed."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
         suffixes.pop()
-    known = FORMATS.get(suffixes[-1]) if suffixes else None
-    if known is None or (compression and known in TABLE_FORMATS):
-        return None
-    return known, compression
+    known = FORMATS.get(suffixes[-1], "") if suffixes else ""
+    return ("", None) if not known or (compression and known in TABLE_FORMATS) else (known, compression)
 
 
 def _list_local(path: str) -> list[InputFile]:
     if os.path.isdir(path):
         return _checked_folder(path, list(_local_files(path, _walk(path))))
     if os.path.isfile(path):
-        files = list(_local_files(os.path.dirname(path), [path]))
-    else:
-        root = _fixed_part(path)
-        files = list(_local_files(root, glob.glob(path, recursive=True)))
-    return _checked(path, files)
+        return _checked(path, list(_local_files(os.path.dirname(path), [path])))
+    return _checked(path, list(_local_files(_fixed_part(path), glob.glob(path, recursive=True))))
 
 
 def _local_files(root: str, paths: Iterable[str]) -> Iterator[InputFile]:
@@ -168,9 +166,9 @@ def _local_files(root: str, paths: Iterable[str]) -> Iterator[InputFile]:
         if not os.path.isfile(path):
             continue  # a dangling link, a socket
         found = os.stat(path)
-        name = _printable(os.path.relpath(path, root or ".").replace(os.sep, "/"))
-        format_, compression = format_of(path) or ("", None)
-        yield InputFile(os.path.abspath(path), name, found.st_size, None, found.st_mtime, format_, compression)
+        name = os.path.relpath(path, root or ".").replace(os.sep, "/")
+        name = name.encode("utf-8", "backslashreplace").decode("utf-8")  # row ids contain names
+        yield InputFile(os.path.abspath(path), name, found.st_size, None, found.st_mtime, *format_of(path))
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -182,11 +180,6 @@ def _walk(folder: str) -> Iterator[str]:
 def _refuse(error: OSError) -> None:
     # os.walk would skip an unreadable folder, and its rows would be lost silently.
     raise UserError(f"{error.filename}: {error.strerror}", field=FIELD)
-
-
-def _printable(name: str) -> str:
-    """A file's name with bytes that are not UTF-8 shown as \\udcXX, since ids contain names."""
-    return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:
@@ -210,8 +203,7 @@ def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:
 
 def _s3_file(bucket: str, root: str, stat: Stat) -> InputFile:
     name = stat.name.removeprefix(root).lstrip("/")
-    format_, compression = format_of(stat.name) or ("", None)
-    return InputFile(f"s3://{bucket}/{stat.name}", name, stat.size, stat.etag, stat.mtime_s, format_, compression)
+    return InputFile(f"s3://{bucket}/{stat.name}", name, stat.size, stat.etag, stat.mtime_s, *format_of(stat.name))
 
 
 def _list_stdlib() -> list[InputFile]:
@@ -247,7 +239,7 @@ def _checked_folder(path: str, files: list[InputFile]) -> list[InputFile]:
             field=FIELD,
         )
     if files and not known:
-        raise UserError(f"{path} holds no file of a known format, only {files[0].name} ...; {_known()}", field=FIELD)
+        raise UserError(f"{path} holds no file of a known format, only {files[0].name} ...; {_KNOWN}", field=FIELD)
     return _checked(path, known)
 
 
@@ -256,15 +248,8 @@ def _checked(path: str, files: list[InputFile]) -> list[InputFile]:
         raise NothingThere(f"nothing is at {path!r}", field=FIELD)
     for file in files:
         if not file.format:
-            raise UserError(f"{file.uri}: the format is not known by its ending; {_known()}", field=FIELD)
+            raise UserError(f"{file.uri}: the format is not known by its ending; {_KNOWN}", field=FIELD)
     return sorted(files, key=lambda file: file.name)
-
-
-def _known() -> str:
-    return (
-        "known are .jsonl .parquet .arrow .csv .tsv .txt and source files such as .py .md .c; "
-        "all but .parquet and .arrow may also end in .gz or .zst"
-    )
 
 
 def _is_hidden(name: str) -> bool:

@@ -22,7 +22,6 @@ from draftmill.storage.parquet import read_parquet, write_parquet
 KEEP = "keep"
 """The last column of a run whose spec has `input.keep`: a struct of these columns of the inputs."""
 
-
 _JSON_KEY: Final = b"draftmill.json"
 EXACT: Final = 2**53
 """Whole numbers up to here are exact as float64."""
@@ -63,10 +62,9 @@ class KeptTypes:
         """Add a row's values."""
         for name, column in self._columns.items():
             value = field_of(values, name)
+            column.is_there |= value is not None or name in values
             if value is not None:
                 column.see(value)
-            elif not column.is_there and name in values:
-                column.is_there = True
 
     def see_types(self, types: Mapping[str, pa.DataType]) -> None:
         """Add a table's column types."""
@@ -79,8 +77,8 @@ class KeptTypes:
 
     def add_types(self, types: NewTypes) -> None:
         """Add what another process saw in the rows that follow; the same as if this object had seen them."""
-        for name, told in types.items():
-            self._columns[name].add_types(told)
+        for name, new in types.items():
+            self._columns[name].add_types(new)
 
     def absent(self) -> list[str]:
         """The columns that no input has."""
@@ -103,7 +101,6 @@ class _Column:
         self._new_types: list[pa.DataType] = []
 
     def see(self, value: Any) -> None:
-        self.is_there = True
         kind = type(value)
         if kind is int and not -EXACT <= value <= EXACT:
             self.is_wide = True
@@ -146,16 +143,16 @@ class _Column:
         self.as_json |= _num_fields(found) > MOST_FIELDS
 
     def new_types(self) -> ColumnTypes:
-        told, self._new_types = self._new_types, []
-        return ColumnTypes(tuple(told), self.is_there, self.as_json, self.is_wide)
+        new, self._new_types = self._new_types, []
+        return ColumnTypes(tuple(new), self.is_there, self.as_json, self.is_wide)
 
-    def add_types(self, told: ColumnTypes) -> None:
-        for found in told.types:
+    def add_types(self, new: ColumnTypes) -> None:
+        for found in new.types:
             if not self.as_json:
                 self._add(found)
-        self.is_there |= told.is_there
-        self.as_json |= told.as_json
-        self.is_wide |= told.is_wide
+        self.is_there |= new.is_there
+        self.as_json |= new.as_json
+        self.is_wide |= new.is_wide
 
     def field(self, name: str) -> pa.Field:
         found = pa.string() if self.found is None or _types.is_null(self.found) else self.found
@@ -192,24 +189,13 @@ def _plain_type(found: pa.DataType) -> pa.DataType:
 
 def _family(found: pa.DataType) -> str:
     """The family of a type; types of different families have no common type that keeps values unchanged."""
-    for name, is_one in (
-        ("bool", _types.is_boolean),
-        ("text", _is_text),
-        ("bytes", _is_bytes),
-    ):
-        if is_one(found):
-            return name
+    if _types.is_string(found) or _types.is_large_string(found):
+        return "text"
+    if _types.is_binary(found) or _types.is_large_binary(found):
+        return "bytes"
     if _types.is_integer(found) or _types.is_floating(found):
         return "number"
     return "nested" if _types.is_nested(found) else str(found)
-
-
-def _is_text(found: pa.DataType) -> bool:
-    return bool(_types.is_string(found) or _types.is_large_string(found))
-
-
-def _is_bytes(found: pa.DataType) -> bool:
-    return bool(_types.is_binary(found) or _types.is_large_binary(found))
 
 
 def _inner(found: pa.DataType) -> list[pa.DataType]:
@@ -230,8 +216,10 @@ def _is_kept_as_it_is(found: pa.DataType, depth: int = 0) -> bool:
         # Maps become JSON: Hugging Face's `datasets` can't read them.
         known = _types.is_list(found) or _types.is_large_list(found) or _types.is_struct(found)
         inner = _inner(found)
-        return bool(known and inner and depth < MOST_DEPTH and all(_is_kept_as_it_is(one, depth + 1) for one in inner))
-    return any(is_one(found) for is_one in _SIMPLE)
+        return bool(
+            known and inner and depth < MOST_DEPTH and all(_is_kept_as_it_is(kind, depth + 1) for kind in inner)
+        )
+    return any(is_kind(found) for is_kind in _SIMPLE)
 
 
 def _comes_back(found: pa.DataType) -> bool:
@@ -286,22 +274,21 @@ def is_json(field: pa.Field) -> bool:
     return _JSON_KEY in (field.metadata or {})
 
 
-def told(values: Mapping[str, Any] | None, schema: pa.Schema) -> dict[str, Any] | None:
+def to_json(values: Mapping[str, Any] | None, schema: pa.Schema) -> dict[str, Any] | None:
     """The struct of a result row in JSON form, with JSON fields parsed instead of as text."""
     if values is None:
         return None
     return {
-        field.name: json.loads(values[field.name])
-        if is_json(field) and values[field.name] is not None
-        else plain(values[field.name])
+        field.name: json.loads(value) if is_json(field) and value is not None else plain(value)
         for field in schema
+        for value in [values[field.name]]
     }
 
 
 # ---- in a plan
 
 
-def written(schema: pa.Schema | None) -> dict[str, Any] | None:
+def schema_to_json(schema: pa.Schema | None) -> dict[str, Any] | None:
     """The fields in the form of `_plan.json`: each column's type in words, and the Arrow schema in base64."""
     if schema is None:
         return None
@@ -309,11 +296,11 @@ def written(schema: pa.Schema | None) -> dict[str, Any] | None:
     return {"columns": words, "schema": base64.b64encode(schema.serialize().to_pybytes()).decode()}
 
 
-def read(content: Mapping[str, Any] | None) -> pa.Schema | None:
-    """The inverse of `written`. Raises ValueError (pa.ArrowInvalid is one) if it is damaged."""
-    return None if content is None else from_bytes(base64.b64decode(content["schema"], validate=True))
+def schema_from_json(content: Mapping[str, Any] | None) -> pa.Schema | None:
+    """The inverse of `schema_to_json`. Raises ValueError (pa.ArrowInvalid is one) if it is damaged."""
+    return None if content is None else schema_from_bytes(base64.b64decode(content["schema"], validate=True))
 
 
-def from_bytes(data: bytes) -> pa.Schema:
+def schema_from_bytes(data: bytes) -> pa.Schema:
     """A schema from its serialised form."""
     return pa.ipc.read_schema(pa.BufferReader(data))

@@ -1,4 +1,4 @@
-"""Readers of byte streams: jsonl, txt and whole text files (csv: delimited.py). A bad line becomes a Row with an error.
+"""Readers of byte streams: jsonl, csv, txt and whole text files. A bad line becomes a Row with an error.
 
 Each reader can start at any row whose byte offset is known, and then yields the same rows as when started at the front. So a
 plan's (row, offset) is enough to read a single row again.
@@ -6,13 +6,16 @@ plan's (row, offset) is enough to read a single row again.
 
 from __future__ import annotations
 
+import csv
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
 
-from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, failed
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.rows import FIELD, MAX_ROW_BYTES, Row, failed
 
 BOM = b"\xef\xbb\xbf"
 
@@ -35,7 +38,7 @@ Reader = Callable[[BufferedReader, Start], Iterator[Row]]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class _Line:
     """One line without its end; `data` is cut, and `too_long` set, beyond MAX_ROW_BYTES."""
 
     row: int
@@ -44,20 +47,20 @@ class Line:
     too_long: bool
 
 
-def lines(stream: BufferedReader, start: Start) -> Iterator[Line]:
+def _lines(stream: BufferedReader, start: Start) -> Iterator[_Line]:
     """Yield the lines from here on, at most one of MAX_ROW_BYTES in memory; a UTF-8 mark at the front is dropped."""
     row, offset = start.row, start.offset
     while data := stream.readline(MAX_ROW_BYTES + 1):
         size = len(data)
         too_long = size > MAX_ROW_BYTES and not data.endswith(b"\n")
         if too_long:
-            size += skip_line(stream)
+            size += _skip_line(stream)
         data = data.removesuffix(b"\n").removesuffix(b"\r")
-        yield Line(row, offset, data.removeprefix(BOM) if offset == 0 else data, too_long)
+        yield _Line(row, offset, data.removeprefix(BOM) if offset == 0 else data, too_long)
         row, offset = row + 1, offset + size
 
 
-def skip_line(stream: BufferedReader) -> int:
+def _skip_line(stream: BufferedReader) -> int:
     """Read to the line's end without keeping it; return the number of bytes."""
     size = 0
     while data := stream.readline(2**20):
@@ -69,19 +72,19 @@ def skip_line(stream: BufferedReader) -> int:
 
 def jsonl_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
     """One row per non-blank line; the line must hold a JSON object."""
-    for line in lines(stream, start):
+    for line in _lines(stream, start):
         if line.data.strip() or line.too_long:
             yield _jsonl_row(line)
 
 
-def known_bytes(data: bytes) -> str:
-    """What a file that is not UTF-8 seems to be, by its first bytes; empty where they say nothing."""
+def _likely_format(data: bytes) -> str:
+    """What a file that is not UTF-8 seems to be, by its first bytes; empty if they match nothing known."""
     if data.startswith(b"\x1f\x8b"):
         return ", but gzip: give the file a name that ends in .gz"
     return ", but UTF-16: save it as UTF-8" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
 
 
-def _jsonl_row(line: Line) -> Row:
+def _jsonl_row(line: _Line) -> Row:
     if line.too_long:
         return failed(line.row, line.offset, "bad_row", too_long_message("line"))
     try:
@@ -90,7 +93,7 @@ def _jsonl_row(line: Line) -> Row:
         if b"\\u" in line.data:
             _refuse_lone_surrogates(values)
     except UnicodeError as error:
-        return failed(line.row, line.offset, "bad_encoding", f"not valid UTF-8{known_bytes(line.data)}: {error}")
+        return failed(line.row, line.offset, "bad_encoding", f"not valid UTF-8{_likely_format(line.data)}: {error}")
     except RecursionError:
         return failed(line.row, line.offset, "bad_json", TOO_DEEP)
     except ValueError as error:
@@ -144,7 +147,7 @@ def _refuse_lone_surrogates(values: Any) -> None:
 
 def txt_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
     """One row per line, blank ones too, in the column `text`."""
-    for line in lines(stream, start):
+    for line in _lines(stream, start):
         if line.too_long:
             yield failed(line.row, line.offset, "bad_row", too_long_message("line"))
         else:
@@ -207,3 +210,124 @@ def _pieces(stream: BufferedReader, chunk_chars: int, *, at_front: bool) -> Iter
 def too_long_message(what: str) -> str:
     """The message of a row beyond MAX_ROW_BYTES."""
     return f"the {what} is longer than {MAX_ROW_BYTES // 2**20} MiB"
+
+
+# ---- csv
+
+_Record = tuple[int, int, list[str] | str]
+"""A record's row, its byte offset, and its fields or the reason why it can't be read."""
+
+
+def csv_reader(delimiter: str) -> Reader:
+    """Return a reader, for one file, of delimited records under a header line.
+
+    All values are strings; blank lines are skipped. If a record's quotes don't end, it alone fails: reading continues at the
+    next line.
+    """
+
+    header: list[str] | None = None  # cached, since a unit may start the reader once per row
+
+    def rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+        nonlocal header
+        source = _Lines(stream, start.offset)
+        if start.offset == 0:
+            header = _read_header(source, delimiter)
+        elif header is None:
+            stream.seek(0)
+            header = _read_header(_Lines(stream, 0), delimiter)
+            stream.seek(start.offset)
+        for row, offset, fields in _records(source, delimiter, start.row):
+            if isinstance(fields, str):
+                yield failed(row, offset, "bad_row", fields)
+            elif len(fields) != len(header):
+                yield failed(row, offset, "bad_row", f"{len(fields)} fields under a header of {len(header)}")
+            elif any(map(_has_surrogates, fields)):
+                yield failed(row, offset, "bad_encoding", "not valid UTF-8")
+            else:
+                yield Row(row, offset, dict(zip(header, fields, strict=True)))
+
+    return rows
+
+
+def likely_delimiter(stream: BufferedReader, delimiter: str) -> str | None:
+    """Another delimiter, if the header at the stream's start has one column whose name contains it; else None.
+
+    Raises UserError if the header can't be used.
+    """
+    header = _read_header(_Lines(stream, 0), delimiter)
+    return next((other for other in (";", "\t", "|", ",") if other in header[0]), None) if len(header) == 1 else None
+
+
+def _read_header(source: _Lines, delimiter: str) -> list[str]:
+    """Read the column names from the start; `source` is then after them."""
+    _, _, names = next(_records(source, delimiter, 0), (0, 0, list[str]()))
+    if isinstance(names, str):
+        problem = names
+    elif len(set(names)) < len(names):
+        problem = f"a column is named twice: {', '.join(names)}"
+    elif any(map(_has_surrogates, names)):
+        problem = f"not valid UTF-8{_likely_format(names[0].encode('utf-8', 'surrogateescape'))}"
+    else:
+        return names
+    raise UserError(f"the header of a csv file can't be used: {problem}", field=FIELD)
+
+
+def _has_surrogates(text: str) -> bool:
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _records(source: _Lines, delimiter: str, row: int) -> Iterator[_Record]:
+    """Yield every record from the position of `source` on, the first as number `row`."""
+    csv.field_size_limit(2**31 - 1)  # _Lines bounds a record; the module's own 128 kB would fail honest rows
+    while first := source.next_line():
+        if not first.strip(b"\r\n"):
+            continue
+        offset = source.offset - len(first)
+        used: list[bytes] = []
+        try:
+            yield row, offset, next(csv.reader(_decoded(source, first, used), delimiter=delimiter, strict=True))
+        except (csv.Error, StopIteration) as error:
+            source.push_back(used)
+            yield row, offset, f"not a csv record: {str(error) or 'the quotes do not end'}"
+        row += 1
+
+
+def _decoded(source: _Lines, first: bytes, used: list[bytes]) -> Iterator[str]:
+    """The record's lines as text; those after the first are also kept in `used`, for another try."""
+    size, line = 0, first
+    while line:
+        size += len(line)
+        if size > MAX_ROW_BYTES:
+            raise csv.Error(too_long_message("record"))
+        yield line.decode("utf-8", "surrogateescape")
+        line = source.next_line()
+        if line:
+            used.append(line)
+
+
+class _Lines:
+    """Lines with their ends, and the offset after the last one; lines may be pushed back."""
+
+    def __init__(self, stream: BufferedReader, offset: int) -> None:
+        self.offset = offset
+        self._stream = stream
+        self._again: deque[bytes] = deque()
+
+    def next_line(self) -> bytes:
+        """The next line, b"" at the end; a line above MAX_ROW_BYTES is cut, but long enough to be rejected."""
+        if self._again:
+            line = self._again.popleft()
+            self.offset += len(line)
+            return line
+        line = self._stream.readline(MAX_ROW_BYTES + 1)
+        if self.offset == 0 and line.startswith(BOM):
+            self.offset, line = len(BOM), line[len(BOM) :]
+        self.offset += len(line)
+        if len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
+            self.offset += _skip_line(self._stream)
+        return line
+
+    def push_back(self, lines: list[bytes]) -> None:
+        """The next lines will be these again."""
+        self._again.extendleft(reversed(lines))
+        self.offset -= sum(map(len, lines))

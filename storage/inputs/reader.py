@@ -1,6 +1,9 @@
 """Reads rows of inputs, all in order or the few that a unit needs; the public interface of all readers.
 
 A bad row is a Row with an error; an exception means that a whole input is missing, damaged or unreadable.
+
+Large files of lines can be cut by byte ranges, and Parquet files by row groups (row_groups.py), into slices that are read
+independently. The rows of a file's slices, one slice after another, are the rows of the file, with the same numbers and offsets.
 """
 
 from __future__ import annotations
@@ -15,31 +18,33 @@ from threading import Lock
 import pyarrow as pa
 
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.delimited import csv_reader, header_of, other_delimiter
 from draftmill.storage.inputs.fields import lifted, types_in
-from draftmill.storage.inputs.input_file import FIELD, InputFile
-from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
-from draftmill.storage.inputs.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
+from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS
+from draftmill.storage.inputs.lines import (
+    BOM,
+    Reader,
+    Start,
+    csv_reader,
+    jsonl_rows,
+    likely_delimiter,
+    piece_reader,
+    txt_rows,
+    whole_rows,
+)
 from draftmill.storage.inputs.row_groups import Columns
-from draftmill.storage.inputs.rows import Row, default_id, failed
-from draftmill.storage.inputs.slices import WHOLE, Slice
-from draftmill.storage.inputs.sources import Stamp, blocks_at, open_bytes, open_stream, stamp_of
-from draftmill.storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
+from draftmill.storage.inputs.rows import FIELD, WHOLE, InputFile, Row, Slice, failed
+from draftmill.storage.inputs.sources import (
+    SEEK_BUFFER_BYTES,
+    DecompressionCache,
+    Stamp,
+    blocks_at,
+    open_bytes,
+    open_stream,
+    stamp_of,
+)
 from draftmill.storage.inputs.tables import pick_table_rows, table_rows, table_schema
+from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, ahead
 from draftmill.storage.stores.interface import S3Options, about
-from draftmill.storage.stores.object_parts import BLOCK_BYTES, Block, ahead
-
-__all__ = [
-    "InputFile",
-    "Row",
-    "column_types",
-    "default_id",
-    "delimiter_hint",
-    "fetched_ahead",
-    "iterate",
-    "list_inputs",
-    "read_rows",
-]
 
 Places = Sequence[tuple[int, int | None]]
 """Rows of a file: number, and offset where there is one."""
@@ -47,7 +52,7 @@ Places = Sequence[tuple[int, int | None]]
 _caches = Lock()
 """Protects the open files that read_rows caches, since each has one position."""
 
-_SPOOLS = Spools()
+_UNPACKED = DecompressionCache()
 
 
 def iterate(
@@ -122,6 +127,29 @@ def fetched_ahead(
     return ahead(wanted, blocks)
 
 
+def has_lines(file: InputFile, chunk_chars: int | None) -> bool:
+    """Whether each row of the file is a line, found by line ends alone, in a file of known size that is not compressed."""
+    is_lines = file.format == "jsonl" or (file.format == "txt" and chunk_chars is None)
+    return is_lines and file.compression is None and file.size is not None
+
+
+def count_lines(file: InputFile, start: int, stop: int, s3: S3Options | None) -> tuple[int, int]:
+    """Return the offset of the first line that begins in the bytes [start, stop), and how many lines begin there.
+
+    The offset is `stop` if none does. `stop` is at most the size of the file. Raises StoreError if the file can't be read.
+    """
+    first, count = (0, 1) if start == 0 else (stop, 0)
+    at = max(0, start - 1)  # a line begins after each line end, so that the last byte of the range has no say
+    with open_bytes(file, s3=s3) as stream:
+        stream.seek(at)
+        while at < stop - 1 and (data := stream.read(min(2**20, stop - 1 - at))):
+            if not count and (end := data.find(b"\n")) >= 0:
+                first = at + end + 1
+            count += data.count(b"\n")
+            at += len(data)
+    return first, count
+
+
 def _before(end: int, rows: Iterator[Row]) -> Iterator[Row]:
     """The rows that begin before byte `end`."""
     return takewhile(lambda row: row.offset is not None and row.offset < end, rows)
@@ -152,7 +180,7 @@ def _reader(file: InputFile, chunk_chars: int | None) -> Reader:
     if file.format in {"txt", "text"} and chunk_chars is not None:
         return piece_reader(chunk_chars)
     if file.format == "csv":
-        return csv_reader(delimiter_of(file))
+        return csv_reader(_delimiter_of(file))
     return {"jsonl": jsonl_rows, "txt": txt_rows, "text": whole_rows}[file.format]
 
 
@@ -164,8 +192,7 @@ def column_types(file: InputFile, columns: Iterable[str], s3: S3Options | None) 
         return types_in(table_schema(file, s3), columns)
 
 
-def delimiter_of(file: InputFile) -> str:
-    """The delimiter of a csv file."""
+def _delimiter_of(file: InputFile) -> str:
     return file.delimiter or ("\t" if ".tsv" in file.name.lower() else ",")
 
 
@@ -174,7 +201,7 @@ def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
     for file in files:
         if file.format == "csv":
             with open_stream(file, s3=s3) as stream:
-                other = other_delimiter(header_of(stream, delimiter_of(file)))
+                other = likely_delimiter(stream, _delimiter_of(file))
             if other is not None:
                 named = "tab" if other == "\t" else other
                 return f"; the header of {file.name} looks delimited by {other!r}: set input.delimiter to '{named}'"
@@ -192,7 +219,7 @@ def _pick_stream_rows(
             rows = (row for row in reader(front, Start()) if row.row in numbers)
             yield from islice(rows, len(numbers))
         return
-    stream = _SPOOLS.open(file, s3) if file.compression is not None else _seekable(file, s3, stamp_of(file))
+    stream = _UNPACKED.open(file, s3) if file.compression is not None else _seekable(file, s3, stamp_of(file))
     for row, offset in wanted:
         assert offset is not None
         stream.seek(offset)

@@ -11,12 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from draftmill.storage.arrow_validation import THREADS, check_sound
+from draftmill.storage.arrow_validation import THREADS, sound
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.fields import outer_columns
-from draftmill.storage.inputs.input_file import InputFile
-from draftmill.storage.inputs.portions import is_bytes
-from draftmill.storage.inputs.rows import damaged
+from draftmill.storage.inputs.rows import InputFile, Slice, damaged
 from draftmill.storage.inputs.sources import open_bytes
 from draftmill.storage.stores.interface import S3Options
 
@@ -37,11 +35,20 @@ def num_groups(file: InputFile, s3: S3Options | None) -> int:
     return int(_opened(file, s3).num_row_groups)
 
 
-def group_sizes(file: InputFile, s3: S3Options | None) -> list[tuple[int, int]]:
-    """The rows and the uncompressed bytes of each row group."""
+def group_slices(file: InputFile, slice_bytes: int, s3: S3Options | None) -> Iterator[Slice]:
+    """Cut a Parquet file into slices of whole row groups, each of about `slice_bytes` uncompressed; at least one slice.
+
+    Raises UserError if the file is damaged.
+    """
+    first, row, start, size = 0, 0, 0, 0
     metadata = _opened(file, s3).metadata
-    groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
-    return [(int(group.num_rows), int(group.total_byte_size)) for group in groups]
+    for group in range(metadata.num_row_groups - 1):
+        row += metadata.row_group(group).num_rows
+        size += metadata.row_group(group).total_byte_size
+        if size >= slice_bytes:
+            yield Slice(start, groups=(first, group + 1))
+            first, start, size = group + 1, row, 0
+    yield Slice(start, groups=(first, metadata.num_row_groups))
 
 
 def group_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
@@ -113,8 +120,7 @@ def _longest_shared(file: InputFile, group: int, columns: Columns, s3: S3Options
     batch = next(coded.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=THREADS), None)
     if batch is None:
         return 0
-    check_sound(batch)
-    return sum(pc.max(pc.binary_length(column.dictionary)).as_py() or 0 for column in batch.columns)
+    return sum(pc.max(pc.binary_length(column.dictionary)).as_py() or 0 for column in sound(batch).columns)
 
 
 @lru_cache(maxsize=64)
@@ -132,3 +138,13 @@ def _coded(file: InputFile, names: tuple[str, ...], s3: S3Options | None) -> pq.
     metadata = _opened(file, s3).metadata
     source = open_bytes(file, s3=s3)
     return pq.ParquetFile(source, metadata=metadata, read_dictionary=list(names), pre_buffer=False, buffer_size=2**20)
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Whether values of the type are runs of bytes whose lengths are known without reading them."""
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+    )

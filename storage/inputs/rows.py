@@ -1,4 +1,4 @@
-"""Row, the type that every reader yields, and the size limits of a row."""
+"""What plans and readers share: InputFile, one input; Slice, a part of one; Row, what every reader yields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftmill.storage.errors import RowError, UserError, printable
-from draftmill.storage.inputs.input_file import FIELD, InputFile
+
+FIELD = "input.path"
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One input as plain JSON-able data: its location, its version, and how to read it.
+
+    `name` is relative to the input's root and stable when the data moves; row ids contain it. `format` is one of
+    jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
+    time; they and `etag` are None if the place does not provide them. `sha256` is that of the content, None if unknown
+    (storage/inputs/contents.py). `delimiter` is that of a csv file; None takes the one of the file's ending.
+    """
+
+    uri: str
+    name: str
+    size: int | None
+    etag: str | None
+    mtime_s: float | None
+    format: str
+    compression: str | None = None
+    sha256: str | None = None
+    delimiter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Part of a file, from row `row`, which begins at byte `offset`; the default is the whole file.
+
+    The slice ends with the last line that begins before byte `end`; a slice of a Parquet file is the row groups
+    [`groups[0]`, `groups[1]`).
+    """
+
+    row: int = 0
+    offset: int = 0
+    end: int | None = None
+    groups: tuple[int, int] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the slice begins with the file."""
+        return self.row == 0 and self.offset == 0
+
+
+WHOLE = Slice()
+
 
 MAX_ROW_BYTES = 64 * 2**20
 """The longest line or text file that becomes a row, decompressed; a longer one is a failed row."""

@@ -1,7 +1,10 @@
-"""Opens inputs as buffered byte streams: local disk or S3, plain or compressed.
+"""Opens inputs as buffered byte streams: local disk or S3, plain or compressed, from the front or at random positions.
 
-Memory is constant: a stream holds one buffer, and S3 blocks are cached up to a fixed size. Compressed files that are read at
-random positions are in storage/inputs/spools.py.
+Memory is constant: a stream holds one buffer, and S3 blocks are cached up to a fixed size.
+
+A compressed file can only be unpacked from its front, so recently unpacked content is kept in temporary files. The units of a
+window lie in one stretch of the file, and the next window comes after it: a reader that continues from its position unpacks a
+file once, whatever its size. It starts again only if a read goes back further than the kept content.
 """
 
 from __future__ import annotations
@@ -9,21 +12,22 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections import deque
+import tempfile
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import pyarrow as pa
 
-from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.inputs import local_path
-from draftmill.storage.inputs.rows import damaged
-from draftmill.storage.stores.interface import Conflict, NotFound, S3Options, Store
+from draftmill.storage.inputs.rows import FIELD, InputFile, damaged
+from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, RangeFile, SeekableFile
+from draftmill.storage.stores.interface import Conflict, S3Options, Store
 from draftmill.storage.stores.local import translated
-from draftmill.storage.stores.object_parts import BLOCK_BYTES, BLOCKS, Block
 from draftmill.storage.stores.store import open_store
 
 T = TypeVar("T")
@@ -34,6 +38,19 @@ MAX_RATIO = 256
 """A compressed input may unpack to UNPACKED_BYTES, and beyond that to MAX_RATIO times its own size. Texts and logs stay far
 below; a file made to fill a disk does not."""
 
+KEPT_BYTES = 4 * 2**30
+"""Bytes of temporary files per reading process."""
+
+PIECE_BYTES = 64 * 2**20
+HEAD_BYTES = 2**20
+"""Bytes at the start of a file that are kept while it is open: a csv file's header is there."""
+
+READ_BYTES = 2**18
+SEEK_BUFFER_BYTES = 2**16
+"""Rows at random places are mostly short: larger reads would be discarded."""
+
+MOST_FILES = 64
+
 
 def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: int = BUFFER_BYTES) -> io.BufferedReader:
     """Return the file's bytes as stored, seekable. Raises StoreError, or NotFound instead of FileNotFoundError.
@@ -41,7 +58,7 @@ def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: in
     Opening and reading raise Conflict where the file is not the one that was listed or planned.
     """
     if file.uri.startswith("s3://"):
-        return io.BufferedReader(_s3_file(file, s3), buffer_bytes)
+        return io.BufferedReader(RangeFile(*_object(file, s3)), buffer_bytes)
     with translated(local_path(file)):
         return io.BufferedReader(_LocalFile(file), buffer_bytes)
 
@@ -66,11 +83,9 @@ class _LocalFile(io.FileIO):
         check_same(file, self._opened)
 
     def readinto(self, buffer: Any) -> int:
-        """See io.RawIOBase."""
         return self._unchanged(super().readinto(buffer))
 
     def readall(self) -> bytes:
-        """See io.RawIOBase."""
         return self._unchanged(super().readall())
 
     def _unchanged(self, found: T) -> T:
@@ -119,11 +134,6 @@ def _content_hash(path: Path, mtime_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-AHEAD_BLOCKS = 2
-PLACES = 8
-"""The number of positions of an object that may be read in parallel."""
-
-
 class _Decompressed(io.RawIOBase):
     """gzip (any number of members) or zstd (any number of frames); unlike the standard library's readers it detects a
     truncated stream."""
@@ -134,11 +144,9 @@ class _Decompressed(io.RawIOBase):
         self._size = 0
 
     def readable(self) -> bool:
-        """See io.RawIOBase."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """See io.RawIOBase."""
         try:
             data = self._stream.read(len(buffer))
         except OSError as error:
@@ -150,7 +158,6 @@ class _Decompressed(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """See io.RawIOBase."""
         self._source.close()
         super().close()
 
@@ -160,87 +167,161 @@ def _bomb(file: InputFile, unpacked: int, packed: int) -> UserError:
     return UserError(f"{file.uri}: {sizes}; if that is intended, unpack the file first", field=FIELD)
 
 
-class RangeFile(io.RawIOBase):
-    """An object of a store as a seekable file; its blocks are shared with others (storage/stores/object_parts.py).
-
-    When blocks are read one after the other the next ones are fetched ahead. A Parquet file is read at several places at once,
-    one for each column.
-    """
-
-    def __init__(self, store: Store, name: str, etag: str | None, size: int) -> None:
-        self._object = (store, name, etag)
-        self._size, self._position = size, 0
-        self._recent: deque[int] = deque(maxlen=PLACES)
-
-    def readable(self) -> bool:
-        """See io.RawIOBase."""
-        return True
-
-    def seekable(self) -> bool:
-        """See io.RawIOBase."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See io.RawIOBase."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        """See io.RawIOBase."""
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """See io.RawIOBase."""
-        if self._position >= self._size:
-            return 0
-        index, inside = divmod(self._position, BLOCK_BYTES)
-        if index not in self._recent:
-            self._fetch_behind(index)
-        data = BLOCKS.get(Block(*self._object, index, self._size))[inside : inside + len(buffer)]
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def _fetch_behind(self, index: int) -> None:
-        is_next = index - 1 in self._recent
-        self._recent.append(index)
-        if not is_next:
-            return
-        for coming in range(index, min(index + 1 + AHEAD_BLOCKS, -(-self._size // BLOCK_BYTES))):
-            BLOCKS.fetch(Block(*self._object, coming, self._size))
-
-
-def open_object(store: Store, name: str) -> io.BufferedReader:
-    """Return an object as a seekable stream that fetches only the blocks it needs; NotFound if there is none.
-
-    For example for a Parquet file of which a reader needs one row group.
-    """
-    stat = store.stat(name)
-    if stat is None:
-        raise NotFound(f"{store.url}/{name} does not exist")
-    return io.BufferedReader(RangeFile(store, name, stat.etag, stat.size), 2**16)
-
-
-def _s3_file(file: InputFile, s3: S3Options | None) -> RangeFile:
+def _object(file: InputFile, s3: S3Options | None) -> tuple[Store, str, str | None, int]:
+    """The store, name, etag and size of a file on S3."""
     assert file.size is not None, "a listing on S3 tells sizes"
-    return RangeFile(*_object(file, s3), file.size)
-
-
-def _object(file: InputFile, s3: S3Options | None) -> tuple[Store, str, str | None]:
     bucket, _, key = file.uri.removeprefix("s3://").partition("/")
-    return _bucket(bucket, s3), key, file.etag
+    return _bucket(bucket, s3), key, file.etag, file.size
 
 
 def blocks_at(file: InputFile, offsets: Iterable[int], s3: S3Options | None) -> list[Block]:
     """The blocks of a file on S3 that are needed to read from these offsets; none for a local file."""
     if not file.uri.startswith("s3://"):
         return []
-    assert file.size is not None, "a listing on S3 tells sizes"
-    indexes = sorted({offset // BLOCK_BYTES for offset in offsets})
-    return [Block(*_object(file, s3), index, file.size) for index in indexes]
+    return [Block(*_object(file, s3), index) for index in sorted({offset // BLOCK_BYTES for offset in offsets})]
 
 
 @lru_cache(maxsize=4)
 def _bucket(bucket: str, s3: S3Options | None) -> Store:
     return open_store(f"s3://{bucket}", s3=s3)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Bytes [start, end) of the content, in an unnamed file, or in memory if the disk is full."""
+
+    start: int
+    end: int
+    file: IO[bytes]
+
+
+class _UnpackedFile(SeekableFile):
+    """The content of a compressed file, seekable. Keeps at most `kept_bytes` and the head."""
+
+    def __init__(self, file: InputFile, s3: S3Options | None, kept_bytes: int) -> None:
+        super().__init__(size=None)
+        self._source = (file, s3)
+        self._kept_bytes = kept_bytes
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream: io.BufferedReader | None = None
+        self._head = io.BytesIO()
+        self._pieces: deque[_Piece] = deque()
+        self._end = 0
+        self._at_end = False
+
+    def _begin_again(self) -> None:
+        self._close_all()
+        self._begin()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is kept."""
+        return sum(piece.end - piece.start for piece in self._pieces)
+
+    def _read(self, length: int) -> bytes:
+        """Raises UserError for damaged compression."""
+        start = self._pieces[0].start if self._pieces else self._end
+        if len(self._head.getbuffer()) <= self._position < start:
+            self._begin_again()
+        while self._position >= self._end and not self._at_end:
+            self._unpack()
+        return self._kept(self._position, length)
+
+    def close(self) -> None:
+        self._close_all()
+        super().close()
+
+    def _kept(self, position: int, size: int) -> bytes:
+        if position < len(self._head.getbuffer()):
+            self._head.seek(position)
+            return self._head.read(size)
+        for piece in reversed(self._pieces):
+            if piece.start <= position < piece.end:
+                piece.file.seek(position - piece.start)
+                return piece.file.read(min(size, piece.end - position))
+        return b""
+
+    def _unpack(self) -> None:
+        try:
+            if self._stream is None:
+                self._stream = open_stream(self._source[0], s3=self._source[1])
+            data = self._stream.read(READ_BYTES)
+        except (OSError, UserError, StoreError):
+            self._begin_again()  # otherwise the next read would look like the end
+            raise
+        self._at_end = not data
+        room = HEAD_BYTES - len(self._head.getbuffer())
+        if room > 0:
+            self._head.seek(0, io.SEEK_END)
+            self._head.write(data[:room])
+        self._keep(data)
+        self._end += len(data)
+
+    def _keep(self, data: bytes) -> None:
+        if not self._pieces or self._pieces[-1].end - self._pieces[-1].start >= PIECE_BYTES:
+            self._pieces.append(_Piece(self._end, self._end, _unnamed_file()))
+        while self.num_bytes + len(data) > self._kept_bytes and len(self._pieces) > 1:
+            self._drop()
+        last = self._pieces[-1]
+        while not _append(last, data):
+            if len(self._pieces) > 1:
+                self._drop()
+            else:  # using memory is better than failing the job
+                last.start, last.end, last.file = self._end, self._end, io.BytesIO()
+        last.end += len(data)
+
+    def _drop(self) -> None:
+        self._pieces.popleft().file.close()
+
+    def _close_all(self) -> None:
+        while self._pieces:
+            self._drop()
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _unnamed_file() -> IO[bytes]:
+    try:
+        return tempfile.TemporaryFile(prefix="draftmill-", buffering=0)
+    except OSError:
+        return io.BytesIO()
+
+
+def _append(piece: _Piece, data: bytes) -> bool:
+    """Append to the piece; False if the disk is full."""
+    try:
+        piece.file.seek(piece.end - piece.start)
+        view = memoryview(data)
+        while view:
+            view = view[piece.file.write(view) :]
+    except OSError:
+        return False
+    return True
+
+
+class DecompressionCache:
+    """The most recently read compressed files, `kept_bytes` in all."""
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
+        self._open: OrderedDict[tuple[InputFile, S3Options | None], tuple[_UnpackedFile, io.BufferedReader]] = (
+            OrderedDict()
+        )
+
+    def open(self, file: InputFile, s3: S3Options | None) -> io.BufferedReader:
+        """Return the file's content, seekable; it stays open here."""
+        found = self._open.pop((file, s3), None)
+        if found is None:
+            unpacked = _UnpackedFile(file, s3, self._kept_bytes // 2)
+            found = unpacked, io.BufferedReader(unpacked, SEEK_BUFFER_BYTES)
+        self._open[file, s3] = found
+        while len(self._open) > 1 and (self.num_bytes > self._kept_bytes // 2 or len(self._open) > MOST_FILES):
+            self._open.popitem(last=False)[1][1].close()
+        return found[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes kept of all files."""
+        return sum(unpacked.num_bytes for unpacked, _ in self._open.values())

@@ -5,19 +5,23 @@ A value that has no Python form (a time out of range, invalid UTF-8 in a string 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from draftmill.storage.arrow_validation import THREADS, sound
 from draftmill.storage.inputs.fields import lifted_batch
-from draftmill.storage.inputs.input_file import InputFile
+from draftmill.storage.inputs.huggingface import load
 from draftmill.storage.inputs.inputs import local_path
-from draftmill.storage.inputs.last_read import Batches, Stretches
 from draftmill.storage.inputs.lines import too_long_message
-from draftmill.storage.inputs.portions import portions, row_bytes
 from draftmill.storage.inputs.row_groups import (
     BATCH_ROWS,
     DAMAGE,
@@ -25,17 +29,108 @@ from draftmill.storage.inputs.row_groups import (
     group_batches,
     group_schema,
     groups_of,
+    is_bytes,
     num_groups,
     present,
 )
-from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, damaged, failed
-from draftmill.storage.inputs.slices import WHOLE, Slice
+from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, InputFile, Row, Slice, damaged, failed
 from draftmill.storage.inputs.sources import check_same, open_bytes
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.local import translated
 
+KEPT_BYTES = 256 * 2**20
+"""Cached batches: more than the texts of most windows (jobs/plan/packing.py, WINDOW_TOKENS)."""
+
+PORTION_BYTES = MAX_ROW_BYTES
+"""At most the size limit of a row: a longer row is then a separate portion."""
+
+Batches = Iterator[pa.RecordBatch]
+_NO_PYTHON_FORM = (ValueError, OverflowError, TypeError, NotImplementedError, pa.ArrowException)
+
+
+@dataclass(slots=True)
+class _ReadTable:
+    """A table that is read from its front: its last batches, each with its first row, and the iterator of the next ones."""
+
+    ahead: Batches
+    kept: deque[tuple[int, pa.RecordBatch]] = field(default_factory=deque)
+    end: int = 0
+    num_bytes: int = 0
+
+    @property
+    def start(self) -> int:
+        """The first row that is still cached."""
+        return self.kept[0][0] if self.kept else self.end
+
+    def advance(self) -> bool:
+        """Read one more batch; False at the end."""
+        batch = next(self.ahead, None)
+        if batch is None:
+            return False
+        self.kept.append((self.end, batch))
+        self.end += batch.num_rows
+        self.num_bytes += batch.nbytes
+        return True
+
+    def drop(self) -> int:
+        """Drop the oldest batch; returns its bytes."""
+        _, batch = self.kept.popleft()
+        self.num_bytes -= batch.nbytes
+        return int(batch.nbytes)
+
+
+class BatchCache:
+    """The most recently read batches, `kept_bytes` in all and at least one, so that neighbouring rows are read once.
+
+    The rows of a unit lie anywhere in their window, and the next unit has other rows of the same window: a reader that starts at
+    the front of a row group for each unit would read a large group hundreds of times.
+    """
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
+        self._tables: OrderedDict[Hashable, _ReadTable] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept."""
+        return sum(table.num_bytes for table in self._tables.values())
+
+    def pick(
+        self, name: Hashable, rows: Sequence[int], open_: Callable[[], Batches]
+    ) -> Iterator[tuple[pa.RecordBatch, Sequence[int]]]:
+        """Yield the wanted rows (sorted) with their numbers, batch by batch; rows beyond the end are skipped.
+
+        `open_` gives the table's batches from its front. Its exceptions propagate, and the table is read again next time.
+        """
+        if not rows:
+            return
+        table = self._tables.pop(name, None)
+        if table is None or rows[0] < table.start:
+            table = _ReadTable(open_())
+        for start, batch in list(table.kept):
+            yield from _inside(batch, start, rows)
+        while rows[-1] >= table.end and table.advance():
+            yield from _inside(table.kept[-1][1], table.kept[-1][0], rows)
+            self._make_room(table)
+        self._tables[name] = table
+
+    def _make_room(self, current: _ReadTable) -> None:
+        """Drop the least recently used tables, then the front of the one that is being read."""
+        total = current.num_bytes + self.num_bytes
+        while total > self._kept_bytes and self._tables:
+            total -= self._tables.popitem(last=False)[1].num_bytes
+        while total > self._kept_bytes and len(current.kept) > 1:
+            total -= current.drop()
+
+
+def _inside(batch: pa.RecordBatch, start: int, rows: Sequence[int]) -> Iterator[tuple[pa.RecordBatch, Sequence[int]]]:
+    inside = rows[bisect_left(rows, start) : bisect_left(rows, start + batch.num_rows)]
+    if inside:
+        yield batch.take(pa.array([row - start for row in inside])), inside
+
+
 _ARROW_FILE = b"ARROW1"
-_STRETCHES = Stretches()
+_BATCHES = BatchCache()
 
 
 def table_rows(file: InputFile, columns: Columns, s3: S3Options | None, part: Slice = WHOLE) -> Iterator[Row]:
@@ -70,13 +165,9 @@ def table_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
         if file.format == "parquet":
             return group_schema(file, s3)
         if file.format == "hf":
-            from draftmill.storage.inputs.huggingface import load
-
             return load(file).features.arrow_schema
         with _arrow_source(file, s3) as source:
-            is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-            source.seek(0)
-            return (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).schema
+            return _open_arrow(source).schema
     except DAMAGE as error:
         raise damaged(file, 0, error) from None
 
@@ -88,8 +179,6 @@ def _batches(
         for group in range(*(groups or (0, num_groups(file, s3)))):
             yield from group_batches(file, group, columns, s3)
     elif file.format == "hf":
-        from draftmill.storage.inputs.huggingface import load
-
         dataset = load(file)
         for first in range(0, len(dataset), BATCH_ROWS):
             yield from _projected(dataset[first : first + BATCH_ROWS], columns).to_batches()
@@ -99,21 +188,23 @@ def _batches(
 
 def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
     with _arrow_source(file, s3) as source:
-        is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-        source.seek(0)
-        options = pa.ipc.IpcReadOptions(use_threads=THREADS)
-        if is_file:
-            opened = pa.ipc.open_file(source, options=options)
-            batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
-        else:
-            batches = iter(pa.ipc.open_stream(source, options=options))
-        for batch in batches:
+        opened = _open_arrow(source)
+        is_file = isinstance(opened, pa.ipc.RecordBatchFileReader)
+        for batch in map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened:
             wanted = batch if columns is None else batch.select(present(batch.schema.names, columns))
             for first in range(0, batch.num_rows, BATCH_ROWS):
                 yield wanted.slice(first, BATCH_ROWS)
         if not is_file and source.tell() != source.size():
             # Zeros, and a second stream after the first, look like the end of the stream.
             raise pa.ArrowInvalid(f"{source.size() - source.tell()} bytes after the end of the stream")
+
+
+def _open_arrow(source: Any) -> Any:
+    """A reader of an Arrow file, or of a stream."""
+    is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+    source.seek(0)
+    open_ = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    return open_(source, options=pa.ipc.IpcReadOptions(use_threads=THREADS))
 
 
 def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:
@@ -130,7 +221,7 @@ def _picked(
     table: Hashable, first: int, rows: Sequence[int], columns: Columns, opened: Callable[[], Batches]
 ) -> Iterator[Row]:
     """The wanted rows of a table whose first row is `first`."""
-    for batch, inside in _STRETCHES.pick(table, [row - first for row in rows], lambda: map(sound, opened())):
+    for batch, inside in _BATCHES.pick(table, [row - first for row in rows], lambda: map(sound, opened())):
         yield from _rows_of(batch, [first + row for row in inside], columns)
 
 
@@ -139,8 +230,8 @@ def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int], columns: 
     first = 0
     for read in table.to_batches() if isinstance(table, pa.Table) else (table,):
         batch = read if columns is None else lifted_batch(read, columns)
-        sizes = row_bytes(batch)
-        for start, stop in portions(sizes):
+        sizes = _row_bytes(batch)
+        for start, stop in _portions(sizes):
             if sizes[start] > MAX_ROW_BYTES:  # then it is alone in its portion
                 yield failed(numbers[first + start], None, "bad_row", too_long_message("row"))
             else:
@@ -148,11 +239,38 @@ def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int], columns: 
         first += batch.num_rows
 
 
+def _row_bytes(batch: pa.RecordBatch) -> NDArray[np.int64]:
+    """Bytes of the texts and byte strings of each row, shared ones counted in full; int64 [rows]. Nested ones are not counted."""
+    sizes = np.zeros(batch.num_rows, dtype=np.int64)
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type) and is_bytes(column.type.value_type):
+            # A dictionary may hold a null, and an index may be null.
+            lengths = pc.fill_null(pc.binary_length(column.dictionary), 0)
+            sizes += pc.fill_null(lengths.take(column.indices), 0).to_numpy(zero_copy_only=False)
+        elif is_bytes(column.type):
+            sizes += pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
+    return sizes
+
+
+def _portions(sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Cut rows of these sizes into [start, stop) portions of at most PORTION_BYTES, or of one row.
+
+    A columnar file may store a text once that many rows share: a few kilobytes can stand for terabytes.
+    """
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(sizes):
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + PORTION_BYTES, side="right")))
+        yield start, stop
+        start = stop
+
+
 def _portion_rows(batch: pa.RecordBatch, numbers: Sequence[int]) -> Iterator[Row]:
     """The rows of a batch, one by one if the whole batch has no Python form."""
     try:
         values = batch.to_pylist()
-    except (ValueError, OverflowError, TypeError, NotImplementedError, pa.ArrowException):
+    except _NO_PYTHON_FORM:
         yield from (_single_row(batch.slice(index, 1), number) for index, number in enumerate(numbers))
         return
     for number, value in zip(numbers, values, strict=True):
@@ -164,13 +282,11 @@ def _single_row(batch: pa.RecordBatch, number: int) -> Row:
         return Row(number, None, batch.to_pylist()[0])
     except UnicodeError as error:
         return failed(number, None, "bad_encoding", f"not valid UTF-8: {error}")
-    except (ValueError, OverflowError, TypeError, NotImplementedError, pa.ArrowException) as error:
+    except _NO_PYTHON_FORM as error:
         return failed(number, None, "bad_row", f"a value has no Python form: {error}")
 
 
 def _pick_dataset(file: InputFile, rows: Sequence[int], columns: Columns) -> Iterator[Row]:
-    from draftmill.storage.inputs.huggingface import load
-
     dataset = load(file)
     inside = [row for row in rows if row < len(dataset)]
     if inside:

@@ -14,11 +14,12 @@ import hashlib
 import json
 import re
 import secrets
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -27,43 +28,21 @@ from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
-from draftmill.storage.runs.done import DoneUnits
 from draftmill.storage.runs.lease import Lease, LeaseLost
-from draftmill.storage.runs.manifest import (
-    MANIFEST,
-    SUCCESS,
-    Manifest,
-    all_exact,
-    manifest_body,
-    read_manifest,
-    unit_numbers,
-)
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
-from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Stat, Store
+from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits, UnitFacts, unit_name
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, Stat, Store
 
-__all__ = [
-    "MANIFEST",
-    "SUCCESS",
-    "CommittedUnit",
-    "ForeignUnit",
-    "Manifest",
-    "UnitFacts",
-    "all_exact",
-    "commit_unit",
-    "done_units",
-    "is_closed",
-    "read_manifest",
-    "read_record",
-    "read_unit",
-    "record_commit",
-    "trace_name",
-    "unit_name",
-    "unit_number",
-    "unit_numbers",
-    "write_manifest",
-]
+MANIFEST = "_manifest.json"
+SUCCESS = "_SUCCESS"
 
+FACTS: Final = ("rows", "ok", "failed", "skipped", "bytes")
+READ_BYTES: Final = 4 * 2**20
+MOST_BYTES_HELD: Final = 8 * 2**20
+"""A larger manifest is written by way of a temporary file."""
+
+_OPENS: Final = b', "units": ['
+_CLOSES: Final = b"]}"
 _UNIT_FILE = re.compile(r"(?:data|commits|traces)/unit-(\d{8,})(?:\.[0-9a-f]+)?\.(?:parquet|json)")
 
 
@@ -125,12 +104,17 @@ def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = N
     found = stat.metadata
     if "sha256" not in found:
         found = _read_facts(store, name)
-    for key, value in (expected or {}).items():
+    require_identity(store, name, found, expected or {})
+    return _facts(int(found["unit"]), stat, found, found["sha256"])
+
+
+def require_identity(store: Store, name: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Raise ForeignUnit unless a file's metadata `found` has all that is `expected`."""
+    for key, value in expected.items():
         if found.get(key) != value:
             raise ForeignUnit(
                 f"{store.url}/{name} belongs to another job: its {key} is {found.get(key)!r}, not {value!r}"
             )
-    return _facts(int(found["unit"]), stat, found, found["sha256"])
 
 
 def done_units(store: Store, *, conditional: bool = True) -> DoneUnits:
@@ -138,7 +122,7 @@ def done_units(store: Store, *, conditional: bool = True) -> DoneUnits:
 
     Of several records of a unit the last by name counts, which has the highest epoch.
     """
-    done = DoneUnits(unit_name)
+    done = DoneUnits()
     for stat in store.list("data/" if conditional else "commits/"):
         if match := _UNIT_FILE.fullmatch(stat.name):
             done.add(int(match[1]), stat.name)
@@ -172,36 +156,6 @@ def read_record(store: Store, name: str) -> CommittedUnit:
         return CommittedUnit(**json.loads(store.get(name)))
     except (ValueError, TypeError) as error:
         raise DamagedRun(f"{store.url}/{name}", error, "delete it, and the next run repeats its unit") from None
-
-
-def write_manifest(
-    store: Store,
-    committed: Iterable[CommittedUnit],
-    *,
-    fingerprint: str,
-    units: int,
-    rows: int,
-    lease: Lease | None = None,
-) -> Manifest:
-    """Write `_manifest.json` and then `_SUCCESS`, or raise StoreError and write neither: totals must equal the plan's.
-
-    `units` and `rows` are the plan's. With `lease`, a driver that has lost it raises LeaseLost and writes nothing, even if
-    it lost the lease during the call, since what it read before may have changed. Idempotent.
-    """
-    facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
-    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.ordered())
-    _check_totals(manifest, units=units, rows=rows)
-    failpoint("commit.before_manifest")
-    with manifest_body(manifest) as body:
-        _write_latest(store, MANIFEST, body, lease)
-    failpoint("commit.before_success")
-    _write_latest(store, SUCCESS, _json({"fingerprint": fingerprint, "units": units, "rows": rows}), lease)
-    return manifest
-
-
-def is_closed(store: Store) -> bool:
-    """Whether the manifest and `_SUCCESS` both exist; one of them alone does not count, and is written again."""
-    return store.exists(MANIFEST) and store.exists(SUCCESS)
 
 
 def _counts(table: pa.Table) -> dict[str, str]:
@@ -246,8 +200,141 @@ def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> Com
     return CommittedUnit(unit, stat.name, stat.etag, rows, ok, failed, skipped, stat.size, sha256, exact)
 
 
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, sort_keys=True) + "\n").encode()
+
+
+def _suffixed(name: str, suffix: str) -> str:
+    stem, dot, extension = name.rpartition(".")
+    return f"{stem}{suffix}{dot}{extension}"
+
+
+# ---- the manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a finished job holds: every unit once, in order. `said` are the totals as the file has them, if it was read."""
+
+    fingerprint: str
+    schema_version: int
+    units: UnitFacts
+    said: Mapping[str, int] | None = field(default=None, compare=False)
+
+    def total(self, fact: str) -> int:
+        """Sum of rows, ok, failed, skipped or bytes over all units."""
+        return self.units.total(fact)
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether every unit's results have the same bits in any batch; None if that is unknown for a unit."""
+        return all_exact(self.units.exacts())
+
+
+def all_exact(parts: Iterable[bool | None]) -> bool | None:
+    """True if all are, False if one is not, else None (unknown)."""
+    found = set(parts)
+    return False if False in found else None if None in found or not found else True
+
+
+def read_manifest(store: Store) -> Manifest | None:
+    """Return the manifest, None if the job has not finished; DamagedRun if it is damaged."""
+    if not store.exists(MANIFEST):
+        return None
+    units = UnitFacts()
+    try:
+        head = _read_units(store, units)
+        return Manifest(head["fingerprint"], head["schema_version"], units, head.get("totals"))
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        remedy = f"delete it and {SUCCESS}, and `draftmill run` writes them again"
+        raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
+
+
+def _read_units(store: Store, units: UnitFacts) -> dict[str, Any]:
+    """Read the units into `units`, and return what stands before them. Raises ValueError, KeyError or TypeError if damaged."""
+    lines = _lines(store)
+    first = next(lines, b"")
+    if not first.endswith(_OPENS):  # written by another program, with other line ends
+        found: dict[str, Any] = json.loads(store.get(MANIFEST))
+        for facts in found["units"]:
+            units.add(CommittedUnit(**facts))
+        return found
+    for line in lines:
+        if line == _CLOSES:
+            break
+        units.add(CommittedUnit(**json.loads(line.removesuffix(b","))))
+    else:
+        raise ValueError("it ends early")
+    if any(line.strip() for line in lines):
+        raise ValueError("something follows its end")
+    return json.loads(first.removesuffix(_OPENS) + b"}")
+
+
+def _lines(store: Store) -> Iterator[bytes]:
+    """The lines without their ends, with a few megabytes in memory."""
+    rest, at = b"", 0
+    while data := store.get_range(MANIFEST, at, READ_BYTES):
+        at += len(data)
+        *whole, rest = (rest + data).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest
+
+
+@contextmanager
+def _manifest_body(manifest: Manifest) -> Iterator[Body]:
+    """The manifest as a store writes it: one unit per line, so that it can be searched and compared with plain tools."""
+    with tempfile.SpooledTemporaryFile(max_size=MOST_BYTES_HELD, prefix="draftmill-manifest-") as file:
+        for line in _manifest_lines(manifest):
+            file.write(line)
+        size = file.tell()
+        file.seek(0)
+        yield file.read() if size < MOST_BYTES_HELD else FileBody(file, size)
+
+
+def _manifest_lines(manifest: Manifest) -> Iterator[bytes]:
+    totals = {"units": len(manifest.units)} | {fact: manifest.total(fact) for fact in FACTS}
+    head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "exact": manifest.exact}
+    head |= {"totals": totals}
+    yield json.dumps(head)[:-1].encode() + _OPENS
+    for number, unit in enumerate(manifest.units):
+        facts = {name: getattr(unit, name) for name in CommittedUnit.__slots__}  # asdict takes three times as long
+        yield f"{',' if number else ''}\n{json.dumps(facts)}".encode()
+    yield b"\n]}\n"
+
+
+def write_manifest(
+    store: Store,
+    committed: Iterable[CommittedUnit],
+    *,
+    fingerprint: str,
+    units: int,
+    rows: int,
+    lease: Lease | None = None,
+) -> Manifest:
+    """Write `_manifest.json` and then `_SUCCESS`, or raise StoreError and write neither: totals must equal the plan's.
+
+    `units` and `rows` are the plan's. With `lease`, a driver that has lost it raises LeaseLost and writes nothing, even if
+    it lost the lease during the call, since what it read before may have changed. Idempotent.
+    """
+    facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.ordered())
+    _check_totals(manifest, units=units, rows=rows)
+    failpoint("commit.before_manifest")
+    with _manifest_body(manifest) as body:
+        _write_latest(store, MANIFEST, body, lease)
+    failpoint("commit.before_success")
+    _write_latest(store, SUCCESS, _json({"fingerprint": fingerprint, "units": units, "rows": rows}), lease)
+    return manifest
+
+
+def is_closed(store: Store) -> bool:
+    """Whether the manifest and `_SUCCESS` both exist; one of them alone does not count, and is written again."""
+    return store.exists(MANIFEST) and store.exists(SUCCESS)
+
+
 def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
-    numbers = unit_numbers(manifest)
+    numbers = manifest.units.numbers()
     assert len(np.unique(numbers)) == len(numbers), "a unit is listed twice"
     held, rows_held = len(manifest.units), manifest.total("rows")
     if (held, rows_held) != (units, rows):
@@ -284,12 +371,3 @@ def _is_same(store: Store, name: str, data: Body) -> bool:
             return False
         at += len(part)
     return True
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, sort_keys=True) + "\n").encode()
-
-
-def _suffixed(name: str, suffix: str) -> str:
-    stem, dot, extension = name.rpartition(".")
-    return f"{stem}{suffix}{dot}{extension}"

@@ -19,32 +19,28 @@ from pathlib import Path
 
 import psutil
 
-from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.errors import AnotherDriver, DamagedRun, StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
 
 LEASE = "_lease.json"
 
 
-class LeaseHeld(StoreError):
-    """Another driver holds this run directory: `owner`, until `expires_at_s` (Unix time) unless it renews."""
+class LeaseHeld(AnotherDriver):
+    """Another driver holds the lease of `what`, in `store`: `owner`, until `expires_at_s` (Unix time) unless it renews."""
 
-    def __init__(self, owner: str, expires_at_s: float) -> None:
-        super().__init__(owner, expires_at_s)
-        self.owner = owner
-        self.expires_at_s = expires_at_s
-
-    @property
-    def who(self) -> str:
-        """The holder, and until when."""
-        until = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%H:%M:%S UTC")
-        return f"{self.owner}, until {until} if it does not renew"
+    def __init__(
+        self, owner: str, expires_at_s: float, what: str = "this run directory", store: Store | None = None
+    ) -> None:
+        super().__init__(owner, expires_at_s, what, store)
+        self.owner, self.expires_at_s, self.what, self.store = owner, expires_at_s, what, store
 
     def __str__(self) -> str:
-        return f"another driver holds this run directory: {self.who}"
+        until = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%H:%M:%S UTC")
+        return f"another driver holds {self.what}: {self.owner}, until {until} if it does not renew"
 
 
-class LeaseLost(StoreError):
+class LeaseLost(AnotherDriver):
     """This driver's lease was taken over; it must stop without writing more."""
 
 

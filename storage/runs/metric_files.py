@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
-from draftmill.storage.runs.commit import ForeignUnit
+from draftmill.storage.runs.commit import require_identity
 from draftmill.storage.stores.interface import AlreadyExists, Store
 from draftmill.storage.stores.parallel import parallel_map
 
@@ -133,22 +133,17 @@ def commit_metrics(
     assert read_parquet(data).num_rows == table.num_rows, "rows were lost in writing"
     failpoint("metrics.before_commit")
     if store.exists(name):  # also on a store that ignores conditions
-        return _checked(store, name, identity)
+        return _require_ours(store, name, identity)
     try:
         store.create(name, data, metadata=identity)
     except AlreadyExists:
-        return _checked(store, name, identity)
+        return _require_ours(store, name, identity)
     failpoint("metrics.after_commit")
     return name
 
 
-def _checked(store: Store, name: str, identity: Mapping[str, str]) -> str:
-    found = parquet_metadata(_read(store, name, store.get(name)).schema)
-    for key, value in identity.items():
-        if found.get(key) != value:
-            raise ForeignUnit(
-                f"{store.url}/{name} belongs to another job: its {key} is {found.get(key)!r}, not {value!r}"
-            )
+def _require_ours(store: Store, name: str, identity: Mapping[str, str]) -> str:
+    require_identity(store, name, parquet_metadata(_read(store, name, store.get(name)).schema), identity)
     return name
 
 

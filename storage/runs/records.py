@@ -18,15 +18,8 @@ from draftmill.storage.stores.parallel import parallel_map
 
 SCHEMA_VERSION = 6
 _ADDED = {
-    "token_logprobs": 2,
-    "nfe_kinds": 3,
-    "truncated_tokens": 4,
-    "endpoint": 4,
-    "token_texts": 4,
-    "sample": 5,
-    "is_greedy": 5,
-    "logprob_stderr": 5,
-    "request_model": 6,
+    **{"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4},
+    **{"sample": 5, "is_greedy": 5, "logprob_stderr": 5, "request_model": 6},
 }
 """The version that added a column; the other columns are in every version."""
 
@@ -34,18 +27,7 @@ _MAPS = {"metrics": pa.map_(pa.string(), pa.float64()), "nfe_kinds": pa.map_(pa.
 """The types of two columns before version 6. Hugging Face's `datasets` can't read maps, so they became structs."""
 
 
-STATUSES = ("ok", "failed", "skipped")
-
 _WORDS = pa.dictionary(pa.int32(), pa.string())
-_FILL = pa.struct(
-    [
-        pa.field("start", pa.int32(), nullable=False),
-        pa.field("end", pa.int32(), nullable=False),
-        pa.field("text", pa.string()),
-    ]
-)
-
-
 _METRICS = pa.struct([pa.field("bits_per_byte", pa.float64())])
 _NFE_KINDS = pa.struct([pa.field(kind, pa.int32()) for kind in ("prefill", "draft", "verify", "commit")])
 
@@ -53,6 +35,8 @@ _NFE_KINDS = pa.struct([pa.field(kind, pa.int32()) for kind in ("prefill", "draf
 def _required(name: str, kind: pa.DataType) -> pa.Field:
     return pa.field(name, kind, nullable=False)
 
+
+_FILL = pa.struct([_required("start", pa.int32()), _required("end", pa.int32()), pa.field("text", pa.string())])
 
 SCHEMA: pa.Schema = pa.schema(
     [
@@ -130,19 +114,8 @@ TRACE_SCHEMA: pa.Schema = pa.schema(
 """One row per decoder iteration of a sample, for `trace: steps`; token ids and canvas positions."""
 
 TIMING_COLUMNS = frozenset(
-    {
-        "attempt",
-        "wait_s",
-        "prefill_s",
-        "decode_s",
-        "total_s",
-        "device_s",
-        "batch_rows",
-        "pad_fraction",
-        "worker",
-        "node",
-        "started_at",
-    }
+    {"attempt", "wait_s", "prefill_s", "decode_s", "total_s", "device_s", "batch_rows", "pad_fraction"}
+    | {"worker", "node", "started_at"}
 )
 """The columns that may differ between two runs of one job; all others are equal to the byte."""
 

@@ -1,13 +1,11 @@
-"""The facts of committed units, in about a hundred bytes per unit: a run may have millions.
-
-The facts lie in columns; a CommittedUnit is made of them when it is asked for. Order and content are those of the units added.
-"""
+"""The committed units of a run, of which there may be millions: their set in a byte each, their facts in about a hundred."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, overload
+from operator import eq
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,8 +51,11 @@ def unit_name(unit: int) -> str:
     return f"data/unit-{unit:08d}.parquet"
 
 
-class UnitFacts(Sequence[CommittedUnit]):
-    """Committed units in the order in which they were added. Texts of an unusual form are kept as they are."""
+class UnitFacts(Collection[CommittedUnit]):
+    """Committed units in the order in which they were added.
+
+    The facts lie in columns; a CommittedUnit is made of them when it is asked for. Texts of an unusual form are kept as they are.
+    """
 
     def __init__(self, units: Iterable[CommittedUnit] = ()) -> None:
         self._blocks: list[NDArray[np.void]] = []
@@ -81,27 +82,26 @@ class UnitFacts(Sequence[CommittedUnit]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> CommittedUnit: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[CommittedUnit]: ...
-
-    def __getitem__(self, index: int | slice) -> CommittedUnit | list[CommittedUnit]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self._count))]
-        place = index + self._count if index < 0 else index
-        if not 0 <= place < self._count:
+    def __getitem__(self, index: int) -> CommittedUnit:
+        if not 0 <= index < self._count:
             raise IndexError(index)
-        return self._made(place)
+        place = index if self._order is None else int(self._order[index])
+        row = self._blocks[place // BLOCK][place % BLOCK]
+        unit, rows, ok, failed, skipped, size, exact = row.item()[:7]
+        if place in self._odd:
+            name, etag, sha256 = self._odd[place]
+        else:
+            name, etag, sha256 = unit_name(unit), row["etag"].decode(), row["sha256"].tobytes().hex()
+        return CommittedUnit(unit, name, etag, rows, ok, failed, skipped, size, sha256, _IS_EXACT[exact])
 
     def __iter__(self) -> Iterator[CommittedUnit]:
-        return (self._made(place) for place in range(self._count))
+        return map(self.__getitem__, range(self._count))
+
+    def __contains__(self, unit: object) -> bool:
+        return any(unit == one for one in self)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+        return isinstance(other, UnitFacts) and len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -128,16 +128,6 @@ class UnitFacts(Sequence[CommittedUnit]):
     def _columns(self, name: str) -> Iterator[NDArray[Any]]:
         for first in range(0, self._count, BLOCK):
             yield self._blocks[first // BLOCK][name][: self._count - first]
-
-    def _made(self, index: int) -> CommittedUnit:
-        place = index if self._order is None else int(self._order[index])
-        row = self._blocks[place // BLOCK][place % BLOCK]
-        unit, rows, ok, failed, skipped, size, exact = row.item()[:7]
-        if place in self._odd:
-            name, etag, sha256 = self._odd[place]
-        else:
-            name, etag, sha256 = unit_name(unit), row["etag"].decode(), row["sha256"].tobytes().hex()
-        return CommittedUnit(unit, name, etag, rows, ok, failed, skipped, size, sha256, _IS_EXACT[exact])
 
 
 class CommittedUnits(Mapping[int, CommittedUnit]):
@@ -172,6 +162,40 @@ class CommittedUnits(Mapping[int, CommittedUnit]):
 
     def __len__(self) -> int:
         return len(self.facts)
+
+
+class DoneUnits(Mapping[int, str]):
+    """The committed units, each with the name of the object that commits it, which is stored only if it is not `unit_name`."""
+
+    def __init__(self) -> None:
+        self._there: dict[int, bytearray] = {}
+        self._names: dict[int, str] = {}
+        self._count = 0
+
+    def add(self, unit: int, name: str) -> None:
+        """Add a unit; of several names the last counts."""
+        self._count += unit not in self
+        if unit // BLOCK not in self._there:
+            self._there[unit // BLOCK] = bytearray(BLOCK)
+        self._there[unit // BLOCK][unit % BLOCK] = 1
+        self._names.pop(unit, None)
+        if name != unit_name(unit):
+            self._names[unit] = name
+
+    def __contains__(self, unit: object) -> bool:
+        return isinstance(unit, int) and unit // BLOCK in self._there and bool(self._there[unit // BLOCK][unit % BLOCK])
+
+    def __getitem__(self, unit: int) -> str:
+        if unit not in self:
+            raise KeyError(unit)
+        return self._names.get(unit) or unit_name(unit)
+
+    def __iter__(self) -> Iterator[int]:
+        for block in sorted(self._there):
+            yield from (block * BLOCK + place for place, there in enumerate(self._there[block]) if there)
+
+    def __len__(self) -> int:
+        return self._count
 
 
 def _digest(text: str) -> bytes | None:

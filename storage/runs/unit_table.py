@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from draftmill.storage.arrow_validation import THREADS
 from draftmill.storage.errors import StoreError
-from draftmill.storage.inputs.sources import open_object
+from draftmill.storage.stores.block_cache import open_object
 from draftmill.storage.stores.interface import Store
 
 PLAN = "_plan.json"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
-from draftmill.storage.stores.levels import Level
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Level, NotFound, Stat, checked_name
 
 try:
     import fcntl
@@ -35,12 +34,10 @@ class LocalStore:
         self._made: list[Path] = []
 
     def get(self, name: str) -> bytes:
-        """See Store."""
         with translated(self._path(name)) as path:
             return path.read_bytes()
 
     def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
-        """See Store."""
         with translated(self._path(name)) as path, path.open("rb") as file:
             if etag is not None and _etag(os.fstat(file.fileno())) != etag:
                 raise Conflict(f"{path} has changed")
@@ -48,7 +45,7 @@ class LocalStore:
             return file.read(length)
 
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
-        """See Store. `metadata` is not kept."""
+        """`metadata` is not kept."""
         path = self._path(name)
         with self._temporary(path, data) as temporary, translated(path):
             failpoint("local.before_link")
@@ -59,7 +56,6 @@ class LocalStore:
             return self._stat(name, path)
 
     def put(self, name: str, data: Body) -> Stat:
-        """See Store."""
         path = self._path(name)
         with self._temporary(path, data) as temporary, translated(path):
             failpoint("local.before_rename")
@@ -68,58 +64,43 @@ class LocalStore:
             return self._stat(name, path)
 
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
-        """See Store. A lock, which the system releases when its holder dies, serialises replacements."""
+        """A lock, which the system releases when its holder dies, serialises replacements."""
         path = self._path(name)
-        try:
-            with translated(path), _locked(path):
-                if self._stat(name, path).etag == etag:
-                    return self.put(name, data)
-        except NotFound:
-            pass
+        with suppress(NotFound), translated(path), _locked(path):
+            if self._stat(name, path).etag == etag:
+                return self.put(name, data)
         raise Conflict(f"{path} has changed")
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
-        """See Store."""
-        folder = prefix.rpartition("/")[0]
-        for name in self._names(folder):
+        for name in self._names(prefix.rpartition("/")[0]):
             if name.startswith(prefix):
-                # A file may be deleted between the listing and the stat; then skip it.
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # deleted since the listing
                     yield self._stat(name, self.root / name)
 
     def level(self, folder: str) -> Level:
-        """See HasLevels."""
         folders, files = [], {}
-        with suppress(NotFound), translated(self.root / folder) as place:
-            for entry in sorted(os.scandir(place), key=_order):
-                name = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_dir():
-                    folders.append(entry.name)
-                elif not entry.name.startswith(TEMPORARY):
-                    with suppress(FileNotFoundError):
-                        files[entry.name] = self._stat(name, self.root / name)
+        for name, entry in self._entries(folder):
+            if entry.is_dir():
+                folders.append(entry.name)
+            else:
+                with suppress(FileNotFoundError):
+                    files[entry.name] = self._stat(name, self.root / name)
         return Level(tuple(folders), files)
 
     def exists(self, name: str) -> bool:
-        """See Store."""
         with translated(self._path(name)) as path:
             return path.is_file()
 
     def stat(self, name: str) -> Stat | None:
-        """See Store."""
-        path = self._path(name)
-        try:
-            with translated(path):
-                return self._stat(name, path)
-        except NotFound:
-            return None
+        with suppress(NotFound), translated(self._path(name)) as path:
+            return self._stat(name, path)
+        return None
 
     def delete(self, name: str) -> None:
-        """See Store."""
         with translated(self._path(name)) as path:
             path.unlink(missing_ok=True)
 
-    def sweep(self, *, older_s: float = 3600.0) -> None:
+    def delete_strays(self, *, older_s: float = 3600.0) -> None:
         """Delete the temporary files of killed writers; no live writer takes that many seconds for a file."""
         for folder, _, files in os.walk(self.root):
             for name in files:
@@ -145,18 +126,19 @@ class LocalStore:
         return self.root / checked_name(name)
 
     def _names(self, folder: str) -> Iterator[str]:
-        place = self.root / folder
-        try:
-            with translated(place):
-                entries = sorted(os.scandir(place), key=_order)
-        except NotFound:
-            return
-        for entry in entries:
-            name = f"{folder}/{entry.name}" if folder else entry.name
+        for name, entry in self._entries(folder):
             if entry.is_dir():
                 yield from self._names(name)
-            elif not entry.name.startswith(TEMPORARY):
+            else:
                 yield name
+
+    def _entries(self, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
+        """What is directly in a folder, but temporary files, in the order of names; nothing if there is no such folder."""
+        place = self.root / folder
+        with suppress(NotFound), translated(place):
+            entries = [entry for entry in sorted(os.scandir(place), key=_order) if not entry.name.startswith(TEMPORARY)]
+            return [(f"{folder}/{entry.name}" if folder else entry.name, entry) for entry in entries]
+        return []
 
     def _stat(self, name: str, path: Path) -> Stat:
         found = path.stat()

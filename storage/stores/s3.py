@@ -33,8 +33,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.secrets import presentable
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, NotFound, S3Options, Stat
-from draftmill.storage.stores.levels import Level
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, Level, NotFound, S3Options, Stat
 
 TOKEN = "write-token"
 ATTEMPTS = 8
@@ -58,7 +57,7 @@ class _BeyondEnd(StoreError):
 
 
 class S3Store:
-    """A bucket, or a prefix in one. `sleep` (seconds) waits between attempts."""
+    """A bucket, or a prefix in one, as a Store. `sleep` (seconds) waits between attempts."""
 
     def __init__(self, url: str, options: S3Options, *, sleep: Callable[[float], None] = time.sleep) -> None:
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
@@ -70,11 +69,10 @@ class S3Store:
         self._client = _client(options)
 
     def get(self, name: str) -> bytes:
-        """See Store."""
         return self._read(name)
 
     def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
-        """See Store. With If-Match, if there is an etag."""
+        """With If-Match, if there is an etag."""
         condition = {} if etag is None else {"IfMatch": etag}
         try:
             return self._read(name, Range=f"bytes={start}-{start + length - 1}", **condition) if length else b""
@@ -82,7 +80,7 @@ class S3Store:
             return b""
 
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
-        """See Store. One PutObject with If-None-Match and a SHA-256 checksum."""
+        """One PutObject with If-None-Match and a SHA-256 checksum."""
         failpoint("s3.before_create")
         token = secrets.token_hex(16)
         try:
@@ -100,7 +98,6 @@ class S3Store:
         return Stat(name, len(data), _etag(answer), dict(metadata or {}))
 
     def put(self, name: str, data: bytes) -> Stat:
-        """See Store."""
         failpoint("s3.before_put")
         try:
             answer = self._write(name, data, {})
@@ -109,7 +106,7 @@ class S3Store:
         return Stat(name, len(data), _etag(answer))
 
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
-        """See Store. One PutObject with If-Match."""
+        """One PutObject with If-Match."""
         failpoint("s3.before_replace")
         token = secrets.token_hex(16)
         try:
@@ -124,13 +121,13 @@ class S3Store:
         return Stat(name, len(data), _etag(answer))
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
-        """See Store. One request for each thousand objects, as they are consumed."""
+        """One request for each thousand objects, as they are consumed."""
         for page in self._pages(Prefix=self._prefix + prefix):
             for item in page.get("Contents", ()):
                 yield self._listed(item)
 
     def level(self, folder: str) -> Level:
-        """See HasLevels. One request for each thousand folders and objects."""
+        """One request for each thousand folders and objects."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         folders, files = [], {}
         for page in self._pages(Prefix=prefix, Delimiter="/"):
@@ -154,11 +151,9 @@ class S3Store:
         return Stat(name, item["Size"], _etag(item), {}, item["LastModified"].timestamp())
 
     def exists(self, name: str) -> bool:
-        """See Store."""
         return self.stat(name) is not None
 
     def stat(self, name: str) -> Stat | None:
-        """See Store."""
         try:
             found = self._call(name, self._client.head_object, Bucket=self._bucket, Key=self.key(name))
         except NotFound:
@@ -166,7 +161,6 @@ class S3Store:
         return Stat(name, found["ContentLength"], _etag(found), found["Metadata"], found["LastModified"].timestamp())
 
     def delete(self, name: str) -> None:
-        """See Store."""
         self._call(name, self._client.delete_object, Bucket=self._bucket, Key=self.key(name))
 
     # ---- for uploads in parts, too
@@ -174,9 +168,8 @@ class S3Store:
     def ask(self, operation: str, name: str, **arguments: Any) -> Any:
         """The answer to a request, with retries; persistent ClientErrors are raised unchanged for the caller to handle."""
         function = getattr(self._client, operation)
-        refusals = (
-            1 if operation == "list_multipart_uploads" else REFUSED_ATTEMPTS
-        )  # many may not, and nothing depends on it
+        # Many may not list uploads, and nothing depends on it.
+        refusals = 1 if operation == "list_multipart_uploads" else REFUSED_ATTEMPTS
         return self._retried(name, lambda: function(Bucket=self._bucket, **arguments), refusals=refusals)
 
     def key(self, name: str) -> str:

@@ -96,15 +96,12 @@ class Upload:
         return self._sent_bytes + len(self._buffer)
 
     def writable(self) -> bool:
-        """See IO."""
         return True
 
     def readable(self) -> bool:
-        """See IO."""
         return False
 
     def seekable(self) -> bool:
-        """See IO."""
         return False
 
     def __enter__(self) -> Upload:

@@ -114,7 +114,7 @@ class ChosenOrder:
         for position in positions.tolist():
             if position not in self._order:
                 places = torch.zeros(len(self._order) + 1, dtype=torch.float64)
-                self._order.insert(self._chooser.choose(places, noise.ORDER, position, 0), position)
+                self._order.insert(self._chooser.choose(places, keys.ORDER, position, 0), position)
         return np.array([-self._order.index(position) for position in positions.tolist()], dtype=np.float64)
 
 
@@ -162,7 +162,7 @@ class ChosenSampler(Sampler):
                 step = int(b.host_draw_R[row]) if self.algorithm.fresh else 0
                 law_V, position = self._cut(uncut_RV[line], sample.slot), int(b.place_R[row])
                 if isinstance(chooser, CoupledChooser):
-                    chosen.tokens[line] = chooser.choose(law_V, noise.TARGET, position, step)
+                    chosen.tokens[line] = chooser.choose(law_V, keys.TARGET, position, step)
                     continue
                 chosen.tokens[line], points_PV = self._region(chooser, sample, position, law_V, step)
                 self._noise.chosen[line] = points_PV[0]
@@ -245,20 +245,20 @@ class ChosenSampler(Sampler):
             drafted = index, int(b.rank_R[row]), bank
             if not b.judges_R[row]:
                 news[drafted] = p_V
-                self._choose(chosen, row, chooser, p_V, (noise.DRAFT, position, when))
+                self._choose(chosen, row, chooser, p_V, (keys.DRAFT, position, when))
                 continue
             chosen.accepted.setdefault(owner, 0)
             if owner in broken:
                 continue
             if not b.judged_R[row]:
-                self._take(index, noise.BONUS, position, when)
-                self._choose(chosen, row, chooser, p_V, (noise.BONUS, position, when))
+                self._take(index, keys.BONUS, position, when)
+                self._choose(chosen, row, chooser, p_V, (keys.BONUS, position, when))
                 continue
             sure_V = torch.full_like(p_V, -torch.inf).index_fill(0, torch.tensor([draft]), 0.0)
             q_V = sure_V if b.is_sure else self._q[drafted]
             ratio = float((p_V[draft].double() - q_V[draft].double()).exp()) ** self.algorithm.temper
             ratio = 1.0 if ratio > 1.0 - _ROUNDING else ratio
-            self._take(index, noise.ACCEPT, position, when)
+            self._take(index, keys.ACCEPT, position, when)
             if chooser.accept(ratio, position, when):
                 chosen.accepts[row] = ends_of(0.0, ratio, p_V)
                 chosen.tokens[row] = draft
@@ -266,9 +266,9 @@ class ChosenSampler(Sampler):
                 continue
             chosen.accepts[row] = ends_of(ratio, 1.0, p_V)
             broken.add(owner)
-            self._take(index, noise.RESIDUAL, position, when)
+            self._take(index, keys.RESIDUAL, position, when)
             mass_V = left_over(p_V, q_V)
-            self._choose(chosen, row, chooser, mass_V.log(), (noise.RESIDUAL, position, when), mass_V)
+            self._choose(chosen, row, chooser, mass_V.log(), (keys.RESIDUAL, position, when), mass_V)
         self._q |= news
         return chosen
 
@@ -302,9 +302,9 @@ class ChosenSampler(Sampler):
             position = ask.rank if sample.order is None else sample.order[ask.rank]
             if self.by_ratio:
                 self._q[index, ask.rank, 0] = law_V
-                self._choose(chosen, number, chooser, law_V, (noise.DRAFT, position, sample.decided))
+                self._choose(chosen, number, chooser, law_V, (keys.DRAFT, position, sample.decided))
             elif isinstance(chooser, CoupledChooser):
-                chosen.tokens[number] = chooser.choose(law_V, noise.TARGET, position, 0)
+                chosen.tokens[number] = chooser.choose(law_V, keys.TARGET, position, 0)
             else:
                 chosen.tokens[number], points_PV = self._region(chooser, sample, position, law_V)
                 gumbels[number] = points_PV[0]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftmill.decoders.draws import noise
+from draftmill.decoders.draws import keys
 from tests.decoders.references.choosers import Chooser
 
 Points = NDArray[np.float64]
@@ -78,6 +78,6 @@ class Regions:
         parts = [before.where(token, law) if law[token] else Triangle(np.zeros((0, 3))) for token in range(3)]
         shares = torch.tensor([part.area / before.area for part in parts], dtype=torch.float64)
         shares[shares < _NOTHING] = 0.0
-        token = chooser.choose(shares.log(), noise.TARGET, position, step)
+        token = chooser.choose(shares.log(), keys.TARGET, position, step)
         self.known[index, position, step] = parts[token]
         return token, parts[token]

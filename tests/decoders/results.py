@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from draftmill.decoders.base import JOB_SETTINGS, ModelInfo, Outcome, Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer

@@ -9,7 +9,7 @@ import torch
 from draftmill.decoders.backbones.heads import DraftHeads
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Estimate, Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer
 

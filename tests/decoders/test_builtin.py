@@ -14,7 +14,7 @@ from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettin
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.registry import find_heads
 from tests.decoders.support import decode, texts
 

@@ -23,10 +23,10 @@ from draftmill.decoders.causal.settings import (
     MultiblockJacobiSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
+    SuffixDrafterSettings,
 )
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.support import decode, pairwise, texts
 

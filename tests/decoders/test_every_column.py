@@ -14,7 +14,7 @@ import draftmill.decoders.builtin
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import Estimate, Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer, find_heads

@@ -15,7 +15,7 @@ from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.draws.schedule import NOISE_EPS
-from draftmill.decoders.draws.score_masks import Mask
+from draftmill.decoders.estimates import Mask
 from draftmill.decoders.masked.settings import AncestralSettings, StepwiseSettings
 from tests.decoders.support import score
 

@@ -139,13 +139,13 @@ def test_the_page_has_every_claim_with_its_figure_and_verdict() -> None:
     answers = [Answer(claims[0], Interval(0.6, 0.55, 0.7)), Answer(claims[1], Interval(2.0, 1.0, 3.0))]
     cases = [CaseRow("p", "a", 1000, 4000, 1.0, None, 1.0, None)]
     text = page([Section(paper, [*answers, Answer(claims[2], None)], cases, ["draftmill sweep p.yaml"])], "Run here.")
-    assert "| it is fast | table 9 | 0.50 | 0.600 [0.550, 0.700] | forwards; expected: below 1 | **holds** |" in text
+    assert "| it is fast | table 9 | 0.50 | 0.600 [0.550, 0.700] | forwards; below 1 | **holds** |" in text
     assert (
-        "| it is good | table 8 |  | 2.000 [1.000, 3.000] | score; expected: 0 is inside the interval | **does not hold** |"
+        "| it is good | table 8 |  | 2.000 [1.000, 3.000] | score; 0 is inside the interval | **does not hold** |"
         in text
     )
     assert "| (ours) it is kind |  |  |  |" in text and "**not run**" in text
-    assert "| p | a | 1,000 | 4,000 | 1.000 |  | 1.000 |  |" in text
+    assert "| p/a | 1,000 | 1.000 |  | 1.000 |  |" in text
     assert "| paper | holds | does not hold | not run |" in text and "| X | 1 | 1 | 0 |" in text
     assert "    draftmill sweep p.yaml\n" in text and "A remark." in text and "Run here." in text
     assert shown(Interval(0.5)) == "0.500"

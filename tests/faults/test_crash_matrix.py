@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving import lease_keeper as keeper
+from draftmill.jobs.driving import leases
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.lease import LEASE
 from draftmill.storage.stores.interface import S3Options, Store
@@ -61,7 +61,7 @@ def run_here(spec: str, points: str, log: str) -> None:
     with open(log, "a") as file:
         os.dup2(file.fileno(), 2)
     os.environ[VARIABLE] = points
-    keeper.RENEWALS_PER_TTL = 1200
+    leases.RENEWALS_PER_TTL = 1200
     with without_ray():
         sys.exit(main(["run", spec, "--quiet", "--debug"]))
 

@@ -44,7 +44,7 @@ def units_done(run: Path, epoch: int) -> set[int]:
     """The units that a session's log of attempts calls done."""
     lines = [line for path in run.glob(f"attempts/epoch-{epoch:04d}-part-*") for line in path.read_text().splitlines()]
     events = [json.loads(line) for line in lines]
-    return {event["unit"] for event in events if event["what"] == "done"}
+    return {event["unit"] for event in events if event["event"] == "done"}
 
 
 def test_a_lost_head_ends_the_driver_with_1_and_the_same_command_repeats_no_committed_unit(

@@ -24,7 +24,8 @@ from draftmill.jobs.driving.progress import LineDisplay
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs import sources
-from draftmill.storage.inputs.reader import iterate, list_inputs
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.secrets import HIDDEN, redacted
 from draftmill.storage.stores import s3 as s3_module
 from draftmill.storage.stores.interface import S3Options
@@ -121,7 +122,7 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
     texts["output"] = "".join(capfd.readouterr()) + caplog.text
     assert {name: leaks(text) for name, text in texts.items() if leaks(text)} == {}
     assert HIDDEN in texts["out"] and "trying again" in texts["output"]
-    logged = "".join(text for name, text in texts.items() if name.startswith(("attempts/", "log/")))
+    logged = "".join(text for name, text in texts.items() if name.startswith("attempts/"))
     assert "could not write with" in logged and HIDDEN in logged
 
 
@@ -244,7 +245,7 @@ def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path: Pat
     names = [path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()]
     shape = re.compile(
         r"(passes/0002/)?(_plan\.json|_lease\.json|_manifest\.json|_SUCCESS|plan/part-[\d-]+\.parquet|data/unit-\d+\.parquet|"
-        r"attempts/epoch-\d+-[a-z]+(-\d+)?\.jsonl|log/(epoch-\d+-part-\d+\.jsonl|estimate\.json))"
+        r"attempts/epoch-\d+-[a-z]+(-\d+)?\.jsonl)"
     )
     assert names and all(shape.fullmatch(name) for name in names), names
 

@@ -22,10 +22,12 @@ from draftmill.jobs.plan.worker_job import make_job
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import ChangedInput, UserError
 from draftmill.storage.inputs import reader, row_groups, sources, tables
-from draftmill.storage.inputs.last_read import Stretches
-from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
+from draftmill.storage.inputs.tables import BatchCache
+from draftmill.storage.stores import block_cache
+from draftmill.storage.stores.block_cache import BlockCache
 from draftmill.storage.stores.interface import S3Options
-from draftmill.storage.stores.object_parts import ObjectParts
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import job_spec, results_of, save_model
@@ -66,7 +68,7 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
     """Decode every unit once, as a new process would, which has nothing of the inputs in memory; what failed."""
     reader._seekable.cache_clear()
     row_groups._opened.cache_clear()
-    tables._STRETCHES = Stretches()
+    tables._BATCHES = BatchCache()
     runner = build_runner(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
     failures = []
     for size in plan.sizes():
@@ -167,7 +169,7 @@ def test_an_object_that_is_replaced_is_never_read_as_the_listed_one(
     assert [row.values for row in read_rows(file, [(0, 0)], s3=s3_options)] == [PLANNED[0]]
     put(OTHERS)
     reader._seekable.cache_clear()
-    monkeypatch.setattr(sources, "BLOCKS", ObjectParts())
+    monkeypatch.setattr(block_cache, "BLOCKS", BlockCache())
     for rows in (iterate(file, s3=s3_options), read_rows(file, [(0, 0)], s3=s3_options)):
         with pytest.raises(ChangedInput, match=r"^input\.path: s3://.*rows\.jsonl has changed since it was listed"):
             list(rows)

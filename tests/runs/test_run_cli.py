@@ -85,7 +85,7 @@ def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("draftmill.jobs.driving.session._init", too_busy)
+    monkeypatch.setattr("draftmill.jobs.driving.ray_session._init", too_busy)
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     assert cli.main(["run", str(spec)]) == 1
     err = capsys.readouterr().err

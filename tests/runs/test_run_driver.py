@@ -11,20 +11,20 @@ import pytest
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Receipt, Reported, TurnReport, Up, WorkUnit
 from draftmill.actors.rows.samples import Sample, tally_of
-from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.driver import TOO_MANY, Driver, StopFlag
 from draftmill.jobs.driving.progress import LineDisplay
+from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.runs.commit import commit_unit, done_units, record_commit
 from draftmill.storage.runs.records import read_results, table_from_rows
 from draftmill.storage.stores.interface import Body, Stat, Store
-from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.store import open_store, probe
+from draftmill.storage.stores.store import MemoryStore, open_store, probe
 from tests.actors.fakes import FakeClerk, FakeDecoder
+from tests.jobs.driving.test_cost import log_in
 
 ROWS = 4
 
@@ -115,15 +115,15 @@ def driver(
     workers: int = 2,
     poison: Callable[[int, int], bool] = lambda unit, row: False,
     conditional: bool = True,
+    log: RunLog | None = None,
 ) -> Driver:
     done = done_units(store, conditional=conditional)
     left = [UnitSize(unit, ROWS, 10 - unit) for unit in range(units) if unit not in done]
     return Driver(
         scheduler=Scheduler(left, workers=workers, limits=Limits(rest_s=0.0)),
         pool=FakePool(lambda: StoreClerk(store, units, poison, conditional)),
-        display=LineDisplay(io.StringIO()),
+        display=LoggedDisplay(LineDisplay(io.StringIO()), log or RunLog()),
         totals=Totals(units=units, rows=units * ROWS, units_before=len(done), rows_before=len(done) * ROWS),
-        log=AttemptsLog(store, 1),
         stop=StopFlag(),
     )
 
@@ -204,15 +204,16 @@ def test_a_driver_whose_node_is_to_go_drains_in_the_time_that_is_left_and_the_si
 
 
 def test_a_worker_whose_node_is_to_go_is_replaced_and_counts_as_no_death(store: Store):
-    job = driver(store, workers=2)
+    log = log_in(store)
+    job = driver(store, workers=2, log=log)
     pool, notices = job.pool, iter([[], [Leaving("w0", None)], [Leaving("w1", 30.0)]])
     real = pool.poll
     pool.poll = lambda timeout_s: [*real(timeout_s), *next(notices, [])]  # type: ignore[method-assign]
     assert job.run() == Finish("done")
     assert isinstance(pool, FakePool) and sorted(pool.runners) == ["w2", "w3"]
     assert (job.totals.deaths, job.totals.workers, len(statuses(store))) == (0, 2, 24)
-    job.log.flush(job.totals)
-    assert store.get("attempts/epoch-0001-part-0000.jsonl").decode().count('"what": "worker_left"') == 2
+    log.flush(job.totals)
+    assert store.get("attempts/epoch-0001-part-0000.jsonl").decode().count('"event": "worker_left"') == 2
 
 
 def test_machines_that_join_are_used_and_the_same_room_is_told_once(store: Store):
@@ -260,10 +261,11 @@ def test_on_a_store_that_ignores_conditions_the_driver_records_which_file_counts
     assert len(objects) == 6 and objects <= {stat.name for stat in store.list("data/")}
 
 
-def test_what_happened_is_in_the_attempts_log_and_the_sessions_add_up(store: Store):
-    job = driver(store, poison=lambda unit, row: (unit, row) == (0, 0))
+def test_what_happened_is_in_the_log_and_the_sessions_add_up(store: Store):
+    log = log_in(store)
+    job = driver(store, poison=lambda unit, row: (unit, row) == (0, 0), log=log)
     job.run()
-    job.log.flush(job.totals)
+    log.flush(job.totals)
     text = store.get("attempts/epoch-0001-part-0000.jsonl").decode()
-    assert text.count('"what": "done"') == 6 and '"what": "quarantined"' in text and "segmentation fault" in text
+    assert text.count('"event": "done"') == 6 and '"event": "quarantined"' in text and "segmentation fault" in text
     assert read_sessions(store).committed == job.totals.committed

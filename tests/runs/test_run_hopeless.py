@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from draftmill.jobs import exit_codes
 from draftmill.jobs.cli import main
-from draftmill.jobs.spec import thresholds
 from draftmill.storage.runs.commit import SUCCESS, done_units
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import rows_of, write_spec
@@ -20,7 +20,7 @@ ROWS = 240
 def test_a_hopeless_job_is_stopped_early_and_goes_on_when_more_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(thresholds, "HOPELESS", 20)
+    monkeypatch.setattr(exit_codes, "HOPELESS", 20)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "\n".join(json.dumps({"id": f"row-{n}", "tokens": [7, None] if n % 2 else [99999]}) for n in range(ROWS))

@@ -15,12 +15,12 @@ from ray._private.node import Node
 
 from draftmill.actors.job import WorkerResources
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving import session
+from draftmill.jobs.driving import ray_session
 from draftmill.jobs.driving.allocation import fitting_threads
-from draftmill.jobs.running import manifest
+from draftmill.jobs.running import session
 from draftmill.jobs.running.session import Run
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
-from draftmill.storage.runs.commit import CommittedUnit
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
@@ -97,10 +97,10 @@ def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: p
 def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("draftmill.jobs.driving.session._init", lambda **options: None)
+    monkeypatch.setattr("draftmill.jobs.driving.ray_session._init", lambda **options: None)
     for given, expected in ((None, "0"), ("7", "7")):
         monkeypatch.setattr("os.environ", {} if given is None else {"RAY_worker_niceness": given})
-        session._start_local(None, lambda message: None)
+        ray_session._start_local(None, lambda message: None)
         assert os.environ.pop("RAY_worker_niceness") == expected
         assert int(os.environ.pop("RAY_gcs_server_request_timeout_seconds")) > 60, "Ray's own limit"
 
@@ -113,10 +113,11 @@ def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_sta
     before = {name: getattr(Node, name) for name in parts}
     seen: list[object] = []
     monkeypatch.setattr(
-        "draftmill.jobs.driving.session._init", lambda **options: seen.extend(getattr(Node, name)() for name in parts)
+        "draftmill.jobs.driving.ray_session._init",
+        lambda **options: seen.extend(getattr(Node, name)() for name in parts),
     )
     monkeypatch.setattr("os.environ", {})
-    session._start_local(None, lambda message: None)
+    ray_session._start_local(None, lambda message: None)
     assert seen == [None] * 3
     assert {name: getattr(Node, name) for name in parts} == before
 
@@ -149,12 +150,12 @@ def test_a_resumed_run_on_a_disk_reads_the_files_of_earlier_units_side_by_side(
         patch.setenv("DRAFTMILL_FAILPOINTS", "commit.before_manifest=raise")
         main(["run", str(spec), "--local", "--quiet", "--debug"])
     reset_failpoints()
-    real, both = manifest.committed_facts, Barrier(2)
+    real, both = session.committed_facts, Barrier(2)
 
     def read(job: Run, name: str) -> CommittedUnit:
         both.wait(60)  # the two units wait for each other
         return real(job, name)
 
-    monkeypatch.setattr(manifest, "committed_facts", read)
+    monkeypatch.setattr(session, "committed_facts", read)
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
     assert main(["verify", str(tmp_path / "run")]) == 0

@@ -58,7 +58,7 @@ def test_a_job_with_a_split_model_that_loses_a_process_writes_the_texts_of_one_p
     killer.join()
     assert len(killed) == 1
     lines = [line for file in (tmp_path / "run" / "attempts").rglob("*") if file.is_file() for line in file.open()]
-    events = [json.loads(line).get("what") for line in lines]
+    events = [json.loads(line).get("event") for line in lines]
     assert events.count("worker_up") >= 2 and "worker_died" in events
     found = results_of(spec)
     alone = run_here(job_spec(tmp_path, ROWS, output={"path": str(tmp_path / "alone"), "unit_rows": 8}))

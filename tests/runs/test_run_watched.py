@@ -180,7 +180,6 @@ def test_a_finished_run_sends_one_notice_with_its_summary_and_its_repetition_non
     assert (notice["event"], notice["run"], notice["exit_code"]) == ("finish", "job", 0)
     assert notice["samples"] == {"planned": 12, "ok": 12, "failed": 0} and notice["units"] == {"planned": 3, "done": 3}
     assert notice["tokens"] == sum(rows_of(tmp_path / "run")["new_tokens"].to_pylist())
-    assert notice["estimate"]["source"].startswith("this run's first")
     assert notice["text"] == "draftmill run job: finished; 12 of 12 samples ok"
 
 
@@ -211,9 +210,9 @@ def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_in(tmp_path, notify={"command": keeper(tmp_path)[0]})
-    with patch("draftmill.jobs.watching.ending.run_facts", side_effect=RuntimeError("no facts")):
+    with patch("draftmill.jobs.running.outcome.payload", side_effect=RuntimeError("no facts")):
         assert main(["run", str(spec), "--local"]) == 0
-        assert "the end of the run was not told to all: RuntimeError: no facts" in capsys.readouterr().err
+        assert "the end of the run was not reported to all: RuntimeError: no facts" in capsys.readouterr().err
         assert main(["run", str(spec), "--local", "--set", "input.path=nowhere.jsonl"]) == 2
     assert "nowhere.jsonl" in capsys.readouterr().err
 
@@ -235,18 +234,18 @@ def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path: Path) -
     spec = spec_in(tmp_path)
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
     store, read = open_store(str(tmp_path / "run")), Read()
-    first = list(events_of(store, "job", read))
+    first = list(events_of(store, read))
     with patch.object(type(store), "get", side_effect=AssertionError("read again")):
-        assert list(events_of(store, "job", read)) == []
-    name = "log/epoch-0001-part-0000.jsonl"
+        assert list(events_of(store, read)) == []
+    name = "attempts/epoch-0001-part-0000.jsonl"
     line = event_line("note", "one more\u2028line")
     store.put(name, store.get(name) + f'{line}\n{{"torn": '.encode())
-    (new,) = events_of(store, "job", read)
+    (new,) = events_of(store, read)
     assert new == json.loads(line)
     assert line_of({"time": "T", "level": "info", "event": "progress", "nfe_per_token": 0.5, "memory": {"a": 1}}) == (
         'T  info     progress        nfe_per_token=0.5 memory={"a": 1}'
     )
-    assert len(list(events_of(store, "job"))) == len(first) + 1
+    assert len(list(events_of(store))) == len(first) + 1
 
 
 def test_what_a_notice_needs_is_checked_before_anything_is_written(

@@ -296,7 +296,7 @@ def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished: P
             json.loads(line)["unit"]
             for file in (tmp_path / "out" / "cases" / name / "attempts").glob("*-part-*.jsonl")
             for line in file.read_text().splitlines()
-            if json.loads(line)["what"] == "done"
+            if json.loads(line)["event"] == "done"
         ]
         assert len(done) == len(set(done)), "no unit was decoded again after its receipt"
 
@@ -476,7 +476,7 @@ def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkey
             line
             for file in (tmp_path / "out" / "cases" / name / "attempts").glob("*-part-*.jsonl")
             for line in map(json.loads, file.read_text().splitlines())
-            if line["what"] == "worker_up"
+            if line["event"] == "worker_up"
         ]
         loaded[name] = line["loaded"]
     assert loaded == {"c0": ["model"], "c1": ["model"]} | {f"c{n}": [] for n in range(2, 6)}

@@ -40,12 +40,12 @@ def write_sweep(folder: Path, cases: dict[str, Any]) -> Path:
 
 
 def ups(case: Path) -> list[dict[str, Any]]:
-    """The lines of the attempts log about workers that came up."""
+    """The events of the log about workers that came up."""
     return [
         line
         for file in sorted((case / "attempts").glob("*-part-*.jsonl"))
         for line in map(json.loads, file.read_text().splitlines())
-        if line["what"] == "worker_up"
+        if line["event"] == "worker_up"
     ]
 
 

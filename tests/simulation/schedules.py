@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from draftmill.jobs.driving.attempts import AttemptsLog
 from draftmill.jobs.driving.driver import Driver
-from draftmill.jobs.running import manifest, session
+from draftmill.jobs.driving.run_log import RunLog
+from draftmill.jobs.running import session
 from draftmill.storage.runs import commit as committer
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
@@ -27,16 +27,16 @@ def simulated() -> Iterator[dict[str, Any]]:
     fakes: dict[str, Any] = {
         "make_job": lambda spec, plan, conditional, inputs: spec.process,
         "Driver": partial(Driver, clock=clock),
-        "AttemptsLog": partial(AttemptsLog, clock=clock),
+        "RunLog": partial(RunLog, clock=clock),
     }
     sleeps = SimpleNamespace(sleep=lambda seconds: at_work["world"].haunt())
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(session, name, fake))
-        stack.enter_context(patch.object(manifest, "time", sleeps))
+        stack.enter_context(patch.object(session, "time", sleeps))
         stack.enter_context(patch.object(committer, "_checked_file", unit_file))
         stack.enter_context(
-            patch("draftmill.jobs.driving.attempts.redacted", str, create=True)
+            patch("draftmill.jobs.driving.events.presentable", str)
         )  # there are no secrets here, and it looks long
         yield at_work
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from draftmill.actors.job import Allocation
 from draftmill.actors.messages import Effort, Failure, PoolEvent, Receipt, Reported, Tally, TurnReport, WorkUnit
-from draftmill.jobs.driving.allocation import allocate
-from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.allocation import NodeRoom, allocate
 from draftmill.storage.errors import StoreError
-from draftmill.storage.runs.commit import CommittedUnit, commit_unit
+from draftmill.storage.runs.commit import commit_unit
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from tests.simulation.disk import Crash, Handle, Job, Process
 
 if TYPE_CHECKING:

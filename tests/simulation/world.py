@@ -27,7 +27,7 @@ from typing import Any
 
 from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Reported, Up
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.lease_keeper import give_back, keep_once
+from draftmill.jobs.driving.leases import give_back, keep_once
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.running import session
 from draftmill.jobs.spec.job_spec import ErrorSettings
@@ -191,8 +191,7 @@ class World:
             display=Silence(),
             backend=SimSite(self),
             loads=True,
-            ending=None,
-            earlier=None,
+            outcome=None,
             prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1), inputs=()),
         )
 

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.storage.arrow_validation import check_sound, plain_form
+from draftmill.storage.arrow_validation import plain_form, sound
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
 
 TEXTS = ["one", "two", None, "three"]
 
@@ -86,7 +87,7 @@ BEYOND_THE_DAY = pa.array([2**62], pa.int64()).view(pa.time64("ns"))
 def test_a_strange_value_is_sound(column: pa.Array) -> None:
     with pytest.raises(pa.ArrowInvalid):
         column.validate(full=True)
-    check_sound(pa.record_batch({"x": column}))
+    sound(pa.record_batch({"x": column}))
 
 
 def test_every_text_and_time_has_a_plain_form() -> None:
@@ -154,7 +155,7 @@ def test_a_row_beyond_the_bound_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, coded: bool
 ) -> None:
     monkeypatch.setattr("draftmill.storage.inputs.tables.MAX_ROW_BYTES", 500)
-    monkeypatch.setattr("draftmill.storage.inputs.portions.PORTION_BYTES", 500)
+    monkeypatch.setattr("draftmill.storage.inputs.tables.PORTION_BYTES", 500)
     texts = ["a" * 400, "b" * 501, None, "c" * 500, "d" * 200, "b" * 501]
     column = pa.array(texts).dictionary_encode() if coded else pa.array(texts)
     (file,) = list_inputs(str(write(name, pa.table({"text": column}), tmp_path)))
@@ -172,7 +173,8 @@ import sys
 from pathlib import Path
 from draftmill.storage.inputs import row_groups as groups
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
 
 groups.SHARED_BYTES = int(sys.argv[2])
 whole, outcomes = Path(sys.argv[1]).read_bytes(), [0, 0]

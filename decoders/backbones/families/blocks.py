@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families.causal import CausalFamily, Config
-from draftmill.decoders.backbones.families.fields import demand, numbers, token_id
+from draftmill.decoders.backbones.families.config_fields import demand, numbers, token_id
 
 MASK_KEYS: Final = ("mask_token_id", "mask_id")
 """The fields of config.json that may name the mask, the first one first."""
@@ -105,11 +105,7 @@ _SDAR_MOE: Final = dataclasses.replace(_qwen("sdar_moe", "Qwen3Moe"), translate=
 
 
 _SDAR: Final = BlockFacts(
-    mask_token="<|MASK|>",
-    mask_id=151669,
-    block_keys=("block_size", "block_length"),
-    block_size=4,
-    ends=("<|im_end|>",),
+    mask_token="<|MASK|>", mask_id=151669, block_keys=("block_size", "block_length"), block_size=4, ends=("<|im_end|>",)
 )
 _FAST_DLLM_V2: Final = BlockFacts(
     mask_token="|<MASK>|",

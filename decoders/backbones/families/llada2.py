@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftmill.decoders.backbones.families.causal import Config
-from draftmill.decoders.backbones.families.fields import demand, numbers
+from draftmill.decoders.backbones.families.causal import Config, gated_shapes
+from draftmill.decoders.backbones.families.config_fields import demand, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,9 @@ class LLaDA2Shape:
 
 
 _COUNTS: Final = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_experts",
-    "num_experts_per_tok",
-    "n_group",
-    "topk_group",
-    "moe_intermediate_size",
-    "max_position_embeddings",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "num_experts", "num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size", "max_position_embeddings",
+)  # fmt: skip
 _BUILT: Final[dict[str, tuple[Any, ...]]] = {
     "hidden_act": ("silu",),
     "use_qk_norm": (True,),
@@ -176,15 +166,10 @@ def llada2_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         shapes[block + "attention.query_key_value.weight"] = (joined, width)
         shapes[block + "attention.dense.weight"] = (width, heads)
         if layer < shape.first_k_dense_replace:
-            shapes |= _gated(block + "mlp.", width, shape.intermediate_size)
+            shapes |= gated_shapes(block + "mlp", width, shape.intermediate_size)
         else:
             shapes |= _mixture(block + "mlp.", shape)
     return shapes
-
-
-def _gated(prefix: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
-    into: dict[str, tuple[int, ...]] = {f"{prefix}{name}_proj.weight": (inner, width) for name in ("gate", "up")}
-    return into | {f"{prefix}down_proj.weight": (width, inner)}
 
 
 def _mixture(prefix: str, shape: LLaDA2Shape) -> dict[str, tuple[int, ...]]:
@@ -192,6 +177,6 @@ def _mixture(prefix: str, shape: LLaDA2Shape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (count, width)}
     shapes[prefix + "gate.expert_bias"] = (count,)
     for expert in range(count):
-        shapes |= _gated(f"{prefix}experts.{expert}.", width, inner)
+        shapes |= gated_shapes(f"{prefix}experts.{expert}", width, inner)
     shared = shape.num_shared_experts * inner
-    return shapes | (_gated(f"{prefix}shared_experts.", width, shared) if shared else {})
+    return shapes | (gated_shapes(f"{prefix}shared_experts", width, shared) if shared else {})

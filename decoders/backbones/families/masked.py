@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from draftmill.decoders.backbones.families import causal as causal_families
 from draftmill.decoders.backbones.families.causal import CausalFamily, Config
-from draftmill.decoders.backbones.families.fields import demand, numbers, token_id
+from draftmill.decoders.backbones.families.config_fields import demand, numbers, token_id
 
 # Defaults of the public checkpoints for fields that config.json lacks.
 _LLADA_MASK: Final = 126336

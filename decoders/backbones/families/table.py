@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 from draftmill.decoders.backbones.families import blocks as block_families
@@ -17,7 +18,7 @@ from draftmill.decoders.backbones.families import causal as causal_families
 from draftmill.decoders.backbones.families import masked as masked_families
 from draftmill.decoders.backbones.families.blocks import BlockFacts
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
-from draftmill.decoders.backbones.families.fields import numbers
+from draftmill.decoders.backbones.families.config_fields import numbers
 from draftmill.decoders.backbones.families.llada2 import LLaDA2Shape, llada2_shape, llada2_shapes
 from draftmill.decoders.backbones.families.masked import DDiTShape
 from draftmill.decoders.backbones.families.xlnet import xlnet_optional, xlnet_shape, xlnet_shapes
@@ -96,10 +97,6 @@ def _ddit(name: str, shape: Callable[[Config], DDiTShape], prefix: str) -> Famil
     )
 
 
-def _block(family: CausalFamily, facts: BlockFacts) -> Family:
-    return _with_facts(_causal(family), facts)
-
-
 def _with_facts(family: Family, facts: BlockFacts) -> Family:
     return dataclasses.replace(
         family,
@@ -136,18 +133,15 @@ FAMILIES: dict[str, Family] = {
         check=xlnet_shape,
     ),
     **{family.name: _causal(family) for family in CAUSAL_FAMILIES},
-    "llada": Family(
-        name="llada",
+    "llada": dataclasses.replace(
+        _causal(masked_families.LLADA),
         kind="masked",
         mask_id=masked_families.llada_mask,
-        vocab_size=partial(causal_families.vocab_size, masked_families.LLADA),
+        has_mask=True,
         weight_shapes=masked_families.llada_shapes,
         optional=masked_families.llada_optional,
-        check=partial(causal_families.read_config, masked_families.LLADA),
-        full_names=partial(causal_families.full_names, masked_families.LLADA),
-        max_length=partial(causal_families.max_positions, masked_families.LLADA),
+        shift=0,
         ends=("<|eot_id|>",),
-        causal=masked_families.LLADA,
     ),
     "dream": dataclasses.replace(
         _causal(masked_families.DREAM),
@@ -157,7 +151,7 @@ FAMILIES: dict[str, Family] = {
         max_length=masked_families.dream_length,
         ends=("<|im_end|>",),
     ),
-    **{family.name: _block(family, facts) for family, facts in block_families.QWEN_FAMILIES},
+    **{family.name: _with_facts(_causal(family), facts) for family, facts in block_families.QWEN_FAMILIES},
     "llada2": _with_facts(_LLADA2, block_families.LLADA2),
     "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
     "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
@@ -213,7 +207,7 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
         mask_id=mask,
         max_length=_max_length(family, config, max_length),
         kind=family.kind,
-        num_parameters=sum(_product(shape) for shape in shapes.values()),
+        num_parameters=sum(prod(shape) for shape in shapes.values()),
         suppressed=() if mask is None else (mask,),
         shift=family.shift,
         block_size=family.block_size(config),
@@ -246,10 +240,3 @@ def _max_length(family: Family, config: Config, asked: int | None) -> int | None
     if has_table and length is not None and public is not None and length > public:
         raise ValueError(f"model.max_length: {length}, but the model's position table has {public} entries")
     return length
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftmill.decoders.backbones.families.fields import demand, numbers
+from draftmill.decoders.backbones.families.config_fields import demand, numbers
 
 Config = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options
-from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import MemoryStore
 
 ASARM = BUILTIN / "asarm-tiny"
 

@@ -18,10 +18,10 @@ from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.kernels import find
 from draftmill.decoders.registry import build_decoder
-from draftmill.jobs.driving.attempts import read_sessions, session_record
+from draftmill.jobs.driving.run_log import read_sessions, session_record
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.formatting import device_text
-from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import MemoryStore
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import token_info
 

@@ -27,8 +27,7 @@ from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
-from draftmill.jobs.driving.allocation import allocate
-from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.allocation import NodeRoom, allocate
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job, place_of

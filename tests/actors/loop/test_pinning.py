@@ -18,7 +18,7 @@ from draftmill.actors.job import Allocation
 from draftmill.actors.messages import Leaving, PoolEvent, Up
 from draftmill.actors.ray.pool import RayPool
 from draftmill.jobs.driving.allocation import allocate
-from draftmill.jobs.driving.session import cluster_nodes
+from draftmill.jobs.driving.ray_session import cluster_nodes
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 

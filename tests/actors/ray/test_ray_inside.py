@@ -14,9 +14,9 @@ import pytest
 from draftmill.actors.ray import ray_inside
 from draftmill.actors.ray.notices import draining, node_of
 from draftmill.actors.ray.ray_inside import Inside, inside, required, silence_workers
-from draftmill.jobs.driving import session
-from draftmill.jobs.driving.demand import possible_nodes
-from draftmill.jobs.driving.session import check_head, local_nodes
+from draftmill.jobs.driving import ray_session
+from draftmill.jobs.driving.allocation import possible_nodes
+from draftmill.jobs.driving.ray_session import check_head, local_nodes
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.jobs.submitting.package import folder_files
 from draftmill.storage.errors import UserError
@@ -54,7 +54,7 @@ def another_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def starts() -> None:
-    with session._only_what_jobs_use():
+    with ray_session._only_what_jobs_use():
         pass
 
 

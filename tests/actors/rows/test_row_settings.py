@@ -13,7 +13,7 @@ from draftmill.actors.rows.row_settings import Asked, RowRules
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Complete, Infill, Score, Task
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import NeverStops
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.lines import openai_request

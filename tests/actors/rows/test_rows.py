@@ -8,7 +8,7 @@ import pytest
 
 from draftmill.actors.rows.row import row_id, row_key, text_of
 from draftmill.actors.task import Columns
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.storage.errors import RowError
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.decoders.any_subset import assd, one_pass
+from draftmill.decoders.any_subset import assd
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine import sampler, samples
 from draftmill.decoders.engine.asks import Span
 from draftmill.decoders.engine.sampler import Sampler
@@ -201,7 +201,7 @@ def test_a_drafter_that_hides_its_distribution_is_found_out(name, states, log_q,
 @pytest.mark.parametrize("name", VARIANTS)
 def test_looking_at_the_draft_that_a_row_judges_is_found_out(name, monkeypatch):
     wrong = lambda rank, count: Span(count, rank, rank, lag=0)  # noqa: E731
-    monkeypatch.setattr(one_pass if name in ("rows", "ends") else assd, "fresh_queries", wrong)
+    monkeypatch.setattr(assd, "fresh_queries", wrong)
     canvas = CANVASES["middle prompt"]
     if name in ("rows", "ends"):
         assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)

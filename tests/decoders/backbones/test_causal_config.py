@@ -14,7 +14,7 @@ import transformers
 from transformers.activations import ACT2FN
 
 from draftmill.decoders.backbones.families import causal as causal_families
-from draftmill.decoders.backbones.families import causal_config
+from draftmill.decoders.backbones.families import config_fields
 from draftmill.decoders.backbones.families.blocks import QWEN_FAMILIES
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, empty_model, parse_config, read_config
 from draftmill.decoders.backbones.families.masked import DREAM
@@ -72,10 +72,10 @@ def simple(annotation):
     return set(text.split(" | "))
 
 
-@pytest.mark.parametrize("name", causal_config.FIELDS)
+@pytest.mark.parametrize("name", config_fields.FIELDS)
 def test_the_fields_are_those_of_transformers(name):
     theirs = {field.name: field for field in dataclasses.fields(getattr(transformers, name))}
-    ours = causal_config.FIELDS[name]
+    ours = config_fields.FIELDS[name]
     assert ours.keys() == theirs.keys()
     for key, (kinds, default) in ours.items():
         assert set(kinds.split(" | ")) == simple(theirs[key].type), key
@@ -83,13 +83,13 @@ def test_the_fields_are_those_of_transformers(name):
 
 
 def test_second_names_and_activations_are_those_of_transformers():
-    for name in causal_config.FIELDS:
+    for name in config_fields.FIELDS:
         names = dict(getattr(transformers, name).attribute_map)
         if name == "Qwen3MoeConfig":  # a field that is kept under its second name
             names = {second: field for field, second in names.items()}
-        assert causal_config.ALIASES.get(name, {}) == names
+        assert config_fields.ALIASES.get(name, {}) == names
     with_weights = {name for name in ACT2FN if list(ACT2FN[name].parameters())}
-    assert set(ACT2FN) - with_weights == causal_config.ACTIVATIONS
+    assert set(ACT2FN) - with_weights == config_fields.ACTIVATIONS
 
 
 def module_shapes(family, config):
@@ -131,7 +131,7 @@ def refused(call):
 def test_what_transformers_refuses_is_refused_and_the_rest_has_the_same_shapes(name):
     family = FAMILIES[name]
     accepted, wrong = 0, []
-    for key in (*causal_config.FIELDS[family.config_class], "rope_scaling", "rope_theta", "torch_dtype", "text_config"):
+    for key in (*config_fields.FIELDS[family.config_class], "rope_scaling", "rope_theta", "torch_dtype", "text_config"):
         for value in VALUES:
             config = SMALL[name] | {key: value}
             error, ours = refused(lambda config=config: causal_families.weight_shapes(family, config))

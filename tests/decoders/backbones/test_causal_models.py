@@ -25,7 +25,7 @@ from draftmill.decoders.causal.settings import (
     SpeculativeSettings,
 )
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, pairwise, texts

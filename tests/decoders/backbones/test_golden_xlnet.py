@@ -17,8 +17,8 @@ from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettin
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws import noise
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws import keys
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.draws.sampling import inverse_cdf_draw
 from draftmill.decoders.engine.setup import Setup
 from tests.decoders.enumeration import decoded, engine_of
@@ -121,7 +121,7 @@ class Replay:
         return uniform
 
     def choose(self, log_law, purpose, position, when):
-        self._is_sure = self._is_sure or purpose == noise.DRAFT
+        self._is_sure = self._is_sure or purpose == keys.DRAFT
         uniform = torch.tensor([self._next("sample")], dtype=torch.float64)
         return int(inverse_cdf_draw(log_law.exp().unsqueeze(0), uniform))
 
@@ -173,7 +173,7 @@ class NgramReplay(Replay):
         self._drafted, self._when = {}, -1
 
     def choose(self, log_law, purpose, position, when):
-        if purpose != noise.DRAFT or self._left[0][1] != "ngram":
+        if purpose != keys.DRAFT or self._left[0][1] != "ngram":
             return super().choose(log_law, purpose, position, when)
         self._drafted = self._drafted if when == self._when else {}
         self._when = when

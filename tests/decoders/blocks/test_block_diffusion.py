@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.blocks.block_diffusion import Drafted, choose, share
-from draftmill.decoders.blocks.router_settings import Hysteresis, ScoreRouter
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, Hysteresis, S2d2Settings, ScoreRouter
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks import s2d2_fused
+from draftmill.decoders.blocks import s2d2
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine import sampler
 from draftmill.decoders.engine.asks import SELF, Span
 from draftmill.decoders.engine.ends import Stops
@@ -196,25 +196,25 @@ def test_a_residual_that_forgets_the_draft_is_found(fused: bool, monkeypatch: An
     assert total_variation(law_of(setup, settings, [request(tokens)], 0), block_size_one(tokens)) > 0.05
 
 
-@pytest.mark.parametrize("module", ["s2d2", "s2d2_fused"])
-def test_a_copy_that_sees_the_draft_at_its_place_is_found(module: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_copy_that_sees_the_draft_at_its_place_is_found(fused: bool, monkeypatch: Any) -> None:
     def near(count: int, column: int, position: int, below: int = 0, lag: int = 0, **more: int) -> Span:
         return Span(count, column, position, below, lag - (more.get("own") == SELF), **more)
 
-    monkeypatch.setattr(f"draftmill.decoders.blocks.{module}.Span", near)
+    monkeypatch.setattr(f"draftmill.decoders.blocks.{'s2d2' if fused else 'verifier'}.Span", near)
     with pytest.raises(AssertionError, match="two columns of one position"):
-        law_of(setup_of(), always(2, fused=module != "s2d2"), [request(CANVASES["long"])], 0)
+        law_of(setup_of(), always(2, fused=fused), [request(CANVASES["long"])], 0)
 
 
 def test_a_cached_count_that_is_too_large_is_found(monkeypatch: Any) -> None:
     """The last decided token is then missing in the cache, and something else stands there."""
-    plain = s2d2_fused.ask_of
+    plain = s2d2.ask_of
 
     def hasty(s: Any, *more: Any) -> Any:
         s.cached += s.cached > 0
         return plain(s, *more)
 
-    monkeypatch.setattr(s2d2_fused, "ask_of", hasty)
+    monkeypatch.setattr(s2d2, "ask_of", hasty)
     torch.manual_seed(0)
     with pytest.raises(AssertionError, match="two columns of one position"):
         law_of(setup_of(), always(2, fused=True), [request(CANVASES["long"])], 0)

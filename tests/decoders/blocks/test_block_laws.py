@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from draftmill.decoders.backbones.rows import token_rows
-from draftmill.decoders.blocks.router_settings import ScoreRouter
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings, ScoreRouter
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
-from draftmill.decoders.blocks.router_settings import Estimator, Router, ScoreRouter, VerificationCost
-from draftmill.decoders.blocks.routers import (
+from draftmill.decoders.blocks.settings import Estimator, Router, ScoreRouter, VerificationCost
+from draftmill.decoders.blocks.verifier import (
     Route,
     Threshold,
     acceptance,

@@ -10,8 +10,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks.router_settings import Bandit, Estimator, MinSpan, Router, ScoreRouter, VerificationCost
-from draftmill.decoders.blocks.routers import (
+from draftmill.decoders.blocks.settings import (
+    Bandit,
+    Estimator,
+    MinSpan,
+    Router,
+    S2d2Settings,
+    ScoreRouter,
+    VerificationCost,
+)
+from draftmill.decoders.blocks.verifier import (
     Signals,
     Threshold,
     acceptance,
@@ -21,7 +29,6 @@ from draftmill.decoders.blocks.routers import (
     route_of,
     signals_of,
 )
-from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.kernels.sampling_reference import measure
 from tests.decoders.support import decode

@@ -11,7 +11,8 @@ import torch
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import TARGET, gumbel_rows, key_words, sample_key
+from draftmill.decoders.draws.keys import TARGET, sample_key
+from draftmill.decoders.draws.noise import gumbel_rows, key_words
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder

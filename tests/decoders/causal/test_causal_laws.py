@@ -21,7 +21,7 @@ from draftmill.decoders.causal.settings import (
     SpeculativeSettings,
 )
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine import sampler
 from draftmill.decoders.engine.asks import NO_DRAFT
 from draftmill.decoders.engine.ends import Stops

@@ -18,11 +18,11 @@ import pytest
 
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal import jacobi, multiblock_jacobi
+from draftmill.decoders.causal import jacobi
 from draftmill.decoders.causal.jacobi import fill_with_prompt
 from draftmill.decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
@@ -59,8 +59,7 @@ class Golden:
         requests = [_request(index, case) for index, case in enumerate(cases)]
         with pytest.MonkeyPatch.context() as patch:
             if drafts:
-                for module in (jacobi, multiblock_jacobi):
-                    patch.setattr(module, "fill_with_prompt", partial(_use_public_drafts, cases))
+                patch.setattr(jacobi, "fill_with_prompt", partial(_use_public_drafts, cases))
             return run_all(decoder, requests)
 
 

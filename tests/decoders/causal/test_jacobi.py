@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal import multiblock_jacobi
+from draftmill.decoders.causal.jacobi import Blocks
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
@@ -185,13 +185,13 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
 @pytest.mark.parametrize("settings", [multi(8, 1, pool=8), multi(4, 2, ratio=0.25, pool=8), multi(3, 3, ratio=0.3)])
 def test_what_the_tables_exercise_is_the_whole_algorithm(settings, monkeypatch):
     """Candidates win, their tokens are run again in columns of their own, and blocks accept provisionally."""
-    held, hold = list[int](), multiblock_jacobi.Blocks.hold
+    held, hold = list[int](), Blocks.hold
 
     def watched(blocks, *told):
         hold(blocks, *told)
         held.extend(count for count in blocks._held.values() if count)
 
-    monkeypatch.setattr(multiblock_jacobi.Blocks, "hold", watched)
+    monkeypatch.setattr(Blocks, "hold", watched)
     table, info = patterned(2, 11), token_info(2)
     requests = toy_prompts(160, vocab_size=2, longest=11, seed=17)
     expected = decode(table, info, AR, Sampling(), requests)

@@ -1,6 +1,6 @@
 """The pool of rejected runs: what is kept, and what is proposed."""
 
-from draftmill.decoders.causal.ngram_pool import NgramPool
+from draftmill.decoders.causal.jacobi import NgramPool
 
 
 def pool_of(runs, *, size=3, longest=5):

@@ -11,7 +11,7 @@ from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws import noise
+from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of
@@ -82,7 +82,7 @@ def by_reference(request, settings, sampling, *, tail=None, stop=lambda generate
 
     def shuffled(decided, count):
         positions = np.arange(decided, decided + count)
-        return np.argsort(noise.uniforms(request.key, positions, noise.ORDER, draw=decided)).tolist()
+        return np.argsort(keys.uniforms(request.key, positions, keys.ORDER, draw=decided)).tolist()
 
     arrange = shuffled if settings.order == "native" else None
     plain = PlainMasked(drafter(), mask_id=MASK, sampling=sampling, tail=tail)

@@ -16,7 +16,7 @@ from draftmill.decoders.backbones.invariance import rows_exact
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, find_heads

@@ -10,7 +10,7 @@ import torch
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws import noise
+from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.setup import Setup
 from tests.decoders import enumeration
 from tests.decoders.masked.diffusion_tables import MASK, TARGET_INFO, VOCAB, drafter, mask_info, specdiff, target
@@ -53,7 +53,7 @@ def law_of(model, masked, *, gamma, steps, orders=None, head=None, told=lambda t
         def arrange(decided, count):
             choices = orders(count)
             uniform = torch.full((len(choices),), -math.log(len(choices)), dtype=torch.float64)
-            return choices[chooser.choose(uniform, noise.ORDER, decided, decided)]
+            return choices[chooser.choose(uniform, keys.ORDER, decided, decided)]
 
         propose = by_diffusion(masked, gamma=gamma, steps=steps, arrange=None if orders is None else arrange, head=head)
 

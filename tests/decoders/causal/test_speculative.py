@@ -10,16 +10,16 @@ import torch
 
 from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.lookup import Lookup
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     ModelDrafterSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
+    SuffixDrafterSettings,
 )
+from draftmill.decoders.causal.speculative import Lookup
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.keys import ACCEPT, MASK, ORDER, TARGET, sample_key, uniforms
 
 
 @pytest.mark.parametrize(
@@ -26,14 +27,14 @@ def test_philox_gives_the_published_known_answers(counter, key, words):
 
 
 def test_a_sample_key_is_the_same_on_every_machine():
-    assert noise.sample_key(0, "file.py:3") == 0x37D60FF52EC9FABB
-    assert noise.sample_key(1, "file.py:3") != noise.sample_key(0, "file.py:3")
-    assert noise.sample_key(0, "é") != noise.sample_key(0, "e")
+    assert sample_key(0, "file.py:3") == 0x37D60FF52EC9FABB
+    assert sample_key(1, "file.py:3") != sample_key(0, "file.py:3")
+    assert sample_key(0, "é") != sample_key(0, "e")
 
 
 def test_a_seed_beyond_64_bits_is_refused():
     with pytest.raises(ValueError, match=r"seed: .*does not fit"):
-        noise.sample_key(2**63, "a")
+        sample_key(2**63, "a")
 
 
 def test_noise_does_not_depend_on_how_many_rows_are_asked_together():
@@ -45,26 +46,26 @@ def test_noise_does_not_depend_on_how_many_rows_are_asked_together():
 
 
 def test_streams_positions_and_draws_differ():
-    base = noise.uniforms(7, np.arange(50), noise.TARGET)
-    assert not np.intersect1d(base, noise.uniforms(7, np.arange(50), noise.ACCEPT)).size
-    assert not np.intersect1d(base, noise.uniforms(7, np.arange(50), noise.TARGET, draw=1)).size
-    assert not np.intersect1d(base, noise.uniforms(8, np.arange(50), noise.TARGET)).size
+    base = uniforms(7, np.arange(50), TARGET)
+    assert not np.intersect1d(base, uniforms(7, np.arange(50), ACCEPT)).size
+    assert not np.intersect1d(base, uniforms(7, np.arange(50), TARGET, draw=1)).size
+    assert not np.intersect1d(base, uniforms(8, np.arange(50), TARGET)).size
     assert len(np.unique(base)) == 50
 
 
 @pytest.mark.parametrize("key", [0, 7, 2**32 - 1, 2**63 + 12345, 2**64 - 1])
-@pytest.mark.parametrize(("purpose", "draw"), [(noise.MASK, 0), (noise.ORDER, 3)])
+@pytest.mark.parametrize(("purpose", "draw"), [(MASK, 0), (ORDER, 3)])
 def test_a_planner_without_torch_draws_the_same_numbers(key, purpose, draw):
     positions = np.array([0, 1, 5, 1000, 2**31, 2**40 + 3])
     keys = noise.key_words([key]).expand(len(positions), 2)
     where = torch.from_numpy(positions)
     expected = noise.uniform_rows(keys, where, purpose, torch.full_like(where, draw))
-    assert noise.uniforms(key, positions, purpose, draw).tolist() == expected.tolist()
+    assert uniforms(key, positions, purpose, draw).tolist() == expected.tolist()
 
 
 def test_uniforms_are_uniform():
     # Chi-square over 64 cells, 63 degrees of freedom; the 1 - 1e-6 quantile is 131. The key is fixed: no flake.
-    values = noise.uniforms(12345, np.arange(64_000), noise.MASK)
+    values = uniforms(12345, np.arange(64_000), MASK)
     assert values.min() > 0.0 and values.max() < 1.0
     counts = np.bincount((values * 64).astype(int), minlength=64)
     assert ((counts - 1000) ** 2 / 1000).sum() < 131
@@ -73,7 +74,7 @@ def test_uniforms_are_uniform():
 def test_gumbel_noise_draws_from_the_law_it_is_added_to():
     # Chi-square with 3 degrees of freedom at 1 - 1e-6 is 30.7; the keys are fixed.
     law = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    keys = noise.key_words([noise.sample_key(3, str(i)) for i in range(20_000)])
+    keys = noise.key_words([sample_key(3, str(i)) for i in range(20_000)])
     tokens = (law + noise.gumbel_rows(keys, torch.zeros(20_000, dtype=torch.int64), 4)).argmax(-1)
     expected = law.exp().numpy() * 20_000
     assert ((np.bincount(tokens.numpy(), minlength=4) - expected) ** 2 / expected).sum() < 30.7

@@ -30,9 +30,8 @@ from draftmill.decoders.engine.asks import (
 )
 from draftmill.decoders.engine.batch import Batch, Layout, Rule, count_leading, pack
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.samples import Sample, SlotTable
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.engine.slots import SlotTable
 from tests.decoders.references.token_table import TokenTable
 
 CAUSAL = Layout("causal")

@@ -17,8 +17,8 @@ from draftmill.decoders.engine import memory, sampler
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.sampler import Sampler
+from draftmill.decoders.engine.samples import SlotTable
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.engine.slots import SlotTable
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
@@ -264,7 +264,7 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest
 
 def filled() -> SlotCache:
     cache = SlotCache(3, 2, 4, dtype=torch.float32, device=torch.device("cpu"))
-    cache.allocate(2, 5)
+    cache.resize(2, 5)
     for index, layer in enumerate(cache.layers_2SKWd):
         layer.copy_(torch.arange(layer.numel()).view(layer.shape) + index)
     cache.positions_SW.copy_(torch.arange(10).view(2, 5))
@@ -285,10 +285,10 @@ def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing: int, m
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", refuse)
     with pytest.raises(torch.OutOfMemoryError):
-        cache.allocate(4, 9)
+        cache.resize(4, 9)
     assert (cache.num_slots, cache.num_columns) == (2, 5)
     assert all(torch.equal(layer, old) for layer, old in zip(cache.layers_2SKWd, before, strict=True))
-    cache.allocate(4, 9)
+    cache.resize(4, 9)
     assert (cache.num_slots, cache.num_columns) == (4, 9)
     for layer, old in zip(cache.layers_2SKWd, before, strict=True):
         assert torch.equal(layer[:, :2, :, :5], old) and int((layer != 0).sum()) == int((old != 0).sum())
@@ -305,10 +305,10 @@ def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeyp
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", refuse)
     with pytest.raises(torch.OutOfMemoryError):
-        cache.allocate(4, 9)
+        cache.resize(4, 9)
     assert (cache.num_slots, cache.num_columns) == (0, 0)
     monkeypatch.undo()
-    cache.allocate(1, 3)
+    cache.resize(1, 3)
     assert all(layer.shape == (2, 1, 2, 3, 4) for layer in cache.layers_2SKWd)
 
 

@@ -11,7 +11,7 @@ from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.noise_cache import NoiseCache
-from draftmill.decoders.engine.slots import SlotTable
+from draftmill.decoders.engine.samples import SlotTable
 
 VOCAB, BIG = 50, 1 << 20
 

@@ -27,7 +27,7 @@ from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.prefix_cache import PrefixCache
+from draftmill.decoders.engine.scheduler import PrefixCache
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer
 from tests.decoders.backbones import causal_models

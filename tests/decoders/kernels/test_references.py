@@ -1,15 +1,14 @@
 """What flat rows see, how they are cut into tiles, the references, and the switch; all without Triton."""
 
-from functools import partial
-from types import SimpleNamespace
+from functools import lru_cache
 
 import pytest
 import torch
 from torch.nn import functional
 
-from draftmill.decoders.kernels import attention_reference, experts_reference, find
+from draftmill.decoders.kernels import find, trial
+from draftmill.decoders.kernels.find import VARIABLE, why_no_kernels
 from draftmill.decoders.kernels.seen import MOST_LINES, Seen, first_rows, line_bytes, most_lines
-from draftmill.decoders.kernels.switch import VARIABLE, use_kernels, why_no_kernels
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_the_reference_is_attention_under_a_mask_of_the_intervals():
     slots = torch.tensor([1, 0, 1, 1])
     low, high = torch.tensor([[0, 0, 4, 5], [3, 8, 0, 5]]), torch.tensor([[4, 1, 6, 5], [7, 9, 0, 2]])
     columns = [{0, 1, 2, 3, 4, 5, 6}, {0, 8}, {4, 5}, set()]
-    found = attention_reference.attend(query, layer, Seen.of(slots, low, high), scaling=0.5)
+    found = trial.reference_attend(query, layer, Seen.of(slots, low, high), scaling=0.5)
     for row, seen in enumerate(columns):
         mask = torch.tensor([column in seen for column in range(9)])
         key, value = layer[:, slots[row]].repeat_interleave(3, 1)
@@ -75,13 +74,13 @@ def test_the_reference_adds_the_numbers_of_the_distances():
         positions_SW=positions,
     )
     relative = torch.tensor([0.5, 9.0, 0.25, 0.125]).log().reshape(1, 1, 4)
-    found = attention_reference.attend(query, layer, seen, scaling=1.0, relative_NHP=relative)
+    found = trial.reference_attend(query, layer, seen, scaling=1.0, relative_NHP=relative)
     assert float(found[0, 0, 0]) == pytest.approx((0.5 * 1 + 0.125 * 10 + 0.25 * 100) / 0.875)
 
 
 def test_the_reference_multiplies_each_row_with_its_experts_weights():
     rows, weights = torch.randn(5, 3), torch.randn(4, 2, 3)
-    found = experts_reference.product(rows, weights, torch.tensor([2, 2, 5, 5], dtype=torch.int32))
+    found = trial.reference_product(rows, weights, torch.tensor([2, 2, 5, 5], dtype=torch.int32))
     expected = torch.stack([weights[expert] @ row for expert, row in zip((0, 0, 2, 2, 2), rows, strict=True)])
     torch.testing.assert_close(found, expected)
 
@@ -97,12 +96,12 @@ def gpu(monkeypatch):
 
 
 def test_kernels_are_for_gpus_and_can_be_turned_off(monkeypatch, gpu):
-    assert use_kernels(gpu) and not use_kernels(torch.device("cpu"))
+    assert why_no_kernels(gpu) is None and why_no_kernels(torch.device("cpu")) is not None
     monkeypatch.setenv(VARIABLE, "0")
     assert why_no_kernels(gpu) == "DRAFTMILL_KERNELS is 0"
     monkeypatch.setenv(VARIABLE, "off")
     with pytest.raises(ValueError, match="DRAFTMILL_KERNELS: 'off' is not allowed; allowed: 0, 1"):
-        use_kernels(gpu)
+        why_no_kernels(gpu)
 
 
 def test_kernels_that_are_not_used_have_a_reason(monkeypatch, gpu):
@@ -142,20 +141,19 @@ def test_the_largest_tile_of_any_heads_fits_into_the_shared_memory_of_every_gpu_
 def test_a_kernel_is_tried_once_a_process(monkeypatch):
     tried = []
 
-    def problem(name, *arguments, **heads):
-        tried.append((name, *arguments[1:], *heads.values()))
+    def problem(name, *_):
+        tried.append(name)
         return "is wrong here by up to 1"
 
-    names = ("attention", "experts", "sampling")
-    trial = SimpleNamespace(**{f"{name}_problem": partial(problem, name) for name in names})
-    monkeypatch.setattr("draftmill.decoders.kernels.trial", trial, raising=False)
+    for remembered in (trial.attention_problem, trial.sampling_problem):
+        monkeypatch.setattr(trial, remembered.__name__, lru_cache(remembered.__wrapped__))
+    monkeypatch.setattr(trial, "_problem", problem)
     monkeypatch.setattr(find, "why_no_kernels", lambda device: None)
-    monkeypatch.setattr(find, "_TRIED", {})
     device, half = torch.device("cpu"), torch.bfloat16
     for _ in range(3):
         for dtype in (torch.float32, half):
             assert find.find_sampling(device, dtype) is None
         for heads in (2, 4):
             assert find.find_attention(device, half, num_heads=heads, key_heads=2, width=8) is None
-    assert tried == [("sampling",), ("attention", half, 2, 2, 8, False), ("attention", half, 4, 2, 8, False)]
+    assert tried == ["sampling", "attention", "attention"], "once for both dtypes, once for each kind of heads"
     assert find.verdicts()["sampling"] == "off: is wrong here by up to 1"

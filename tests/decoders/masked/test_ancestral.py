@@ -13,7 +13,7 @@ import torch
 from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys, noise
-from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.draws.sampling import coupled_draw
 from draftmill.decoders.draws.schedule import LAST_TIME, NOISE_EPS
 from draftmill.decoders.engine.ends import Stops
@@ -111,7 +111,7 @@ def law_of(model, canvas, steps, predictor):
             steps=steps,
             predictor=predictor,
             strike=lambda position, step, chance: chooser.accept(chance, position, step),
-            tell=lambda law_V, position: chooser.choose(law_V, noise.BONUS, position, 0),
+            tell=lambda law_V, position: chooser.choose(law_V, keys.BONUS, position, 0),
         )
         return tuple(tokens)
 
@@ -236,10 +236,10 @@ def by_reference(request, settings, sampling):
 
     def strike(position, step, chance):
         if settings.predictor != "ddpm":
-            return float(noise.uniforms(request.key, np.array([position]), noise.ORDER, draw=step)[0]) < chance
+            return float(keys.uniforms(request.key, np.array([position]), keys.ORDER, draw=step)[0]) < chance
         # One number for all steps: revealed once it is above what is left.
         left[position] = left.get(position, 1.0) * (1.0 - chance)
-        return float(noise.uniforms(request.key, np.array([position]), noise.ORDER)[0]) >= left[position]
+        return float(keys.uniforms(request.key, np.array([position]), keys.ORDER)[0]) >= left[position]
 
     def tell(law_V, position):
         gumbel = None if sampling.temperature == 0.0 else noise.gumbel_rows(key, torch.tensor([position]), VOCAB + 1)

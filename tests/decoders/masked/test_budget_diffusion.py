@@ -17,16 +17,15 @@ class DiffusionWorld(World):
     def __init__(self, rates, *, steps=1, forward=(0.3, 0.002), head=(0.0, 0.0), told=True, **costs):
         super().__init__(rates, **costs)
         self.steps, self.forward, self.head = steps, forward, head
-        self.draft_costs, self.drawing = CostTable(), CostTable()
+        self.draft_costs = CostTable()
         forwards = num_forwards(steps, MOST)
-        drawing = self.drawing if told else None
         self.budget = DraftBudget(
             self.num,
             MOST,
             drafter=self.draft_costs,
             draft_forwards=forwards,
-            drawing=drawing,
         )
+        self.drawing = self.budget.drawing if told else CostTable()
 
     def seconds(self, counts):
         """(of the target's forward, of each of the drafter's)."""

@@ -15,7 +15,7 @@ import torch
 
 from draftmill.decoders.base import ModelInfo, Request, RowSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
-from draftmill.decoders.draws import noise
+from draftmill.decoders.draws import keys, noise
 from draftmill.decoders.draws.sampling import coupled_draw
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
@@ -327,7 +327,7 @@ def test_a_random_order_is_that_of_the_samples_own_numbers():
         (outcome,) = decoded(engine, [request(canvas, index)]).values()
         assert outcome.trace is not None
         orders.append([at for one in outcome.trace for at in one.positions])
-        numbers = noise.uniforms(100 + index, np.array([0, 2, 3]), noise.ORDER)
+        numbers = keys.uniforms(100 + index, np.array([0, 2, 3]), keys.ORDER)
         assert orders[-1] == [[0, 2, 3][at] for at in np.argsort(-numbers)]
     assert len({tuple(order) for order in orders}) == 6
 

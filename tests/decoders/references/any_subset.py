@@ -16,7 +16,6 @@ from torch import Tensor
 
 from draftmill.decoders.backbones.base import Backbone
 from draftmill.decoders.backbones.rows import Rows, StreamShape
-from draftmill.decoders.backbones.visibility import content_limits
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
 from tests.decoders.references.choosers import Rule
@@ -43,7 +42,7 @@ class PlainModel:
         """Return the hidden states [Q, D] of (rank, limit) queries, given the tokens at ranks 0, 1, .. ."""
         column_C = torch.arange(len(tokens))
         pairs = torch.tensor(list(queries), dtype=torch.int64).reshape(-1, 2)
-        limit_C = content_limits(column_C.unsqueeze(0), torch.tensor([self.num_prompt]))[0]
+        limit_C = (column_C + 1).clamp(min=self.num_prompt)  # the prompt sees all of itself
         line_Q, limit_Q = torch.arange(len(pairs)), pairs[:, 1]
         shape = StreamShape(
             num_slots=1,

@@ -19,9 +19,8 @@ from torch import Tensor
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
 from draftmill.decoders.base import HOLE, ModelInfo
-from draftmill.decoders.blocks.router_settings import MinSpan
 from draftmill.decoders.blocks.samples import KINDS
-from draftmill.decoders.blocks.settings import BlockSettings, S2d2Settings
+from draftmill.decoders.blocks.settings import BlockSettings, MinSpan, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
 from tests.decoders.references.choosers import Rule

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws import noise
+from draftmill.decoders.draws import keys, noise
 from draftmill.decoders.draws.sampling import coupled_draw, inverse_cdf_draw, residual
 
 _NOTHING = 1e-14
@@ -47,7 +47,7 @@ class NoiseChooser:
 
     def accept(self, probability: float, position: int, when: int) -> bool:
         """u < probability."""
-        return float(self._uniform(noise.ACCEPT, position, when)) < probability
+        return float(self._uniform(keys.ACCEPT, position, when)) < probability
 
 
 class EnumeratingChooser:
@@ -120,7 +120,7 @@ class RejectionRule:
 
     def draft(self, q_V: Tensor, position: int, when: int, number: int = 0) -> int:
         """Draw from q."""
-        return self._chooser.choose(q_V, noise.DRAFT, position, when)
+        return self._chooser.choose(q_V, keys.DRAFT, position, when)
 
     def settle(
         self, p_V: Tensor, q_V: Tensor, token: int, position: int, when: int, number: int = 0
@@ -130,11 +130,11 @@ class RejectionRule:
         if self._chooser.accept(ratio, position, when):
             return True, token
         mass_V = residual(p_V.unsqueeze(0), q_V.unsqueeze(0))[0]
-        return False, self._chooser.choose(mass_V.log(), noise.RESIDUAL, position, when)
+        return False, self._chooser.choose(mass_V.log(), keys.RESIDUAL, position, when)
 
     def direct(self, p_V: Tensor, position: int, when: int) -> int:
         """Draw from p."""
-        return self._chooser.choose(p_V, noise.BONUS, position, when)
+        return self._chooser.choose(p_V, keys.BONUS, position, when)
 
 
 class CoupledRule:

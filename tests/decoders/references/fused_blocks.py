@@ -1,4 +1,4 @@
-"""A plain reference of S2D2's fused rounds (blocks/s2d2_fused.py): one sample, no cache, no stops; uses blocks.py."""
+"""A plain reference of S2D2's fused rounds (blocks/s2d2.py): one sample, no cache, no stops; uses blocks.py."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftmill.jobs.spec.job_spec import check_spec
-from draftmill.storage.inputs.reader import InputFile
-from draftmill.storage.runs.commit import commit_unit, unit_name, write_manifest
+from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.runs.commit import commit_unit, write_manifest
 from draftmill.storage.runs.metric_files import KEYS, MeasuredMetric, MetricSet, commit_metrics, record_set
 from draftmill.storage.runs.records import SCHEMA_VERSION, read_results, table_from_rows
+from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 

@@ -38,13 +38,12 @@ from draftmill.jobs.analysis.plots import (
 from draftmill.jobs.analysis.runs import find_runs, open_run
 from draftmill.jobs.analysis.svg import plotting
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving.attempts import AttemptsLog
-from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.totals import Totals
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import START, failed, row, write_metrics, write_run, write_sweep
-from tests.jobs.driving.test_device_time import Hand
+from tests.jobs.driving.test_cost import Hand, log_in
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -498,22 +497,16 @@ def spend(place: Path, price: float | None) -> None:
     totals = Totals(units=1, rows=1, devices=devices)
     totals.worker_up()
     totals.stop()
-    AttemptsLog(store, 1).flush(totals)
+    log_in(store).flush(totals)
 
 
-def test_a_run_s_report_says_what_it_cost_and_how_far_its_estimate_was_off(tmp_path: Path) -> None:
+def test_a_run_s_report_says_what_it_cost(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [row(number, new_tokens=50) for number in range(100)])
     spend(run, 4.0)
-    estimate = {"device_s": 18000.0, "source": "the run before", "made_at": "", "tokens": 5000.0}
-    open_store(str(run)).put("log/estimate.json", json.dumps(estimate).encode())
     text = Page(written(run, tmp_path / "one.html")).text
     assert "device time 2.5 h (2 h decoding, 900 s loading, 900 s idle, 0 s wasted)" in text
     assert "cost 10.00 (2,000.00 per million tokens of ok samples)" in text
-    assert (
-        "estimate 5 h of device time, cost 20.00 (4,000.00 per million tokens of ok samples), from the run before"
-        in text
-    )
-    assert "the run before; 100% too high" in text
+    assert "estimate" not in text
 
 
 def test_a_sweep_s_report_has_a_table_of_costs_where_they_are_known(

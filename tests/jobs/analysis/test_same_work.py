@@ -10,7 +10,7 @@ from draftmill.jobs.analysis.same_work import check_same_work
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.stores.store import open_store
 
 FILE = InputFile(uri="rows.jsonl", name="rows.jsonl", size=10, etag=None, mtime_s=1.0, format="jsonl", sha256="aa")

@@ -211,7 +211,7 @@ def receipts(folder: Path) -> dict[str, list[int]]:
     for path in sorted((folder / "eval" / "runs").glob("*/attempts/*-part-*.jsonl")):
         for line in path.read_text().splitlines():
             event = json.loads(line)
-            if event["what"] == "receipt":
+            if event["event"] == "done":
                 found.setdefault(path.parts[-3], []).append(event["unit"])
     return found
 

@@ -17,10 +17,9 @@ from draftmill.decoders.base import EngineStats
 from draftmill.jobs.cli import main
 from draftmill.jobs.commands import status
 from draftmill.jobs.commands.status import state_of, status_lines
-from draftmill.jobs.driving.attempts import Sessions
+from draftmill.jobs.driving.run_log import Sessions
 from draftmill.storage.runs.lease import acquire, driver_of, this_process
-from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import MemoryStore, open_store
 
 
 def test_a_driver_that_was_killed_is_not_said_to_run():

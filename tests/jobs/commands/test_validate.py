@@ -23,7 +23,7 @@ from draftmill.jobs.commands.validate import validate
 from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample, canvas_lines, prompt_text, trial_lines
 from draftmill.jobs.forecasting.trial import TRIAL_S, _decoded, estimated_rows, shortened
 from draftmill.jobs.spec.job_spec import check_spec
-from draftmill.storage.inputs.reader import list_inputs
+from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
 
 

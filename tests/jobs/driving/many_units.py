@@ -25,14 +25,15 @@ from draftmill.actors.messages import Effort, PoolEvent, Receipt, Reported, Tall
 from draftmill.jobs.driving.backend import LocalBackend
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan import packing
 from draftmill.jobs.plan import plan as plans
-from draftmill.jobs.plan import plan_writer
+from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.jobs.plan.plan import load_plan, store_plan
-from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.running import session
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.jobs.spec.worker_shape import WorkerShape
-from draftmill.storage.runs.commit import MANIFEST, CommittedUnit, UnitFacts, read_manifest, unit_name
+from draftmill.storage.runs.commit import MANIFEST, read_manifest
+from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
 from draftmill.storage.runs.unit_table import FOLDER, PLAN, ROW_SCHEMA
 from draftmill.storage.stores.interface import Body, Stat
 from draftmill.storage.stores.local import LocalStore
@@ -175,8 +176,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
         display=Silence(),
         backend=ManyWorkers(),
         loads=False,
-        ending=None,
-        earlier=None,
+        outcome=None,
     )
     assert session.decode(run).how == "done"
     peaks["closed"] = peak_mb()
@@ -197,7 +197,7 @@ def peak_mb() -> float:
 def main(units: int) -> None:
     """Print what a job of `units` units took more than one of 2,000."""
     with MonkeyPatch.context() as patch:
-        patch.setattr(plan_writer, "part_bytes", lambda tables: bytes(100))  # a million row groups take a minute
+        patch.setattr(packing, "part_bytes", lambda tables: bytes(100))  # a million row groups take a minute
         patch.setattr(plans, "fingerprint", lambda results: "f")
         patch.setattr(session, "make_job", lambda *_, **__: None)
         measure(units)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from draftmill.actors.ray.pool import WorkerResources
-from draftmill.jobs.driving.allocation import allocate, lacking
-from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.allocation import NodeRoom, allocate, lacking
+from draftmill.jobs.exit_codes import hopeless, most_failed, too_many_failed
 from draftmill.jobs.spec.job_spec import ErrorSettings
-from draftmill.jobs.spec.thresholds import hopeless, most_failed, too_many_failed
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 

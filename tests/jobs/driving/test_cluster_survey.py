@@ -19,10 +19,9 @@ import pytest
 
 from draftmill.actors.planning import cutting_inputs, survey_items, survey_pool
 from draftmill.actors.planning.survey_items import Item
-from draftmill.jobs.driving import cluster_survey as surveys
-from draftmill.jobs.driving.backend import LocalBackend, RayBackend
-from draftmill.jobs.driving.cluster_survey import cluster_survey
-from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving import backend as surveys
+from draftmill.jobs.driving.allocation import NodeRoom
+from draftmill.jobs.driving.backend import LocalBackend, RayBackend, cluster_survey
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.survey import survey

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.driving.allocation import allocate
+from draftmill.jobs.driving.allocation import (
+    MOST_NODES,
+    Bundles,
+    Demand,
+    NodeRoom,
+    Selectors,
+    allocate,
+    possible_nodes,
+    request_of_ray,
+)
 from draftmill.jobs.driving.backend import RayBackend
-from draftmill.jobs.driving.demand import MOST_NODES, Bundles, Demand, Selectors, possible_nodes, request_of_ray
-from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ray.exceptions import AuthenticationError
 
-from draftmill.jobs.driving.session import check_head, check_reachable
+from draftmill.jobs.driving.ray_session import check_head, check_reachable
 from draftmill.storage.errors import UserError
 
 grpc: Any = import_module("grpc")

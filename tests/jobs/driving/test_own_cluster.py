@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 
-from draftmill.jobs.driving.session import address_among
+from draftmill.jobs.driving.ray_session import address_among
 
 RAYLET = [
     "/somewhere/ray/core/src/ray/raylet/raylet",
@@ -27,7 +27,7 @@ def test_without_a_raylet_or_its_address_there_is_none():
 
 
 def test_it_is_found_over_real_processes():
-    inner = "from draftmill.jobs.driving.session import own_address; print(own_address())"
+    inner = "from draftmill.jobs.driving.ray_session import own_address; print(own_address())"
     outer = "import subprocess, sys; subprocess.run(['sh', '-c', sys.argv[1]], check=True)"
     # The first word of a command line is what the caller says it is.
     argv = ["raylet", "-c", outer, shlex.join([sys.executable, "-c", inner]), "--gcs-address=10.0.0.5:6379"]

@@ -11,7 +11,7 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.driver import StopFlag, interruptible
-from draftmill.jobs.driving.session import _own_sigterm
+from draftmill.jobs.driving.ray_session import _own_sigterm
 
 
 def test_sigterm_interrupts_as_ctrl_c_does_and_only_inside():

@@ -8,11 +8,12 @@ import pytest
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.attempts import Sessions
+from draftmill.jobs.driving.run_log import Sessions
 from draftmill.jobs.finished.summary import Results, is_small, read_summary, table_lines
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.commit import Manifest
 from draftmill.storage.runs.records import table_from_rows
+from draftmill.storage.runs.unit_facts import UnitFacts
 from draftmill.storage.stores.store import open_store
 
 
@@ -27,7 +28,7 @@ def row(name: str, kind: str | None = None, error: str | None = None) -> dict[st
 
 
 def table(results: Results, sessions: Sessions | None = None) -> list[str]:
-    return table_lines("job", "run", Manifest("f", 1, ()), results, sessions or Sessions())
+    return table_lines("job", "run", Manifest("f", 1, UnitFacts()), results, sessions or Sessions())
 
 
 def test_the_table_names_the_first_failed_samples_of_each_kind_and_why() -> None:

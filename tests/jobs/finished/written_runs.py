@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import Plan, create_plan
-from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.inputs.kept import KEEP
@@ -92,7 +92,7 @@ def second_pass(store: Store, plan: Plan, ids: Sequence[str]) -> Plan:
     """A plan of another pass over some rows, in the plan's order, as `draftmill rerun` makes it."""
     place = open_store(f"{store.url}/passes/0002")
     writer = PlanWriter(place, window=100, unit_rows=2, keep_order=True, epoch=1)
-    writer.discard()
+    discard_parts(place, 1)
     for table in plan.tables():
         rows = table.select([name for name in table.column_names if name != "unit"])
         writer.add(rows.filter(pa.compute.is_in(rows["id"], value_set=pa.array(ids))))

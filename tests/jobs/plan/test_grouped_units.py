@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
+from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import prepare
 from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable

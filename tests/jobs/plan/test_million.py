@@ -9,15 +9,15 @@ import sys
 import pytest
 
 from draftmill.storage.runs.commit import unit_name
-from draftmill.storage.runs.done import BLOCK, DoneUnits
+from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits
 
 CODE = """
 import json, resource
 import numpy as np
 import pyarrow as pa
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
-from draftmill.jobs.plan import plan_writer
-from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan import packing
+from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.storage.runs.commit import done_units, unit_name
 from draftmill.storage.stores.interface import Stat
 
@@ -45,7 +45,7 @@ def rows(first):
 def peak_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-plan_writer.part_bytes = lambda units: bytes(100)  # Parquet with a million row groups takes a minute
+packing.part_bytes = lambda units: bytes(100)  # Parquet with a million row groups takes a minute
 writer = PlanWriter(Store(), window=WINDOW, unit_rows=1)
 writer.add(rows(0))
 small = peak_mb()
@@ -79,7 +79,7 @@ def test_listing_a_million_units_keeps_a_byte_of_each(taken: dict[str, float]) -
 
 
 def test_the_done_units_are_a_mapping_of_names() -> None:
-    done = DoneUnits(unit_name)
+    done = DoneUnits()
     units = [0, 5, BLOCK - 1, BLOCK, 7 * BLOCK + 3, 10**12]
     for unit in reversed(units):
         done.add(unit, unit_name(unit))

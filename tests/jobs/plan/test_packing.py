@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.makespans import makespan_bound, refill_makespan, static_makespan
-from draftmill.jobs.plan.duplicates import DuplicateFinder
+from draftmill.jobs.plan.id_sets import DuplicateFinder, hashes_of
 from draftmill.jobs.plan.packing import auto_unit_rows, cut, longest_first, padding_efficiency
 
 
@@ -89,7 +89,7 @@ def test_an_id_that_occurs_twice_is_found_with_both_places(held_rows: int) -> No
     ids = [f"id-{number}" for number in range(1000)]
     with DuplicateFinder(held_rows=held_rows) as finder:
         for start in range(0, 1000, 50):
-            finder.add(ids[start : start + 50], np.zeros(50, dtype=np.int32), np.arange(start, start + 50))
+            finder.add(hashes_of(ids[start : start + 50]), np.zeros(50, dtype=np.int32), np.arange(start, start + 50))
         assert finder.first() is None
-        finder.add(["new", "id-700", "id-3"], np.ones(3, dtype=np.int32), np.asarray([0, 1, 2]))
+        finder.add(hashes_of(["new", "id-700", "id-3"]), np.ones(3, dtype=np.int32), np.asarray([0, 1, 2]))
         assert finder.first() == ((0, 700), (1, 1))

@@ -16,14 +16,15 @@ import pytest
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.jobs.driving.progress import Silence
-from draftmill.jobs.plan import packing, plan_writer
+from draftmill.jobs.plan import packing
 from draftmill.jobs.plan.fingerprint import Hashes, changed_files, results_key
+from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.jobs.plan.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
-from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import ChangedInput, StoreError, UserError
-from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
@@ -362,7 +363,7 @@ def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(r
     inputs = list_inputs(str(rows))
     made = build_plan(spec_for(rows), model_info(), byte_level(), HASHES, inputs, store, epoch=2)
     before = {name: store.get(name) for name in names(store)}
-    late.discard()
+    packing.discard_parts(store, 1)
     late.finish()
     assert {name: store.get(name) for name in before} == before
     assert sum(len(made.unit_rows(unit)) for unit in range(made.units)) == made.rows == 40
@@ -400,7 +401,7 @@ def rows_table(lengths: list[int], first: int = 0) -> pa.Table:
 
 
 def test_windows_and_parts_hold_every_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_writer, "PART_UNITS", 3)
+    monkeypatch.setattr(packing, "PART_UNITS", 3)
     store = open_store("memory://parts")
     writer = PlanWriter(store, window=10, unit_rows=4)
     for start in range(0, 42, 7):
@@ -430,7 +431,7 @@ def test_a_plan_knows_the_windows_of_its_units(rows: Path) -> None:
 
 def test_a_window_ends_early_where_its_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "WINDOW_TOKENS", 40)
-    monkeypatch.setattr(plan_writer, "WINDOW_TOKENS", 40)
+    monkeypatch.setattr(packing, "WINDOW_TOKENS", 40)
     store = open_store("memory://long")
     writer = PlanWriter(store, window=10, unit_rows=100)
     lengths = [1] * 12 + [30, 5, 5, 100, 7] + [8] * 6
@@ -451,7 +452,7 @@ def test_the_unit_table_is_plain_parquet_with_a_row_group_for_each_unit(rows: Pa
 
 
 def test_a_million_units_cost_twelve_bytes_each() -> None:
-    sums = plan_writer.UnitSums()
+    sums = packing.UnitSums()
     assert sums.rows.itemsize + sums.tokens.itemsize == 12
 
 

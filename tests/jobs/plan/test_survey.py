@@ -15,7 +15,7 @@ from draftmill.actors.rows.row import Values
 from draftmill.jobs.plan.survey import survey
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import RowError, UserError
-from draftmill.storage.inputs.reader import list_inputs
+from draftmill.storage.inputs.inputs import list_inputs
 
 PATIENCE_S = 60.0
 THREADS = 3

@@ -62,7 +62,7 @@ def driver(
 
 
 def units_decoded(run_dir: Path) -> Counter[int]:
-    """How often each unit was committed, by the attempts log of all drivers."""
+    """How often each unit was committed, by the logs of all drivers."""
     lines = [line for file in run_dir.glob("attempts/*-part-*.jsonl") for line in file.read_text().splitlines()]
     events = [json.loads(line) for line in lines]
-    return Counter(event["unit"] for event in events if event["what"] == "done")
+    return Counter(event["unit"] for event in events if event["event"] == "done")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from draftmill.jobs.driving import leases as module
 from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.driving.leases import base_lease, hold_lease, wait_until_free
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
-from draftmill.jobs.recurring import base_lease as module
-from draftmill.jobs.recurring.base_lease import Held, base_lease, run_lease, wait_until_free
-from draftmill.storage.runs.lease import LEASE, acquire
+from draftmill.storage.runs.lease import LEASE, LeaseHeld, acquire
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.s3 import S3Store
 from tests.jobs.recurring.recurring_jobs import DATED, driver, nightly, run, units_decoded
@@ -31,9 +31,9 @@ def held_elsewhere(base: Path, seconds: float) -> None:
 
 def test_the_lease_of_a_name_is_held_once_and_free_afterwards(store: Store) -> None:
     lost, job = StopFlag().set, r"another driver holds the job .*, until \d\d:\d\d:\d\d UTC"
-    with base_lease(store, lost), pytest.raises(Held, match=job), base_lease(store, lost):
+    with base_lease(store, lost), pytest.raises(LeaseHeld, match=job), base_lease(store, lost):
         pass
-    with base_lease(store, lost), pytest.raises(Held, match="this run directory"), run_lease(store, lost):
+    with base_lease(store, lost), pytest.raises(LeaseHeld, match="this run directory"), hold_lease(store, lost):
         pass
 
 
@@ -58,11 +58,12 @@ def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, caps
         if len(sleeps) == 3:
             other.release()
 
-    assert wait_until_free(work, "fail") == INTERRUPTED
+    with pytest.raises(LeaseHeld, match="elsewhere:boot-1:77"):
+        wait_until_free(work, "fail")
     assert wait_until_free(work, "skip") == OK
     said = capsys.readouterr()
     assert said.out.startswith("draftmill: skipped: another driver holds the job ") and said.out.count("\n") == 1
-    assert "elsewhere:boot-1:77" in said.out and "elsewhere:boot-1:77" in said.err
+    assert "elsewhere:boot-1:77" in said.out
     assert wait_until_free(work, "wait", sleep=sleep) == OK
     assert (len(calls), sleeps) == (4, [module.POLL_S] * 3)
     assert capsys.readouterr().err.count("draftmill: waiting") == 1

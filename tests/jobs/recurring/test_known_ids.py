@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.recurring.id_index import IdIndex, column_of, hashes_in, hashes_of
+from draftmill.jobs.plan.id_sets import IdIndex, column_of, hashes_in, hashes_of
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 from tests.jobs.recurring.recurring_jobs import DATED, nightly, run
@@ -84,6 +84,23 @@ def test_ids_that_a_rerun_made_ok_are_known_although_the_cache_was_older(tmp_pat
     assert main(["rerun", str(base / "2026-11-01"), "--failed", "--local", "--quiet"]) == 0
     first.write_text(rows("a", "b", "d"))
     assert on(spec, 3) == 0 and ids_on(tmp_path, 3) == ["d", "d"]
+
+
+def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
+    log, cache = tmp_path / "log.jsonl", tmp_path / "nightly" / "_ledger" / "2026-11-01.ids.parquet"
+    spec = growing(tmp_path)
+    log.write_text(rows("a", "b"))
+    assert on(spec, 1) == 0
+    log.write_text(rows("a", "b", "c"))
+    assert on(spec, 2) == 0 and ids_on(tmp_path, 2) == ["c"]
+    before = cache.read_bytes()
+    for number, damaged in enumerate((None, before[:50], b"")):
+        cache.unlink()
+        if damaged is not None:
+            cache.write_bytes(damaged)
+        log.write_text(rows("a", "b", "c", f"d{number}"))
+        assert on(spec, 3 + number) == 0 and ids_on(tmp_path, 3 + number) == [f"d{number}"]
+        assert cache.read_bytes() == before
 
 
 def test_an_interrupted_run_keeps_its_rows(tmp_path: Path) -> None:

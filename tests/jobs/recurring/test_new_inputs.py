@@ -7,15 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.recurring.ledger import LEDGER, table_of
-from draftmill.jobs.recurring.new_inputs import difference
+from draftmill.jobs.recurring.new_inputs import FILES, difference
 from draftmill.storage.inputs.reader import InputFile
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
@@ -107,9 +108,6 @@ def test_every_finished_run_below_the_base_counts_whatever_its_name(
     capsys.readouterr()
     land(tmp_path / "landing", "d.jsonl", seed=3)
     assert "1 new, 0 changed, 3 done before, 0 vanished (3 finished runs)" in on(spec, 3, capsys)
-    assert {path.name for path in (base / "_ledger").iterdir()} == {
-        f"{name}.inputs.parquet" for name in ("2026-11-01", "2026~11~02", "typed")
-    }
 
 
 def test_files_that_moved_with_their_names_are_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,30 +148,30 @@ def test_a_run_that_did_not_finish_does_not_count_and_a_resumed_one_keeps_its_ow
     assert "b.jsonl (missing)" in capsys.readouterr().err
 
 
-def test_the_ledger_is_only_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec, landing, ledger = incremental(tmp_path), tmp_path / "landing", tmp_path / "nightly" / "_ledger"
+def test_what_was_deleted_does_not_count_and_a_damaged_plan_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, landing, done = incremental(tmp_path), tmp_path / "landing", tmp_path / "nightly" / "2026-11-01"
     land(landing, "a.jsonl")
     on(spec, 1, capsys)
-    on(spec, 2, capsys)
-    (kept,) = ledger.iterdir()
-    before = kept.read_bytes()
-    for damage in (kept.unlink, lambda: kept.write_bytes(before[:50]), lambda: kept.write_bytes(b"")):
-        damage()
-        assert "1 done before" in on(spec, 2, capsys)
-        assert kept.read_bytes() == before, "built again from the plan"
-    shutil.rmtree(tmp_path / "nightly" / "2026-11-01")
-    assert "1 new, 0 changed, 0 done before" in on(spec, 2, capsys), "what was deleted does not count"
+    assert "1 done before" in on(spec, 2, capsys)
+    plan = (done / "_plan.json").read_bytes()
+    (done / "_plan.json").write_bytes(plan[:50])
+    assert run(spec, "--logical-date", "2026-11-02") == 2
+    assert "2026-11-01/_plan.json is damaged" in capsys.readouterr().err
+    shutil.rmtree(done)
+    assert "1 new, 0 changed, 0 done before" in on(spec, 2, capsys)
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_over_its_ledger_leaves_nothing_that_matters(
+def test_a_driver_of_an_incremental_job_that_is_killed_leaves_nothing_that_matters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, landing = incremental(tmp_path), tmp_path / "landing"
     land(landing, "a.jsonl")
     on(spec, 1, capsys)
     land(landing, "b.jsonl", seed=1)
-    for point in ("ledger.before_cache=kill", "plan.before_plan=kill", "commit.before_success=kill"):
+    for point in ("plan.before_plan=kill", "commit.before_success=kill"):
         killed = driver(spec, tmp_path / "log", "--logical-date", "2026-11-02", failpoints=point)
         killed.join(120)
         assert killed.exitcode == -9, (tmp_path / "log").read_text()
@@ -193,7 +191,7 @@ def test_nothing_new_takes_no_ray_and_writes_no_run_directory(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "nothing is new in" in done.stdout
-    assert sorted(path.name for path in (tmp_path / "nightly").iterdir()) == ["2026-11-01", "_lease.json", "_ledger"]
+    assert sorted(path.name for path in (tmp_path / "nightly").iterdir()) == ["2026-11-01", "_lease.json"]
 
 
 def test_validate_counts_what_is_new_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +244,7 @@ def test_incremental_runs_over_a_bucket(
     assert "0 new, 1 changed, 0 done before, 1 vanished (2 finished runs)" in on(spec, 3, capsys)
     assert "no run is started" in on(spec, 4, capsys)
     names = {stat.name.partition("/")[0] for stat in S3Store(f"{s3_url}/nightly", s3_options).list()}
-    assert names == {"2026-11-01", "2026-11-02", "2026-11-03", "_lease.json", "_ledger"}
+    assert names == {"2026-11-01", "2026-11-02", "2026-11-03", "_lease.json"}
 
 
 def test_the_difference_is_that_of_plain_sets() -> None:
@@ -257,7 +255,7 @@ def test_the_difference_is_that_of_plain_sets() -> None:
 
     done = [file(number, version, etag=number % 2 == 0) for number in range(60) for version in range(number % 3)]
     listed = [file(number, number % 5, etag=number % 2 == 0) for number in range(20, 90)]
-    found = difference(listed, table_of(done), runs=3)
+    found = difference(listed, pa.Table.from_pylist([asdict(one) for one in done], FILES), runs=3)
     known = {one.uri for one in done}
     versions = {(one.uri, one.size, one.etag, one.mtime_s) for one in done}
     fresh = [one for one in listed if (one.uri, one.size, one.etag, one.mtime_s) not in versions]
@@ -266,5 +264,5 @@ def test_the_difference_is_that_of_plain_sets() -> None:
     assert found.changed == len(fresh) - found.new > 0
     assert found.same == len(listed) - len(fresh) > 0
     assert found.vanished == len(known - {one.uri for one in listed}) == 13
-    assert difference([], LEDGER.empty_table(), runs=0).files == []
+    assert difference([], FILES.empty_table(), runs=0).files == []
     assert json.dumps(found.text)

@@ -34,7 +34,7 @@ from draftmill.jobs.schedule.events import (
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 
 
 def sizes(*tokens: int, rows: int = 4) -> list[UnitSize]:
@@ -167,7 +167,7 @@ def test_where_there_is_more_room_more_workers_are_started_but_never_fewer_wante
     scheduler = Scheduler(sizes(9, 8, 7, 6), workers=1)
     started(scheduler)
     assert scheduler.on(MoreRoom(3)) == [StartWorker("w1"), StartWorker("w2")]
-    assert scheduler.on(MoreRoom(2)) == [] and scheduler.staffing.wanted == 3
+    assert scheduler.on(MoreRoom(2)) == [] and scheduler.wanted == 3
     assert scheduler.on(MoreRoom(9)) == [StartWorker("w3")], "no more than units remain"
 
 
@@ -362,7 +362,7 @@ def test_a_worker_that_hangs_at_its_start_is_replaced_and_in_the_end_done_withou
     assert scheduler.on(Tick(100.5)) == [KillWorker("w1", "not up after 100 s"), StartWorker("w2")]
     assert scheduler.on(Tick(200.0)) == []
     assert scheduler.on(Tick(201.0)) == [KillWorker("w2", "not up after 100 s")], "w0 goes on alone"
-    assert scheduler.staffing.wanted == 1 and scheduler.finished is None
+    assert scheduler.wanted == 1 and scheduler.finished is None
     scheduler.state.check_integrity()
 
 

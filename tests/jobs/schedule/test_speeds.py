@@ -20,8 +20,7 @@ from draftmill.jobs.schedule.events import (
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.speeds import Outlook, fitting_unit
 from draftmill.jobs.schedule.unit_leases import KNOWN_S
-from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
-from draftmill.jobs.schedule.waiting import Waiting
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes, Waiting
 
 
 class Team:

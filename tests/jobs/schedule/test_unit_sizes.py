@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from draftmill.jobs.schedule.unit_sizes import BLOCK, UnitSet, UnitSize, UnitSizes
+from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes
 
 
 def test_sizes_are_a_mapping_in_the_order_of_the_units() -> None:
@@ -28,7 +28,7 @@ def test_a_set_of_units_is_a_set() -> None:
     rng = random.Random(0)
     found, plain = UnitSet(), set[int]()
     for _ in range(2000):
-        unit = rng.choice([rng.randrange(100), rng.randrange(5 * BLOCK)])
+        unit = rng.choice([rng.randrange(100), rng.randrange(300_000)])
         if rng.random() < 0.6:
             found.add(unit)
             plain.add(unit)

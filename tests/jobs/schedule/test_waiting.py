@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.makespans import makespan_bound, refill_makespan
-from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
-from draftmill.jobs.schedule.waiting import LAST_UNITS, Waiting, first_of_last
+from draftmill.jobs.schedule.units import LAST_UNITS, UnitSize, UnitSizes, Waiting, first_of_last
 
 
 def windows(*tokens: list[int]) -> list[UnitSize]:

@@ -31,7 +31,9 @@ from draftmill.jobs.plan.survey import survey
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec, load_spec
 from draftmill.storage.errors import RowError, UserError
-from draftmill.storage.inputs.reader import InputFile, iterate, list_inputs, read_rows
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.stores.store import open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 from tests.jobs.spec.bad_input import GOOD, bad_lines, spec_texts, table_files, text_files

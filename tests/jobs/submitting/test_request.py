@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draftmill.jobs.driving.session import ROOT
+from draftmill.jobs.driving.ray_session import ROOT
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.jobs.submitting.package import code_files, folder_files, shipment
 from draftmill.jobs.submitting.request import SubmitOptions, request_of, requirements

@@ -9,14 +9,14 @@ import pytest
 
 from draftmill.actors.messages import Effort, Failure, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.jobs.driving.cost import DeviceTime
+from draftmill.jobs.driving.driver import Watchers
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.driving.watchers import Watchers
 from draftmill.jobs.schedule.events import Assign, Tick, WorkerUp
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.watching.metrics import METRICS, Metric, MetricsWatcher
-from tests.jobs.driving.test_device_time import Hand
+from tests.jobs.driving.test_cost import Hand
 
 
 class Exporter:
@@ -166,8 +166,8 @@ def test_an_exporter_that_fails_is_told_nothing_more_and_says_so_once() -> None:
     scheduler, totals = at_work(clock)
     watchers = Watchers([MetricsWatcher("job", "assd", make=broken, clock=clock)], note=notes.append)
     for _ in range(3):
-        watchers.reported("w0", turn(steps=1))
-        watchers.look(totals, scheduler)
+        watchers.each(lambda watcher: watcher.reported("w0", turn(steps=1)))
+        watchers.each(lambda watcher: watcher.look(totals, scheduler))
         clock.now_s += 1.0
-    watchers.over(totals, scheduler)
+    watchers.each(lambda watcher: watcher.over(totals, scheduler))
     assert notes == ["metrics end here, the run goes on: RuntimeError: no exporter"]

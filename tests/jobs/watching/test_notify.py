@@ -19,14 +19,14 @@ import yaml
 
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.schedule.waiting import UnitSize
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import check_spec, load_spec
 from draftmill.jobs.spec.notify_settings import NotifySettings
 from draftmill.jobs.spec.spec_file import parse
 from draftmill.jobs.watching import notify
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send, shown
 from draftmill.storage.errors import UserError
-from tests.jobs.driving.test_device_time import Hand
+from tests.jobs.driving.test_cost import Hand
 
 SECRET = "xoxb-9f3a1c7e5d2b"
 

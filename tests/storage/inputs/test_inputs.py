@@ -11,8 +11,9 @@ import datasets
 import pytest
 
 from draftmill.storage.errors import StoreRefused, UserError
-from draftmill.storage.inputs.inputs import format_of, glob_pattern
-from draftmill.storage.inputs.reader import InputFile, default_id, iterate, list_inputs, read_rows
+from draftmill.storage.inputs.inputs import format_of, glob_pattern, list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
+from draftmill.storage.inputs.rows import InputFile, default_id
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 
@@ -37,14 +38,14 @@ def names(path: str | Path, *, s3: S3Options | None = None) -> list[str]:
         ("a.b.csv.zst", ("csv", "zstd")),
         ("a.tsv", ("csv", None)),
         ("a.parquet", ("parquet", None)),
-        ("a.parquet.gz", None),
+        ("a.parquet.gz", ("", None)),
         ("a.arrow", ("arrow", None)),
         ("a.txt", ("txt", None)),
         ("a.py", ("text", None)),
         ("a.md.gz", ("text", "gzip")),
-        ("a.gz", None),
-        ("a.png", None),
-        ("jsonl", None),
+        ("a.gz", ("", None)),
+        ("a.png", ("", None)),
+        ("jsonl", ("", None)),
     ],
 )
 def test_endings_tell_format_and_compression(name: str, expected: tuple[str, str | None] | None) -> None:

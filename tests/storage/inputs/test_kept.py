@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from draftmill.storage.errors import RowError
-from draftmill.storage.inputs.kept import KeptTypes, is_json, kept_values, read, told, written
+from draftmill.storage.inputs.kept import KeptTypes, is_json, kept_values, schema_from_json, schema_to_json, to_json
 from draftmill.storage.parquet import read_parquet, write_parquet
 
 
@@ -25,7 +25,7 @@ def fields_of(rows: list[dict[str, Any]], *names: str) -> pa.Schema:
 def round_trip(rows: list[dict[str, Any]], schema: pa.Schema) -> list[Any]:
     """What an export says of rows that were kept and written."""
     table = pa.table({"keep": pa.array([kept_values(row, schema) for row in rows], pa.struct(list(schema)))})
-    return [told(row, schema) for row in read_parquet(write_parquet(table, {}))["keep"].to_pylist()]
+    return [to_json(row, schema) for row in read_parquet(write_parquet(table, {}))["keep"].to_pylist()]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_value_of_another_type_than_planned_fails_its_row() -> None:
 
 def test_a_plan_has_the_fields_in_words_and_exactly() -> None:
     schema = fields_of([{"a": 1, "b": 1, "m": {"x": "y"}}, {"b": "t"}], "a", "b", "m.x")
-    content = json.loads(json.dumps(written(schema)))
+    content = json.loads(json.dumps(schema_to_json(schema)))
     assert content["columns"] == {"a": "int64", "b": "json", "m.x": "string"}
-    again = read(content)
-    assert again is not None and again.equals(schema, check_metadata=True) and read(None) is None
+    again = schema_from_json(content)
+    assert again is not None and again.equals(schema, check_metadata=True) and schema_from_json(None) is None

@@ -18,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.last_read import Stretches
+from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.lines import MAX_LEVELS
-from draftmill.storage.inputs.reader import InputFile, Row, delimiter_hint, iterate, list_inputs, read_rows
+from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.row_groups import group_batches
+from draftmill.storage.inputs.rows import InputFile, Row
+from draftmill.storage.inputs.tables import BatchCache
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 
@@ -155,8 +157,7 @@ def test_a_ten_megabyte_row_is_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.jsonl.gz"])
 def test_a_line_beyond_the_bound_fails_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("lines", "delimited"):
-        monkeypatch.setattr(f"draftmill.storage.inputs.{module}.MAX_ROW_BYTES", 100)
+    monkeypatch.setattr("draftmill.storage.inputs.lines.MAX_ROW_BYTES", 100)
     good = {"a.jsonl": b'{"a": 1}', "a.jsonl.gz": b'{"a": 1}'}.get(name, b"1")
     data = b"a\n" * (name == "a.csv") + b"\n".join([good, b"7" * 5000, good, b'"' + b"7" * 101, good])
     rows = rows_of(tmp_path / name, gzip.compress(data) if name.endswith(".gz") else data)
@@ -345,7 +346,7 @@ def test_columnar_rows_are_read_all_or_singly(
     writer: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cached:
-        monkeypatch.setattr("draftmill.storage.inputs.tables._STRETCHES", Stretches(kept_bytes=0))
+        monkeypatch.setattr("draftmill.storage.inputs.tables._BATCHES", BatchCache(kept_bytes=0))
     file = WRITERS[writer](tmp_path)
     rows = list(iterate(file))
     assert [row.values for row in rows] == TABLE.to_pylist()
@@ -360,7 +361,7 @@ def test_columnar_rows_are_read_all_or_singly(
 def test_row_groups_that_are_read_in_turn_do_not_disturb_each_other(
     kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftmill.storage.inputs.tables._STRETCHES", Stretches(kept_bytes))
+    monkeypatch.setattr("draftmill.storage.inputs.tables._BATCHES", BatchCache(kept_bytes))
     monkeypatch.setattr("draftmill.storage.inputs.row_groups.BATCH_ROWS", 64)
     monkeypatch.setattr("draftmill.storage.inputs.row_groups.SHARED_BYTES", 1000)
     texts = [f"row {row} " + "x" * (row % 97) for row in range(5000)]
@@ -392,8 +393,8 @@ def test_odd_parquet_types_and_nested_nulls_are_values(tmp_path: Path) -> None:
 
 
 def test_of_repeated_texts_that_unpack_to_much_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stretches = Stretches(kept_bytes=3_000_000)
-    monkeypatch.setattr("draftmill.storage.inputs.tables._STRETCHES", stretches)
+    stretches = BatchCache(kept_bytes=3_000_000)
+    monkeypatch.setattr("draftmill.storage.inputs.tables._BATCHES", stretches)
     monkeypatch.setattr("draftmill.storage.inputs.row_groups.SHARED_BYTES", 1_000_000)
     table = pa.table({"text": ["x" * 1000] * 20_000})
     file = parquet_file(tmp_path / "a.parquet", table)

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.storage.inputs.input_file import InputFile
-from draftmill.storage.inputs.reader import Row, iterate, list_inputs
-from draftmill.storage.inputs.slices import Slice, count_lines, group_slices, has_lines
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import count_lines, has_lines, iterate
+from draftmill.storage.inputs.row_groups import group_slices
+from draftmill.storage.inputs.rows import InputFile, Row, Slice
 
 
 def seen(rows: Iterator[Row]) -> list[tuple[int, int | None, object, str | None]]:

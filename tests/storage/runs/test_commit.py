@@ -21,7 +21,6 @@ from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import (
     MANIFEST,
     SUCCESS,
-    CommittedUnit,
     ForeignUnit,
     commit_unit,
     done_units,
@@ -29,11 +28,11 @@ from draftmill.storage.runs.commit import (
     read_unit,
     record_commit,
     trace_name,
-    unit_name,
     write_manifest,
 )
 from draftmill.storage.runs.lease import LeaseLost, acquire
 from draftmill.storage.runs.records import TRACE_SCHEMA, read_results, table_from_rows
+from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store

@@ -9,8 +9,8 @@ import pytest
 
 from draftmill.storage.errors import StoreError
 from draftmill.storage.stores.local import LocalStore
-from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.parallel import AHEAD, parallel_map, thread_pool
+from draftmill.storage.stores.store import MemoryStore
 
 PATIENCE_S = 60.0
 

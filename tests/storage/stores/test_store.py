@@ -12,10 +12,9 @@ import pytest
 
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import FailpointError
-from draftmill.storage.inputs.sources import open_object
+from draftmill.storage.stores.block_cache import BLOCK_BYTES, open_object
 from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
-from draftmill.storage.stores.object_parts import BLOCK_BYTES
-from draftmill.storage.stores.store import open_store, probe, sweep
+from draftmill.storage.stores.store import delete_strays, open_store, probe
 
 
 def test_what_is_created_is_read_back(store: Store) -> None:
@@ -207,6 +206,6 @@ def test_what_killed_writers_left_is_swept_when_nobody_can_still_write_it(tmp_pa
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
-    sweep(store)
+    delete_strays(store)
     assert not old.exists() and new.exists() and store.get("data/a") == b"x"
-    sweep(open_store(str(tmp_path / "nowhere")))
+    delete_strays(open_store(str(tmp_path / "nowhere")))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.records import table_from_rows
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
@@ -25,7 +25,8 @@ import json, sys
 from pathlib import Path
 import psutil
 from draftmill.storage.runs.unit_table import PlanTable, parts_of
-from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
 from draftmill.storage.parquet import parquet_groups, read_parquet
 from draftmill.storage.stores.store import open_store
 

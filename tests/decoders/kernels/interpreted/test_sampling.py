@@ -12,6 +12,7 @@ import torch
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.kernels import sampling, sampling_reference
 from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
 
@@ -32,7 +33,7 @@ def drawn(rows, vocab_size, *, temperatures=(1.0,), top_ps=(1.0,), spread=3.0, *
     """Logits, warp, keys and positions. No row has a near tie; row r takes setting r modulo their number."""
     each = [[kinds[row % len(kinds)] for row in range(rows)] for kinds in (temperatures, top_ps)]
     warp = warp_of(*each, vocab_size=vocab_size, **more)
-    keys = noise.key_words([noise.sample_key(3, f"row {row}") for row in range(rows)])
+    keys = noise.key_words([sample_key(3, f"row {row}") for row in range(rows)])
     positions = torch.arange(rows) * 7919
     for seed in range(20):
         logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
@@ -154,7 +155,7 @@ def settings_of(rows, *, temperature=1.0, top_p=1.0, vocab_size=40, **more):
 
 
 def keys_of(rows):
-    return noise.key_words([noise.sample_key(0, f"{row}") for row in range(rows)]), torch.arange(rows)
+    return noise.key_words([sample_key(0, f"{row}") for row in range(rows)]), torch.arange(rows)
 
 
 EDGES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {

@@ -1,0 +1,237 @@
+"""The index of the texts of a worker: its samples read themselves into it, and draft what followed the same words in any of them.
+
+    read so far      .. x = self. | s  e  l  f  .  n  a  m  e        the longest end that stood elsewhere: `x = self.`
+    others           y = self.name  z = self.name  w = self.size     `name` followed twice, `size` once
+    drafts           name                                            as long as they are likely to hold, and not longer than
+                                                                     a multiple of what matches
+
+A sample's own text is in the index as far as it is decided, so a repetition in it is found as well. There are two automata: the
+young one grows, the old one is only read. When the young one has half of the tokens that are allowed, it becomes the old one, and
+what was old is forgotten: so the index holds the last texts, at least half of what is allowed.
+
+What is drafted depends on the neighbours of a sample and on when they came.
+
+An automaton grows token by token, with counts of what followed: O(1) a token, on average.
+
+    texts      a b c | x b c d          the contexts `b c` and `c` have always stood in the same places: one state
+    links      bc -> (empty)            the link of a state leads to the longest end of its contexts that also stood elsewhere
+    continue   bc -> d, once            a transition, and how often it was followed
+
+Counts are those of prediction by partial matching with update exclusion: a token is counted in the longest context that it had
+followed before, and in all longer ones, in which it is new, but not in shorter ones.
+
+Sources: Oliaro et al., "SuffixDecoding: Extreme speculative decoding for emerging AI applications", 2024 (arXiv 2411.04975):
+trees over earlier outputs and the present request, drafts by frequency, their length by that of the match. Blumer et al., "The
+smallest automaton recognizing the subwords of a text", 1985, built as in Mohri, Moreno and Weinstein, "General suffix automaton
+construction algorithm and space bounds", 2009, for several texts. Moffat, "Implementing the PPM data compression scheme", 1990
+(update exclusion).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Final
+
+from draftmill.decoders.causal.settings import SuffixDrafterSettings
+
+ROOT: Final = 0
+"""The state of the empty context, where every text begins."""
+NOWHERE: Final = -1
+
+# A transition that is not the most frequent one of its state is one integer: how often it was followed, below that its target.
+_ONCE: Final = 1 << 32
+_TARGET: Final = _ONCE - 1
+
+
+class SuffixIndex:
+    """Texts of up to `max_tokens` tokens in all. `era` counts how often the young automaton has become the old one."""
+
+    __slots__ = ("_most", "era", "factor", "least", "old", "young")
+
+    def __init__(self, settings: SuffixDrafterSettings) -> None:
+        self.factor, self.least = settings.max_spec_factor, settings.min_token_prob
+        self._most = settings.max_tokens // 2
+        self.young, self.old, self.era = Automaton(), Automaton(), 0
+
+    def make_room(self) -> None:
+        """Forget the oldest texts where there are too many."""
+        if self.young.size >= self._most:
+            self.young, self.old, self.era = Automaton(), self.young, self.era + 1
+
+
+class Reader:
+    """Reads one text into the index, and drafts what may follow what it has read."""
+
+    __slots__ = ("_era", "_index", "_last", "_length", "_match")
+
+    def __init__(self, index: SuffixIndex) -> None:
+        self._index = index
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new text: what comes does not follow what was read."""
+        self._era = self._index.era
+        # The state of the text in the young automaton; that of its longest end which the old one knows, and its length.
+        self._last, self._match, self._length = ROOT, ROOT, 0
+
+    def read(self, tokens: Iterable[int]) -> None:
+        """Read on."""
+        index = self._index
+        for token in tokens:
+            index.make_room()
+            self._follow_era()
+            self._last = index.young.extend(self._last, token)
+            self._match, self._length = advanced(index.old, self._match, self._length, token)
+
+    def _follow_era(self) -> None:
+        index = self._index
+        if self._era == index.era:
+            return
+        if self._era + 1 == index.era:  # what was young is old now, and the text is in it
+            self._match, self._length = self._last, index.old.length[self._last]
+        else:
+            self._match, self._length = ROOT, 0
+        self._last, self._era = ROOT, index.era
+
+    def drafts(self, most: int) -> list[int]:
+        """Up to `most` tokens that may follow: what followed the longest context that any text has gone on from."""
+        self._follow_era()
+        index = self._index
+        young, old = index.young, index.old
+        own = shortened(young, self._last, young.length[self._last])
+        other = shortened(old, self._match, self._length)
+        automaton, (state, length) = (young, own) if own[1] >= other[1] else (old, other)
+        most, found, sure = min(most, int(length * index.factor)), list[int](), 1.0
+        while len(found) < most and length:
+            sure *= automaton.count[state] / automaton.total[state]  # the probability that all so far hold
+            if sure < index.least:
+                break
+            found.append(automaton.best[state])
+            state, length = shortened(automaton, automaton.target[state], length + 1)
+        return found
+
+
+def shortened(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
+    """The state and length of the longest context, of those that end this one, which something has followed."""
+    while automaton.best[state] == NOWHERE and state != ROOT:
+        state = automaton.link[state]
+        length = automaton.length[state]
+    return state, length
+
+
+def advanced(automaton: Automaton, state: int, length: int, token: int) -> tuple[int, int]:
+    """The state of the longest end that the automaton knows, and its length, after one more token of a text."""
+    while (found := automaton.step(state, token)) == NOWHERE:
+        if state == ROOT:
+            return ROOT, 0
+        state = automaton.link[state]
+        length = automaton.length[state]
+    return found, length + 1
+
+
+class Automaton:
+    """States are numbers. `length[s]` is the length of the state's longest context, `link[s]` leads to a shorter one.
+
+    `best[s]` is the token that followed most often, of several the last one that came so far, or NOWHERE; `target[s]` the state
+    that it leads to, `count[s]` how often it was followed, and `total[s]` how often any token was. `size` counts the tokens that
+    were not known to the automaton in their text: only these take memory.
+    """
+
+    __slots__ = ("_others", "best", "count", "length", "link", "size", "target", "total")
+
+    def __init__(self) -> None:
+        self.length, self.link = array("i", [0]), array("i", [NOWHERE])
+        self.best, self.target = array("i", [NOWHERE]), array("i", [NOWHERE])
+        self.count, self.total = array("i", [0]), array("q", [0])
+        self._others: list[dict[int, int] | None] = [None]
+        self.size = 0
+
+    def step(self, state: int, token: int) -> int:
+        """Where a token leads to, or NOWHERE."""
+        if self.best[state] == token:
+            return self.target[state]
+        others = self._others[state]
+        return NOWHERE if others is None or token not in others else others[token] & _TARGET
+
+    def extend(self, state: int, token: int) -> int:
+        """Let a text whose last state this is go on with a token; returns its new last state."""
+        found = self.step(state, token)
+        if found >= 0:
+            self._followed(state, token)
+            if self.length[found] == self.length[state] + 1:
+                return found
+            self.size += 1
+            return self._split(state, token, found)
+        self.size += 1
+        new, link = self._new(self.length[state] + 1, ROOT), self.link
+        while state >= 0 and (found := self.step(state, token)) < 0:
+            self._lead(state, token, new)
+            state = link[state]
+        if state >= 0:
+            self._followed(state, token)
+            link[new] = found if self.length[found] == self.length[state] + 1 else self._split(state, token, found)
+        return new
+
+    def _new(self, length: int, link: int) -> int:
+        self.length.append(length)
+        self.link.append(link)
+        for column in (self.best, self.target):
+            column.append(NOWHERE)
+        self.count.append(0)
+        self.total.append(0)
+        self._others.append(None)
+        return len(self.length) - 1
+
+    def _split(self, state: int, token: int, found: int) -> int:
+        """Give the shorter contexts of `found`, up to those that end `state` and the token, a state of their own."""
+        new = self._new(self.length[state] + 1, self.link[found])
+        for column in (self.best, self.target, self.count, self.total):
+            column[new] = column[found]
+        others = self._others[found]
+        self._others[new] = None if others is None else others.copy()
+        self.link[found] = new
+        while state >= 0 and self.step(state, token) == found:
+            self._redirect(state, token, new)
+            state = self.link[state]
+        return new
+
+    def _lead(self, state: int, token: int, target: int) -> None:
+        """A token follows a state for the first time."""
+        self.total[state] += 1
+        if self.count[state] > 1:
+            self._keep(state, token, _ONCE | target)
+            return
+        if self.count[state] == 1:
+            self._keep(state, self.best[state], _ONCE | self.target[state])
+        self.best[state], self.target[state], self.count[state] = token, target, 1
+
+    def _followed(self, state: int, token: int) -> None:
+        """A token follows a state once more."""
+        self.total[state] += 1
+        if self.best[state] == token:
+            self.count[state] += 1
+            return
+        others = self._others[state]
+        assert others is not None, "the token has followed before"
+        times, target = divmod(others[token] + _ONCE, _ONCE)
+        if times < self.count[state]:
+            others[token] += _ONCE
+            return
+        del others[token]
+        others[self.best[state]] = self.count[state] * _ONCE | self.target[state]
+        self.best[state], self.target[state], self.count[state] = token, target, times
+
+    def _keep(self, state: int, token: int, packed: int) -> None:
+        others = self._others[state]
+        if others is None:
+            others = self._others[state] = {}
+        others[token] = packed
+
+    def _redirect(self, state: int, token: int, target: int) -> None:
+        if self.best[state] == token:
+            self.target[state] = target
+            return
+        others = self._others[state]
+        assert others is not None, "the token leads to the state that is split"
+        others[token] += target - (others[token] & _TARGET)

@@ -1,1 +1,0 @@
-"""Drafts that need no model: an index of the texts that a worker reads and writes."""

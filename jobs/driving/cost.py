@@ -1,0 +1,184 @@
+"""What a run costs: the seconds for which workers held their devices, by purpose, and hours times price. All of it is measured.
+
+A worker's device is held from the start of loading to the worker's end. The worker measures how long it loaded and decoded, and
+how much of that each unit took; the driver measures the rest. A start that never came up is not counted: waiting for a machine
+and loading can't be told apart there. Money has no currency: it is in whatever unit `workers.price_per_hour` is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HOUR_S = 3600.0
+MILLION = 1_000_000
+
+UNPRICED_S = 1.0
+"""Seconds without a price that are no reason to leave out the price of the rest: sums are rounded."""
+
+PURPOSES = ("decoding", "loading", "idle", "wasted")
+"""What worker seconds go to; in a session that still runs, also to units in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSums:
+    """Sums of worker seconds, of one session or of several.
+
+    `up_s` is all of it, including `loading_s`. In `busy_s` workers held units; `counted_s` of these went to units that they
+    committed. `lost_s` lies between the last report of workers that died with units and their deaths. `cost` is the price of
+    `priced_s` worker seconds; the other seconds had no price. `unended` counts sessions that have not said the end of these sums:
+    but for one that still runs, their drivers were lost, and what their workers did last is in no sum.
+    """
+
+    up_s: float = 0.0
+    loading_s: float = 0.0
+    busy_s: float = 0.0
+    counted_s: float = 0.0
+    lost_s: float = 0.0
+    priced_s: float = 0.0
+    cost: float = 0.0
+    unended: float = 0.0
+
+    def __add__(self, other: DeviceSums) -> DeviceSums:
+        return DeviceSums(*(getattr(self, name) + getattr(other, name) for name in DeviceSums.__slots__))
+
+    def __mul__(self, factor: float) -> DeviceSums:
+        return DeviceSums(*(factor * getattr(self, name) for name in DeviceSums.__slots__))
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which workers were up and held no unit."""
+        return max(0.0, self.up_s - self.loading_s - self.busy_s - self.lost_s)
+
+    @property
+    def open_s(self) -> float:
+        """Busy seconds that went to no committed unit: in progress while the session runs, wasted afterwards."""
+        return max(0.0, self.busy_s - self.counted_s)
+
+    def to_json(self) -> dict[str, float]:
+        """The sums as JSON data."""
+        return {name: round(value, 6) for name, value in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> DeviceSums:
+        """The sums in a session's record; raises KeyError, TypeError or ValueError if it has none."""
+        return cls(**{name: float(record[name]) for name in cls.__slots__ if name in record or name != "unended"})
+
+
+@dataclass(slots=True)
+class _Life:
+    """A worker that is up: when it began to load and when it last reported (seconds of the clock), its price, and its load."""
+
+    began_s: float
+    heard_s: float
+    price: float | None
+
+
+@dataclass(slots=True)
+class DeviceTime:
+    """Counts the device time of one session. `price_of` gives a worker's price per hour, None if it has none."""
+
+    clock: Callable[[], float] = time.monotonic
+    price_of: Callable[[str], float | None] = lambda worker: None
+    _ended: DeviceSums = DeviceSums()
+    _lives: dict[str, _Life] = field(default_factory=dict)
+
+    def up(self, worker: str, load_s: float = 0.0) -> None:
+        """A worker is up, after loading for `load_s`."""
+        now_s = self.clock()
+        self._lives[worker] = _Life(now_s - load_s, now_s, self.price_of(worker))
+        self._ended += DeviceSums(loading_s=load_s)
+
+    def heard(self, worker: str, busy_s: float) -> None:
+        """A worker reports that it held units for `busy_s` since its last report."""
+        if worker in self._lives:
+            self._lives[worker].heard_s = self.clock()
+        self._ended += DeviceSums(busy_s=busy_s)
+
+    def counted(self, spent_s: float) -> None:
+        """A unit was committed for the first time; its worker spent `spent_s` on it."""
+        self._ended += DeviceSums(counted_s=spent_s)
+
+    def gone(self, worker: str, *, lost: bool = False) -> None:
+        """A worker has ended; `lost` if it died with units, so that what it did since its last report is lost."""
+        life = self._lives.pop(worker, None)
+        if life is not None:
+            since_s = self.clock() - life.heard_s if lost else 0.0
+            self._ended += self._priced(life) + DeviceSums(lost_s=since_s)
+
+    def stop(self) -> None:
+        """The session is over: all workers have ended."""
+        for worker in list(self._lives):
+            self.gone(worker)
+
+    @property
+    def sums(self) -> DeviceSums:
+        """The sums up to now."""
+        now = self._ended
+        for life in self._lives.values():
+            now += self._priced(life)
+        return now
+
+    def _priced(self, life: _Life) -> DeviceSums:
+        up_s = self.clock() - life.began_s
+        if life.price is None:
+            return DeviceSums(up_s=up_s)
+        return DeviceSums(up_s=up_s, priced_s=up_s, cost=up_s / HOUR_S * life.price)
+
+
+def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tuple[str, str]]:
+    """Labels and figures of what these worker seconds were and what they cost; `tokens` are the tokens of ok samples.
+
+    `open_s` are seconds of a session that still runs, on units that it has not committed yet.
+    """
+    if not sums.up_s:
+        return []
+    least = "at least " if sums.unended else ""
+    rows = [("device time", f"{least}{hours_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
+    if not sums.priced_s:
+        return rows
+    money = f"{least}{money_text(sums.cost)}"
+    unpriced_s = sums.up_s - sums.priced_s
+    if unpriced_s > UNPRICED_S:
+        money += f" for {hours_text(sums.priced_s)}; {hours_text(unpriced_s)} had no price"
+    elif tokens:
+        money += f"  ({money_text(sums.cost * MILLION / tokens)} per million tokens of ok samples)"
+    return [*rows, ("cost", money)]
+
+
+def money_cells(sums: DeviceSums, tokens: int) -> tuple[str, str]:
+    """What these seconds cost, and a million of the tokens that they made; "-" where there is no price for all of them."""
+    if not sums.priced_s or sums.up_s - sums.priced_s > UNPRICED_S:
+        return "-", "-"
+    return money_text(sums.cost), money_text(sums.cost * MILLION / tokens) if tokens else "-"
+
+
+def purposes_text(sums: DeviceSums, open_s: float = 0.0) -> str:
+    """Device time by purpose: `1.42 h decoding, 180 s loading, 36 s idle, 0 s wasted`; with `open_s` also what is in progress."""
+    seconds = purposes_of(sums, open_s) | ({"in progress": open_s} if open_s else {})
+    return ", ".join(f"{hours_text(amount_s)} {purpose}" for purpose, amount_s in seconds.items())
+
+
+def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
+    """Seconds for each of PURPOSES; together they are all of `up_s`, but for the `open_s` that are in progress."""
+    wasted_s = max(0.0, sums.busy_s - sums.counted_s - open_s) + sums.lost_s
+    return dict(zip(PURPOSES, (sums.counted_s, sums.loading_s, sums.idle_s, wasted_s), strict=True))
+
+
+def hours_text(seconds: float) -> str:
+    """Device time in hours, below an hour in seconds, with three significant digits."""
+    if seconds < HOUR_S:
+        return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_rounded(seconds)} s"
+    return f"{_rounded(seconds / HOUR_S)} h"
+
+
+def money_text(amount: float) -> str:
+    """An amount, with two decimals, and three significant digits below one."""
+    return f"{amount:,.2f}" if amount >= 1 or amount == 0 else _rounded(amount)
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

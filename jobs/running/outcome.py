@@ -1,0 +1,167 @@
+"""How a run ends, reported to the run's log, to `--log json` and to the receivers of `notify`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftmill.jobs.driving.cost import HOUR_S, MILLION, money_text, purposes_of
+from draftmill.jobs.driving.events import JsonStream, Level, now_text, say_in_events
+from draftmill.jobs.driving.run_log import RunLog, read_sessions
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
+from draftmill.jobs.finished.passes import units_done
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
+from draftmill.storage.errors import AnotherDriver, StoreError, UserError
+from draftmill.storage.runs.commit import read_manifest
+from draftmill.storage.secrets import presentable
+from draftmill.storage.stores.interface import Store
+
+INTERRUPTED_S = 3.0
+"""Most seconds that notices of an interruption may take: the machine may be about to go."""
+
+MESSAGES = {
+    OK: "finished",
+    TOO_MANY_FAILED: "more samples failed than `errors` allows",
+    INTERRUPTED: "interrupted; run it again to resume",
+}
+
+
+@dataclass(slots=True)
+class RunOutcome:
+    """A run that is being watched: its log, and its exit code once it is known."""
+
+    spec: JobSpec
+    store: Store
+    log: RunLog = field(default_factory=RunLog)
+    code: int | None = None
+
+    def warn(self, message: str) -> None:
+        """Note on stderr and in the log that a notice was not taken."""
+        self.log.add("note", message, level="warning")
+        print(presentable(f"draftmill: {message}"), file=sys.stderr)
+
+    def stall_watcher(self) -> StallWatcher:
+        """The watcher that sends notices when the run stands still."""
+        return StallWatcher(self.spec.notify, self._stall_notice, self.warn)
+
+    def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
+        sums = totals.devices.sums
+        message = f"no progress for {still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
+        return {
+            **self._head(message, None),
+            "samples": {"planned": totals.rows, "done": totals.rows_done},
+            "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
+            "workers": totals.workers,
+            "tokens": totals.tokens,
+            "seconds_without_progress": round(still_s, 1),
+            "session_device_hours": round(sums.up_s / HOUR_S, 6),
+            "session_cost": round(sums.cost, 6) if sums.priced_s else None,
+        }
+
+    def _head(self, message: str, code: int | None) -> dict[str, Any]:
+        return {
+            "run": self.spec.name,
+            "path": self.store.url,
+            "time": now_text(),
+            "exit_code": code,
+            "message": presentable(message),
+            "text": presentable(f"draftmill run {self.spec.name}: {message}"),
+        }
+
+    def report(self, code: int, message: str, *, is_error: bool = False) -> None:
+        """Log that the run has ended with this exit code, `is_error` if by an exception, and send the notices. Never raises."""
+        try:
+            self._report(code, message, is_error=is_error)
+        except Exception as error:  # noqa: BLE001 - reporting an end must not change it
+            with suppress(Exception):  # stderr itself may be closed
+                self.warn(f"the end of the run was not reported to all: {type(error).__name__}: {error}")
+
+    def _report(self, code: int, message: str, *, is_error: bool) -> None:
+        facts = payload(self.store) if self.log.is_attached else {}
+        event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
+        level: Level = "info" if code == OK else "warning" if code == INTERRUPTED else "error"
+        self.log.add("ended", message, level=level, exit_code=code, summary=facts)
+        if isinstance(sys.stderr, JsonStream):
+            sys.stderr.emit("ended", message, level=level, exit_code=code, path=self.store.url, summary=facts)
+        self.log.flush()
+        if self.log.is_attached or is_error:
+            most_s = INTERRUPTED_S if event == "interrupt" else 300.0
+            notice = {**self._head(_with_figures(message, facts), code), **facts}
+            send(self.spec.notify, event, notice, self.warn, most_s=most_s)
+        self.log.flush()
+
+
+def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
+    """The message of a notice: how the run ended, with its samples and its cost, if they are known."""
+    if not facts:
+        return message
+    samples, cost = facts["samples"], facts["cost"]
+    money = "" if cost is None else f", cost {money_text(cost)}"
+    failed = f", {samples['failed']:,} failed" if samples["failed"] else ""
+    return f"{message}; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}{money}"
+
+
+@contextmanager
+def report_outcome(spec: JobSpec, store: Store) -> Iterator[RunOutcome]:
+    """Watch a run: the block sets the `code` of what it yields, or raises; then the outcome is reported.
+
+    Receivers hear nothing of a run that wrote nothing, unless it ended with an error, nor of one that another driver has. Raises
+    UserError before the block if a receiver of notices can't be used.
+    """
+    check_receivers(spec.notify)
+    say_in_events(run=spec.name)
+    outcome = RunOutcome(spec, store)
+    try:
+        yield outcome
+    except AnotherDriver as error:
+        outcome.log.add("ended", str(error), level="warning")
+        outcome.log.flush()
+        raise
+    except KeyboardInterrupt:
+        outcome.report(INTERRUPTED, MESSAGES[INTERRUPTED])
+        raise
+    except Exception as error:
+        outcome.report(code_of(error), str(error), is_error=True)
+        raise
+    if outcome.code is not None:
+        outcome.report(outcome.code, MESSAGES.get(outcome.code, f"exit code {outcome.code}"))
+
+
+def payload(store: Store) -> dict[str, Any]:
+    """What a run has done and cost, finished or not, as JSON data; {} if it has no plan, or its directory can't be read."""
+    try:
+        plan = load_plan(store)
+        if plan is None:
+            return {}
+        manifest, sessions = read_manifest(store), read_sessions(store)
+        done = plan.units if manifest else len(units_done(store))
+    except (StoreError, UserError):
+        return {}
+    sums, tally = sessions.devices, sessions.committed
+    ok = manifest.total("ok") if manifest else tally.ok
+    failed = manifest.total("failed") if manifest else tally.failed
+    has_price = bool(sums.priced_s and tally.new_tokens)
+    hours = {name: round(seconds / HOUR_S, 6) for name, seconds in purposes_of(sums).items()}
+    return {
+        "fingerprint": plan.fingerprint,
+        "pass": plan.pass_,
+        "finished": manifest is not None,
+        "units": {"planned": plan.units, "done": done},
+        "samples": {"planned": plan.rows, "ok": ok, "failed": failed},
+        "tokens": tally.new_tokens,
+        "prompt_tokens": tally.prompt_tokens,
+        "nfe": tally.nfe,
+        "drafts_proposed": tally.proposed,
+        "drafts_accepted": tally.accepted,
+        "decoding_s": round(sessions.wall_s, 3),
+        "device_hours": {"total": round(sums.up_s / HOUR_S, 6), **hours},
+        "lost_drivers": round(sums.unended),
+        "cost": round(sums.cost, 6) if sums.priced_s else None,
+        "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6) if has_price else None,
+    }
