@@ -19,6 +19,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 MOST_NEW_TOKENS: Final = 2**20
 """Upper limit for max_new_tokens."""
+NewTokens = Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)]
 
 
 def as_tuple(value: Any) -> Any:
@@ -29,28 +30,25 @@ def as_tuple(value: Any) -> Any:
 class Columns(Settings):
     """Maps the project's columns to the file's columns; a column that is named must be in every row.
 
-    If no column is named, the id comes from a column `id` if a row has one, and the task reads its default columns (`reads`).
-    `prefix` and `suffix` replace the text: the hole is between them. `reference` is for later comparison. `seed` replaces
-    the job's seed for its row; `max_new_tokens`, `temperature`, `top_p` and `stop` replace the task's and the sampling's
-    values if they are not null.
+    If no column is named, the task reads its default columns (`reads`). A null in a column means the job's own value.
     """
 
-    id: str | None = None
-    text: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    messages: str | None = None
-    prefix: str | None = None
-    suffix: str | None = None
-    spans: str | None = None
-    sentences: str | None = None
-    reference: str | None = None
-    seed: str | None = None
-    max_new_tokens: str | None = None
-    temperature: str | None = None
-    top_p: str | None = None
-    stop: str | None = None
-    tokens: str | None = None
+    id: str | None = Field(default=None, description="the sample's id, text or integer; else the column id or file:row")
+    text: str | None = Field(default=None, description="the text; else the column text, else prompt")
+    prompt: str | None = Field(default=None, description="the prompt (complete, score)")
+    completion: str | None = Field(default=None, description="the text to score after the prompt (score)")
+    messages: str | None = Field(default=None, description="a conversation (complete and score with chat)")
+    prefix: str | None = Field(default=None, description="the text before the one hole (mask marker)")
+    suffix: str | None = Field(default=None, description="the text after the one hole (mask marker)")
+    spans: str | None = Field(default=None, description="[start, end) or {start, end} ranges of characters (spans)")
+    sentences: str | None = Field(default=None, description="a list of strings (mask sentences)")
+    reference: str | None = Field(default=None, description="what belongs in the place of the generated text")
+    seed: str | None = Field(default=None, description="a whole number in place of the job's seed")
+    max_new_tokens: str | None = Field(default=None, description="in place of task.max_new_tokens")
+    temperature: str | None = Field(default=None, description="in place of sampling.temperature")
+    top_p: str | None = Field(default=None, description="in place of sampling.top_p; 1 cuts nothing off")
+    stop: str | None = Field(default=None, description="a text or a list in place of task.stop; an empty list: none")
+    tokens: str | None = Field(default=None, description="token ids, null where masked; else without nulls")
 
     @model_validator(mode="after")
     def _one_source(self) -> Columns:
@@ -80,38 +78,34 @@ class Columns(Settings):
 
 
 class Marker(Settings):
-    """Each occurrence of `marker` in the text is a hole of `length` tokens.
-
-    A marker that ends in a bracket may give its own length: `<mask:12>`. With prefix and suffix columns, the only hole is
-    between them.
-    """
+    """Each occurrence of `marker` in the text is a hole of `length` tokens; with prefix and suffix columns, what is between."""
 
     kind: Literal["marker"]
-    marker: str = Field("<mask>", min_length=1)
-    length: Count = 8
+    marker: str = Field(default="<mask>", min_length=1, description="the text of a hole")
+    length: Count = Field(default=8, description="tokens of a hole")
 
 
 class Random(Settings):
     """A share of the tokens: the `rate * tokens` positions (rounded, at least one) with the least noise."""
 
     kind: Literal["random"]
-    rate: Share = 0.5
+    rate: Share = Field(default=0.5, description="share of the tokens")
 
 
 class Spans(Settings):
     """`count` separate spans of `length` tokens (1 of 16), or, with a column `spans`, the row's own [start, end) characters."""
 
     kind: Literal["spans"]
-    count: Count | None = None
-    length: Count | None = None
+    count: Count | None = Field(default=None, description="number of spans; null: 1")
+    length: Count | None = Field(default=None, description="tokens of a span; null: 16")
 
 
 class Lines(Settings):
     """Whole non-blank lines, without their line ends: a share (`rate`) of them, or a `count` (default 1)."""
 
     kind: Literal["lines"]
-    rate: Share | None = None
-    count: Count | None = None
+    rate: Share | None = Field(default=None, description="share of the lines")
+    count: Count | None = Field(default=None, description="number of lines")
 
     @model_validator(mode="after")
     def _one_amount(self) -> Lines:
@@ -123,23 +117,22 @@ class Lines(Settings):
 class Sentences(Settings):
     """Whole sentences: the inner ones (`middle`), `count` random ones (`random`), or those of the listed indices.
 
-    With a column `sentences`, a row is a list of sentences, joined by `separator`; else the text is split after . ! and ?.
     The white space before a sentence is hidden with it, and adjacent sentences become one hole.
     """
 
     kind: Literal["sentences"]
     which: Literal["middle", "random"] | Annotated[tuple[int, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
-        "middle"
+        Field(default="middle", description="which sentences are hidden")
     )
-    count: Count = 1
-    separator: str = " "
+    count: Count = Field(default=1, description="number of random sentences")
+    separator: str = Field(default=" ", description="the text between listed sentences")
 
 
 class SpanFraction(Settings):
     """One span of `fraction` of the tokens (rounded, at least one), at a random place."""
 
     kind: Literal["span_fraction"]
-    fraction: Share = 0.5
+    fraction: Share = Field(default=0.5, description="share of the tokens")
 
 
 class Given(Settings):
@@ -159,17 +152,15 @@ Spelling = Annotated[str, Field(min_length=1)]
 
 
 class Fim(Settings):
-    """The special tokens with which a causal model fills in the middle, as its tokenizer spells them.
+    """The special tokens with which a causal model fills in the middle, as its tokenizer spells them."""
 
-    `psm` is prefix P suffix S middle, `spm` is suffix S prefix P middle, where P is the text before the hole and S the text
-    after it; only `spm` works without a middle token. `ends` end a hole, as do the model's end tokens and the other tokens here.
-    """
-
-    prefix: Spelling
-    suffix: Spelling
-    middle: Spelling | None = None
-    order: Literal["psm", "spm"] = "psm"
-    ends: Annotated[tuple[Spelling, ...], BeforeValidator(_one_or_more)] = ()
+    prefix: Spelling = Field(description="the token of the text before the hole, P")
+    suffix: Spelling = Field(description="the token of the text after the hole, S")
+    middle: Spelling | None = Field(default=None, description="the token before the hole's text; null only with spm")
+    order: Literal["psm", "spm"] = Field(default="psm", description="psm: prefix P suffix S middle; spm: S first")
+    ends: Annotated[tuple[Spelling, ...], BeforeValidator(_one_or_more)] = Field(
+        default=(), description="more tokens that end a hole"
+    )
 
     @model_validator(mode="after")
     def _psm_has_a_middle(self) -> Fim:
@@ -181,22 +172,16 @@ class Fim(Settings):
 
 
 class Infill(Settings):
-    """Fill the holes that the mask makes in each row.
-
-    A causal model fills them from left to right, each until an end token or `max_new_tokens`; `fim` gives the special tokens
-    of its prompts, `auto` finds them in its tokenizer.
-
-    With `skip_special_tokens`, the texts leave out generated special tokens; `tokens` keeps them.
-    """
+    """Fill the holes that the mask makes in each row; a causal model from left to right, each up to an end token."""
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt")
     goal: ClassVar[str] = "to generate"
     done: ClassVar[str] = "generated"
     kind: Literal["infill"]
-    mask: Mask
-    fim: Literal["auto"] | Fim = "auto"
-    max_new_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] | None = None
-    skip_special_tokens: bool = True
+    mask: Mask = Field(description="which tokens are generated")
+    fim: Literal["auto"] | Fim = Field(default="auto", description="the prompt's special tokens; auto: the tokenizer's")
+    max_new_tokens: NewTokens | None = Field(default=None, description="causal models: most tokens a hole; null: 128")
+    skip_special_tokens: bool = Field(default=True, description="leave generated special tokens out of the texts")
 
 
 def _visible(text: str) -> str:
@@ -225,40 +210,33 @@ Day = Annotated[date | None, BeforeValidator(_as_date)]
 
 
 class Complete(Settings):
-    """Continue each row's prompt by up to `max_new_tokens` tokens, until an end token or one of the `stop` strings.
-
-    With `ignore_eos`, end tokens have no special meaning. With `skip_special_tokens`, the text leaves out special tokens, and
-    stop strings are searched in the remaining text; `tokens` keeps them. With `chat`, the prompt is a conversation, or one
-    user message, rendered with the tokenizer's chat template; `chat_date` is the date that the template sees, null for that of
-    the plan.
-    """
+    """Continue each row's prompt by up to `max_new_tokens` tokens, until an end token or one of the `stop` strings."""
 
     reads: ClassVar[tuple[str, ...]] = ("prompt", "text", "messages")
     goal: ClassVar[str] = "to generate, at most"
     done: ClassVar[str] = "generated"
     kind: Literal["complete"]
-    max_new_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] = 128
-    stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = ()
-    ignore_eos: bool = False
-    chat: bool = False
-    chat_date: Day = None
-    skip_special_tokens: bool = True
+    max_new_tokens: NewTokens = Field(default=128, description="most generated tokens; fewer if the model has no room")
+    stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = Field(
+        default=(), description="generation ends with the first token after which the text contains one of them"
+    )
+    ignore_eos: bool = Field(default=False, description="end tokens have no special meaning")
+    chat: bool = Field(default=False, description="render the prompt with the tokenizer's chat template")
+    chat_date: Day = Field(default=None, description="the date that a template prints; null: logical date or plan's")
+    skip_special_tokens: bool = Field(default=True, description="leave special tokens out of the text, not of tokens")
 
 
 class Score(Settings):
-    """Log-probabilities of each row's text, of its completion after its prompt, or of what a `mask` hides of its text.
-
-    `chat` and `chat_date` as in Complete. `estimate` is for models whose scores are estimates; null takes its defaults.
-    """
+    """Log-probabilities of each row's text, of its completion after its prompt, or of what a `mask` hides of its text."""
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt", "completion", "messages")
     goal: ClassVar[str] = "to score"
     done: ClassVar[str] = "scored"
     kind: Literal["score"]
-    chat: bool = False
-    chat_date: Day = None
-    mask: Mask | None = None
-    estimate: Estimate | None = None
+    chat: bool = Field(default=False, description="score the answer to a conversation")
+    chat_date: Day = Field(default=None, description="as for complete")
+    mask: Mask | None = Field(default=None, description="score what it hides, given the rest; null: text or completion")
+    estimate: Estimate | None = Field(default=None, description="how bounds are estimated; null: the defaults")
 
 
 Task = Infill | Complete | Score

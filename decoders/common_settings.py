@@ -15,6 +15,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MOST_SAMPLES: Final = 4096
 """The largest `sampling.n`."""
 
@@ -22,11 +23,17 @@ MOST_SAMPLES: Final = 4096
 class Sampling(Settings):
     """How a token is drawn from the model's logits; the same warp is applied to target and draft. `n` samples are drawn a row."""
 
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=1)
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    acceptance: Literal["coupled", "rejection"] = "coupled"
-    n: int = Field(default=1, ge=1, le=MOST_SAMPLES)
+    temperature: float = Field(
+        default=1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0: the likeliest token, ties to the lowest id"
+    )
+    top_k: int | None = Field(default=None, ge=1, description="draw from this many of the most probable tokens only")
+    top_p: float | None = Field(
+        default=None, gt=0.0, le=1.0, description="draw from the fewest tokens of this probability, after top_k"
+    )
+    acceptance: Literal["coupled", "rejection"] = Field(
+        default="coupled", description="coupled keeps the baseline's text, rejection its distribution"
+    )
+    n: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="samples of each row, each with its own result row")
 
 
 Tasks = tuple[Literal["infill", "complete", "score"], ...]
@@ -104,13 +111,10 @@ class DecoderChoice(Settings):
 
 
 class Estimate(Settings):
-    """How the log-probability of a text is estimated where a model has none that is exact (decoders/estimates.py).
+    """How the log-probability of a text is estimated where a model has none that is exact."""
 
-    `kind` is LLaDA's estimator or MDLM's; `auto` is the family's own. `samples` masks are drawn for each text.
-    """
-
-    kind: Literal["auto", "llada", "mdlm"] = "auto"
-    samples: int = Field(default=128, ge=2, le=2**20)
+    kind: Literal["auto", "llada", "mdlm"] = Field(default="auto", description="the estimator; auto: the family's own")
+    samples: int = Field(default=128, ge=2, le=2**20, description="random masks for each text, an even number")
 
     @field_validator("samples")
     @classmethod

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from draftmill.actors.task import as_tuple
-from draftmill.decoders.common_settings import Settings
+from draftmill.decoders.common_settings import Dtype, Settings
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.@-]*$", max_length=100)]
 
@@ -44,7 +44,7 @@ class MetricBase(Settings):
     needs_text: ClassVar[bool] = True
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name"})
 
-    name: Column | None = None
+    name: Column | None = Field(default=None, description="the metric's column, or the beginning of its columns' names")
 
     @property
     def shown(self) -> str:
@@ -83,22 +83,18 @@ class ExactMatch(MetricBase):
 
 
 RougeType = Annotated[str, Field(pattern=r"^rouge([1-9]|L|Lsum)$")]
+RougeTypes = Annotated[tuple[RougeType, ...], BeforeValidator(as_tuple), AfterValidator(_once), Field(min_length=1)]
 
 
 class Rouge(MetricBase):
-    """ROUGE of the text against the reference, by the package rouge-score; of several references the best F counts.
-
-    `words: ascii` is the package's own tokenizer, which drops all letters but a to z; `unicode` keeps words of any script.
-    """
+    """ROUGE of the text against the reference, by the package rouge-score; of several references the best F counts."""
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["rouge"]
-    types: Annotated[
-        tuple[RougeType, ...], BeforeValidator(as_tuple), AfterValidator(_once), Field(min_length=1)
-    ] = ("rouge1", "rouge2", "rougeL")  # fmt: skip
-    score: Literal["f", "precision", "recall"] = "f"
-    stemmer: bool = False
-    words: Literal["ascii", "unicode"] = "ascii"
+    types: RougeTypes = Field(default=("rouge1", "rouge2", "rougeL"), description="each is a column")
+    score: Literal["f", "precision", "recall"] = Field(default="f", description="which value of ROUGE")
+    stemmer: bool = Field(default=False, description="compare words by their stems")
+    words: Literal["ascii", "unicode"] = Field(default="ascii", description="ascii drops all letters but a to z")
 
     def own_columns(self) -> tuple[str, ...]:
         return self.types
@@ -112,20 +108,20 @@ class Bleu(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["bleu"]
-    lowercase: bool = False
-    tokenize: Literal["13a", "intl", "char", "none"] = "13a"
+    lowercase: bool = Field(default=False, description="ignore case")
+    tokenize: Literal["13a", "intl", "char", "none"] = Field(default="13a", description="sacrebleu's tokenizer")
 
     def own_columns(self) -> tuple[str, ...]:
         return ("bleu",)
 
 
 class Chrf(MetricBase):
-    """chrF of the text as one sentence, 0 to 100, by sacrebleu; `word_order: 2` is chrF++."""
+    """chrF of the text as one sentence, 0 to 100, by sacrebleu."""
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["chrf"]
-    word_order: Annotated[int, Field(ge=0, le=4)] = 0
-    lowercase: bool = False
+    word_order: Annotated[int, Field(ge=0, le=4)] = Field(default=0, description="2 is chrF++")
+    lowercase: bool = Field(default=False, description="ignore case")
 
     def own_columns(self) -> tuple[str, ...]:
         return ("chrf",)
@@ -136,7 +132,7 @@ class EditSimilarity(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["edit_similarity"]
-    over: Literal["characters", "words"] = "characters"
+    over: Literal["characters", "words"] = Field(default="characters", description="what is compared")
 
     def own_columns(self) -> tuple[str, ...]:
         return ("edit_similarity",)
@@ -146,8 +142,8 @@ class Distinct(MetricBase):
     """Different n-grams / all n-grams of the text (Li et al. 2016), over words or generated tokens."""
 
     kind: Literal["distinct"]
-    n: Orders = (1, 2)
-    over: Literal["words", "tokens"] = "words"
+    n: Orders = Field(default=(1, 2), description="lengths of the n-grams")
+    over: Literal["words", "tokens"] = Field(default="words", description="what n-grams consist of")
 
     def own_columns(self) -> tuple[str, ...]:
         return tuple(f"distinct_{n}" for n in self.n)
@@ -161,7 +157,7 @@ class Entropy(MetricBase):
 
     needs_text: ClassVar[bool] = False
     kind: Literal["entropy"]
-    over: Literal["tokens", "words"] = "tokens"
+    over: Literal["tokens", "words"] = Field(default="tokens", description="what is counted")
 
     def own_columns(self) -> tuple[str, ...]:
         return ("entropy",)
@@ -180,17 +176,19 @@ class Length(MetricBase):
 class Judge(MetricBase):
     """The log-probability and the perplexity of the text under another causal model, the judge.
 
-    The text is tokenized and scored as `task: score` does; with `prompt`, a kept column of the inputs, after that prompt.
+    The text is tokenized and scored as `task: score` does.
     """
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision", "device", "max_rows"})
     kind: Literal["judge"]
-    model: Annotated[str, Field(min_length=1)]
-    revision: str | None = None
-    prompt: Column | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = "auto"
-    max_rows: Annotated[int, Field(ge=1, le=1024)] = 32
+    model: Annotated[str, Field(min_length=1)] = Field(description="the judge, found as model.path is")
+    revision: str | None = Field(default=None, description="of a hub model")
+    prompt: Column | None = Field(default=None, description="a kept column with the text before the sample's")
+    dtype: Dtype = Field(default="auto", description="as in model.dtype")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = Field(
+        default="auto", description="as in model.device"
+    )
+    max_rows: Annotated[int, Field(ge=1, le=1024)] = Field(default=32, description="texts in a forward")
 
     def own_columns(self) -> tuple[str, ...]:
         return ("judge_logprob", "judge_perplexity", "judge_tokens")
@@ -222,14 +220,14 @@ class PassAtK(MetricBase):
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "sandbox", "allow_code_execution"})
     kind: Literal["pass_at_k"]
-    k: Ks = (1,)
-    program: Annotated[str, Field(min_length=1)] = HUMANEVAL
-    code: Literal["as_is", "fenced"] = "as_is"
-    timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = 10.0
-    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = 1024
-    processes: Annotated[int, Field(ge=0, le=256)] = 0
-    sandbox: Literal["auto", "kernel", "bwrap"] = "auto"
-    allow_code_execution: bool = False
+    k: Ks = Field(default=(1,), description="the k of pass@k, at most sampling.n")
+    program: Annotated[str, Field(min_length=1)] = Field(default=HUMANEVAL, description="Python with {text} and {NAME}")
+    code: Literal["as_is", "fenced"] = Field(default="as_is", description="fenced: only the first ``` block")
+    timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(default=10.0, description="seconds")
+    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = Field(default=1024, description="address space of a process")
+    processes: Annotated[int, Field(ge=0, le=256)] = Field(default=0, description="how many processes it may start")
+    sandbox: Literal["auto", "kernel", "bwrap"] = Field(default="auto", description="auto: kernel where it holds")
+    allow_code_execution: bool = Field(default=False, description="required: true")
 
     @field_validator("program")
     @classmethod
@@ -254,17 +252,16 @@ class PassAtK(MetricBase):
 
 
 class OwnMetric(MetricBase):
-    """A metric of one's own: a Python file with a function `measure(row)`; docs/metrics.md says what it gets and returns.
-
-    `columns` names the values if it returns several; else the column has the file's name.
-    """
+    """A metric of one's own: a Python file with a function `measure(row)`; docs/metrics.md says what it gets and returns."""
 
     needs_text: ClassVar[bool] = False
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "path"})
     kind: Literal["file"]
-    path: Annotated[str, Field(min_length=1)]
-    values: Annotated[tuple[Column, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = ()
-    reference: bool = False
+    path: Annotated[str, Field(min_length=1)] = Field(description="the Python file")
+    values: Annotated[tuple[Column, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
+        default=(), description="keys of the dict that it returns"
+    )
+    reference: bool = Field(default=False, description="refuse runs without references")
 
     @model_validator(mode="after")
     def _is_a_file(self) -> OwnMetric:

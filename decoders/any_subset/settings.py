@@ -39,11 +39,13 @@ class AssdSettings(DecoderChoice):
     token_logprobs: ClassVar = True
     runs: ClassVar = "draftmill.decoders.any_subset.assd:algorithm"
     kind: Literal["assd"]
-    k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 5
-    drafter: Literal["self", "ngram"] = "self"
-    head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
-    fused: Literal["none", "rows"] = "none"
-    rows: Literal["all", "ends"] = "all"
+    k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
+        default=5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
+    )
+    drafter: Literal["self", "ngram"] = Field(default="self", description="the model itself, or n-grams of the canvas")
+    head: str = Field(default="auto", min_length=1, description="auto: the model's own; none; or a draft head's folder")
+    fused: Literal["none", "rows"] = Field(default="none", description="rows: one forward verifies and drafts anew")
+    rows: Literal["all", "ends"] = Field(default="all", description="fused: prepare for all outcomes or for two")
 
     @field_validator("drafter", mode="before")
     @classmethod

@@ -35,22 +35,22 @@ class MinSpan(Settings):
     """Verify a span of at least `span` tokens; 1 means always."""
 
     kind: Literal["min_span"]
-    span: int = Field(default=1, ge=1, le=2**20)
+    span: int = Field(default=1, ge=1, le=2**20, description="tokens of the shortest verified span")
 
 
 class ScoreRouter(Settings):
     """Verify where the score (expected accepted tokens less their cost) is at least `tau`."""
 
     kind: Literal["score"]
-    tau: _Number = 0.0
+    tau: _Number = Field(default=0.0, description="least score")
 
 
 class Hysteresis(Settings):
     """Start to verify at a score above `on`, stop at a score below `off`; a sample starts without verification."""
 
     kind: Literal["hysteresis"]
-    on: _Number = 0.0
-    off: _Number = -1.0
+    on: _Number = Field(default=0.0, description="verify from above this score")
+    off: _Number = Field(default=-1.0, description="stop below this score")
 
     @model_validator(mode="after")
     def _ordered(self) -> Hysteresis:
@@ -67,11 +67,11 @@ class Bandit(Settings):
     """
 
     kind: Literal["bandit"]
-    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    span_bins: _Bins = 2
-    progress_bins: _Bins = 2
-    entropy_bins: _Bins = 2
-    entropy_of: Literal["span", "masks"] = "span"
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
+    span_bins: _Bins = Field(default=2, description="bins of span lengths")
+    progress_bins: _Bins = Field(default=2, description="bins of progress")
+    entropy_bins: _Bins = Field(default=2, description="bins of entropies")
+    entropy_of: Literal["span", "masks"] = Field(default="span", description="the mean over a span or a block's masks")
 
 
 Router = Annotated[MinSpan | ScoreRouter | Hysteresis | Bandit, Field(discriminator="kind")]
@@ -84,28 +84,28 @@ class Entropy(Settings):
     """exp(-beta H / log V), with the entropy H of the draft distribution."""
 
     kind: Literal["entropy"]
-    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the entropy")
 
 
 class Margin(Settings):
     """1 where the best token leads the second by more than `tau`, else 0."""
 
     kind: Literal["margin"]
-    tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False)
+    tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False, description="the lead")
 
 
 class LinearMargin(Settings):
     """The best token's lead over the second times `coefficient`, at most 1."""
 
     kind: Literal["linear_margin"]
-    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the lead")
 
 
 class Confidence(Settings):
     """The drafted token's probability to the `power`."""
 
     kind: Literal["confidence"]
-    power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="exponent of the probability")
 
 
 class Renyi(Settings):
@@ -118,7 +118,7 @@ class HardEntropy(Settings):
     """1 where H / log V is below `tau`, else 0."""
 
     kind: Literal["hard_entropy"]
-    tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False)
+    tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False, description="the normalised entropy")
 
 
 Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | HardEntropy, Field(discriminator="kind")]
@@ -130,8 +130,10 @@ Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | Har
 class VerificationCost(Settings):
     """The gain that a verification must reach: `c` tokens (static), or `c` per token revealed without it (dynamic)."""
 
-    kind: Literal["static", "dynamic"] = "static"
-    c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    kind: Literal["static", "dynamic"] = Field(
+        default="static", description="c tokens, or c for each token that is revealed without it"
+    )
+    c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="number of tokens")
 
 
 # ---- decoders --------------------------------------------------------------------------------------------------------
@@ -155,16 +157,22 @@ class BlockSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "blocks"
     tasks: ClassVar[Tasks] = ("complete",)
     draws_by_row: ClassVar = False
-    block_size: _Count | None = None
-    schedule: Literal["static", "dynamic", "sequential", "entropy"] = "dynamic"
-    steps: _Count | None = None
-    tau: float = Field(default=0.9, ge=0.0, allow_inf_nan=False)
-    sub_block: _Count | None = None
-    tau_edit: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
-    post_steps: int = Field(default=16, ge=0, le=2**20)
-    causal_cache: bool = False
-    fused: bool = False
-    draws: Literal["fresh", "kept"] = "fresh"
+    block_size: _Count | None = Field(default=None, description="positions of a block; null: the size used in training")
+    schedule: Literal["static", "dynamic", "sequential", "entropy"] = Field(
+        default="dynamic", description="which masks a step reveals"
+    )
+    steps: _Count | None = Field(default=None, description="denoising steps of a block; null: one per position")
+    tau: float = Field(
+        default=0.9, ge=0.0, allow_inf_nan=False, description="threshold of dynamic (confidence) and entropy (nats)"
+    )
+    sub_block: _Count | None = Field(default=None, description="denoise blocks in parts of N positions, left to right")
+    tau_edit: float | None = Field(
+        default=None, ge=0.0, allow_inf_nan=False, description="replace a revealed token if another exceeds this"
+    )
+    post_steps: int = Field(default=16, ge=0, le=2**20, description="with tau_edit: most steps after the last mask")
+    causal_cache: bool = Field(default=False, description="prompt and finished blocks see only what is to their left")
+    fused: bool = Field(default=False, description="draft a block in the forward that adds what is before it")
+    draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
 
     @property
     def draws_anew(self) -> bool:
@@ -232,24 +240,16 @@ class BlockDiffusionSettings(BlockSettings):
 
 
 class S2d2Settings(BlockSettings):
-    """Self-speculation: the same model verifies a block's drafts at block size 1, when the router decides so.
-
-    `temper` is the power of the ratio p/q under sampling.acceptance 'rejection'. With `causal_draft` a drafting forward runs the
-    decided front of the block causally (equation 4). `paper_compat` follows the public code at temperature 0: it accepts by the
-    ratio of the untempered distributions, and draws the recovered token. `fused` also drafts in the verifications; it requires a
-    causal cache and a router that verifies every span, without sub-blocks, editing and paper_compat. A router that verifies every
-    span needs a step for every position; with another one, `steps` add unverified drafts to what a verification reveals, as in
-    SDAR's public code.
-    """
+    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy."""
 
     runs: ClassVar = "draftmill.decoders.blocks.s2d2:algorithm"
     kind: Literal["s2d2"]
-    router: Router = MinSpan(kind="min_span")
-    estimator: Estimator = Entropy(kind="entropy")
-    cost: VerificationCost = VerificationCost()
-    temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    causal_draft: bool = False
-    paper_compat: bool = False
+    router: Router = Field(default=MinSpan(kind="min_span"), description="whether a drafted span is verified")
+    estimator: Estimator = Field(default=Entropy(kind="entropy"), description="how likely a draft is accepted")
+    cost: VerificationCost = Field(default=VerificationCost(), description="how many tokens a verification must gain")
+    temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, if it is used")
+    causal_draft: bool = Field(default=False, description="draft with the decided front of the block run causally")
+    paper_compat: bool = Field(default=False, description="at temperature 0: untempered, as the public code")
 
     @property
     def verifies_always(self) -> bool:

@@ -30,8 +30,8 @@ class AutoregressiveSettings(CausalSettings):
 class DrafterPlace(Settings):
     """The path of a drafting model: a masked-diffusion model with the same vocabulary."""
 
-    path: str = Field(min_length=1)
-    revision: str | None = None
+    path: str = Field(min_length=1, description="where the model is, as in model.path")
+    revision: str | None = Field(default=None, description="of a hub model")
 
 
 class ModelDrafterSettings(DrafterPlace):
@@ -44,8 +44,8 @@ class NgramDrafterSettings(Settings):
     """Prompt look-up: drafts the tokens after the last occurrence of the last `max_n` (down to `min_n`) tokens."""
 
     kind: Literal["ngram"]
-    max_n: int = Field(default=3, ge=1, le=16)
-    min_n: int = Field(default=1, ge=1, le=16)
+    max_n: int = Field(default=3, ge=1, le=16, description="most tokens that must match")
+    min_n: int = Field(default=1, ge=1, le=16, description="fewest tokens that must match")
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramDrafterSettings:
@@ -62,9 +62,15 @@ class SuffixDrafterSettings(Settings):
     """
 
     kind: Literal["suffix"]
-    max_tokens: int = Field(default=1 << 20, ge=1 << 10, le=1 << 28)
-    max_spec_factor: float = Field(default=1.0, gt=0.0, le=64.0, allow_inf_nan=False)
-    min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0, allow_inf_nan=False)
+    max_tokens: int = Field(
+        default=1 << 20, ge=1 << 10, le=1 << 28, description="the index holds the last N tokens, at least half of them"
+    )
+    max_spec_factor: float = Field(
+        default=1.0, gt=0.0, le=64.0, allow_inf_nan=False, description="drafts at most N times the tokens that match"
+    )
+    min_token_prob: float = Field(
+        default=0.1, ge=0.0, le=1.0, allow_inf_nan=False, description="drafts while all hold with this probability"
+    )
 
 
 class SpeculativeSettings(CausalSettings):
@@ -72,10 +78,12 @@ class SpeculativeSettings(CausalSettings):
 
     runs: ClassVar = "draftmill.decoders.causal.speculative:algorithm"
     kind: Literal["speculative"]
-    k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
-    drafter: Annotated[
-        ModelDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings, Field(discriminator="kind")
-    ] = NgramDrafterSettings(kind="ngram")
+    k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
+        default=5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
+    )
+    drafter: ModelDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings = Field(
+        default=NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts"
+    )
 
     @property
     def drafts_of_neighbours(self) -> bool:
@@ -93,12 +101,16 @@ class SpecDiffSettings(CausalSettings):
 
     runs: ClassVar = "draftmill.decoders.causal.specdiff:algorithm"
     kind: Literal["specdiff"]
-    gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 8
-    steps: int = Field(default=2, ge=1, le=256)
-    order: Literal["left_to_right", "native"] = "left_to_right"
-    window: Literal["short", "full"] = "short"
-    drafter: DrafterPlace
-    head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
+    gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
+        default=8, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
+    )
+    steps: int = Field(default=2, ge=1, le=256, description="forwards of the drafter for one draft, at most")
+    order: Literal["left_to_right", "native"] = Field(
+        default="left_to_right", description="which draft comes first; native (at random) is lossy under rejection"
+    )
+    window: Literal["short", "full"] = Field(default="short", description="masks of the draft or of the trained length")
+    drafter: DrafterPlace = Field(description="a masked-diffusion model with the same vocabulary, except the mask")
+    head: str = Field(default="auto", min_length=1, description="auto: the drafter's own; none; or a head's folder")
 
     @model_validator(mode="after")
     def _head_needs_order(self) -> SpecDiffSettings:
@@ -129,8 +141,8 @@ class JacobiSettings(CausalSettings):
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.causal.jacobi:jacobi_algorithm"
     kind: Literal["jacobi"]
-    block_size: int = Field(default=16, ge=1, le=256)
-    window: Literal["fixed", "running"] = "fixed"
+    block_size: int = Field(default=16, ge=1, le=256, description="tokens of a block")
+    window: Literal["fixed", "running"] = Field(default="fixed", description="a block at a time, or always N drafts")
 
     @field_validator("block_size", mode="before")
     @classmethod
@@ -144,13 +156,13 @@ class JacobiSettings(CausalSettings):
 
 
 class MultiblockJacobiSettings(CausalSettings):
-    """Jacobi decoding with several blocks at once and rejection recycling (pcLLM, Algorithm 1)."""
+    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding)."""
 
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.causal.jacobi:multiblock_algorithm"
     kind: Literal["multiblock_jacobi"]
-    block_size: int = Field(default=16, ge=1, le=256)
-    blocks: int = Field(default=2, ge=1, le=8)
-    spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0)
-    verify_size: int = Field(default=4, ge=1, le=16)
-    pool_size: int = Field(default=4, ge=0, le=256)
+    block_size: int = Field(default=16, ge=1, le=256, description="tokens of a block")
+    blocks: int = Field(default=2, ge=1, le=8, description="blocks at once")
+    spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0, description="accepted share when the next block starts")
+    verify_size: int = Field(default=4, ge=1, le=16, description="rows verified together: the draft and its candidates")
+    pool_size: int = Field(default=4, ge=0, le=256, description="rejected runs of tokens kept as candidates; 0: none")

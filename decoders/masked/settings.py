@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import DecoderChoice, Tasks
 
+_Count = Annotated[int, Field(ge=1, le=2**20)]
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
 
@@ -25,11 +26,15 @@ class MaskedSettings(DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar[Tasks] = ("infill", "complete")
-    block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32
-    confidence: Literal["top1", "margin", "entropy", "random"] = "top1"
-    cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = "none"
-    refresh: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    draws: Literal["fresh", "kept"] = "fresh"
+    block_length: _Count | None = Field(default=32, description="positions of a block; null: the canvas is one block")
+    confidence: Literal["top1", "margin", "entropy", "random"] = Field(
+        default="top1", description="which position comes next: by probability, lead, negative entropy, or at random"
+    )
+    cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = Field(
+        default="none", description="what a forward reads instead of computing it; dual_relaxed is lossy in ssd"
+    )
+    refresh: _Count | None = Field(default=None, description="refresh the cache after N tokens; null: once a block")
+    draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
 
     @property
     def draws_anew(self) -> bool:
@@ -54,9 +59,9 @@ class StepwiseSettings(MaskedSettings):
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.masked.stepwise:algorithm"
     kind: Literal["stepwise"]
-    tokens_per_step: int = Field(default=1, ge=1)
-    steps: Annotated[int, Field(ge=1)] | None = None
-    schedule: Literal["even", "dream"] = "even"
+    tokens_per_step: int = Field(default=1, ge=1, description="tokens that a forward reveals; more than 1 is lossy")
+    steps: Annotated[int, Field(ge=1)] | None = Field(default=None, description="instead: the number of forwards")
+    schedule: Literal["even", "dream"] = Field(default="even", description="steps: dream is Dream's, without blocks")
 
     @model_validator(mode="after")
     def _one_schedule(self) -> StepwiseSettings:
@@ -77,8 +82,8 @@ class SelfSpeculativeSettings(MaskedSettings):
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.masked.ssd:algorithm"
     kind: Literal["ssd"]
-    draft_length: int = Field(default=4, ge=1, le=64)
-    tree: Literal["chain", "mixed"] = "chain"
+    draft_length: int = Field(default=4, ge=1, le=64, description="most drafts N in a forward, of N + 1 canvases")
+    tree: Literal["chain", "mixed"] = Field(default="chain", description="mixed: 2 N canvases, for swapped drafts")
 
     @field_validator("draft_length", mode="before")
     @classmethod
@@ -96,8 +101,10 @@ class ThresholdSettings(MaskedSettings):
 
     runs: ClassVar = "draftmill.decoders.masked.stepwise:threshold"
     kind: Literal["threshold"]
-    confidence: Literal["top1", "margin"] = "top1"
-    tau: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
+    confidence: Literal["top1", "margin"] = Field(default="top1", description="a token's probability, or its lead")
+    tau: float = Field(
+        default=0.9, ge=0.0, le=1.0, allow_inf_nan=False, description="reveal tokens this sure, and always the best"
+    )
 
 
 class FactorSettings(MaskedSettings):
@@ -105,15 +112,14 @@ class FactorSettings(MaskedSettings):
 
     runs: ClassVar = "draftmill.decoders.masked.stepwise:factor"
     kind: Literal["factor"]
-    confidence: Literal["top1", "margin"] = "top1"
-    factor: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    confidence: Literal["top1", "margin"] = Field(default="top1", description="a token's probability, or its lead")
+    factor: float = Field(
+        default=1.0, gt=0.0, allow_inf_nan=False, description="reveal the largest n: (n + 1) (1 - n-th confidence) < it"
+    )
 
 
 class AncestralSettings(DecoderChoice):
-    """Masked diffusion backwards in time (MDLM, SEDD): each step reveals masks at random; lossy with few steps.
-
-    `predictor` auto is the family's own: ddpm (MDLM) or analytic (SEDD). A sample takes at most `steps` + 1 forwards.
-    """
+    """Masked diffusion backwards in time (MDLM, SEDD): each step reveals masks at random; lossy with few steps."""
 
     runs_on: ClassVar[ModelKind] = "ancestral"
     tasks: ClassVar = ("infill", "complete", "score")
@@ -122,8 +128,10 @@ class AncestralSettings(DecoderChoice):
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.masked.ancestral:algorithm"
     kind: Literal["ancestral"]
-    steps: int = Field(default=128, ge=1, le=2**20)
-    predictor: Literal["auto", "ddpm", "analytic", "euler"] = "auto"
+    steps: int = Field(default=128, ge=1, le=2**20, description="steps until no mask is left; one more takes the rest")
+    predictor: Literal["auto", "ddpm", "analytic", "euler"] = Field(
+        default="auto", description="the rule that reveals masks: ddpm (MDLM), analytic or euler (SEDD)"
+    )
 
     def check_model(self, info: ModelInfo) -> None:
         self.predictor_for(info.family)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from draftmill.actors.metrics.settings import Metrics
 from draftmill.actors.task import Columns, Side, Task, as_tuple
-from draftmill.decoders.common_settings import Sampling, Settings
+from draftmill.decoders.common_settings import Dtype, Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import has_date, read_date, with_date, written
 from draftmill.jobs.spec.metric_rules import kept_names, metric_problem, reference_of
@@ -48,23 +48,23 @@ def _once(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class InputSettings(Settings):
-    """Where the rows are: one path or several; each must exist.
+    """Where the rows are: one path or several; each must exist."""
 
-    `chunk_chars` cuts text files into rows of at most that many characters. `delimiter` separates the fields of csv files,
-    null for a comma (a tab in .tsv). `truncate` says which part is cut off a prompt that is too long for the model, null
-    for none. `keep` names columns that are copied into the results. `since` takes only files that no finished run of a
-    recurring job has had, `dedupe` only rows whose ids no finished run has as ok.
-    """
-
-    path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)]
-    columns: Columns = Columns()
-    limit: Positive | None = None
-    chunk_chars: Positive | None = None
-    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
-    truncate: Side | None = None
-    keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = ()
-    since: Literal["last_success"] | None = None
-    dedupe: Literal["ids"] | None = None
+    path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] = Field(
+        description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them"
+    )
+    columns: Columns = Field(default=Columns(), description="which column holds what")
+    limit: Positive | None = Field(default=None, description="use only the first rows, this many over all files")
+    chunk_chars: Positive | None = Field(default=None, description="cut text files into rows of at most N characters")
+    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = Field(
+        default=None, description="of csv fields: one character, or tab; null: a comma, in .tsv a tab"
+    )
+    truncate: Side | None = Field(default=None, description="part of a long prompt that is cut; null: its row fails")
+    keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
+        default=(), description="input columns that are copied into the result rows, in a struct keep"
+    )
+    since: Literal["last_success"] | None = Field(default=None, description="skip files that a finished run has read")
+    dedupe: Literal["ids"] | None = Field(default=None, description="skip rows that a finished run already has as ok")
 
     @property
     def shown(self) -> str:
@@ -81,32 +81,32 @@ def _device(name: str) -> str:
 class ModelSettings(Settings):
     """Which checkpoint, and how it is loaded."""
 
-    path: Text
-    adapter: Text | None = None
-    family: Text = "auto"
-    revision: str | None = None
-    mask_id: Annotated[int, Field(ge=0)] | None = None
-    tokenizer: Text = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    device: Annotated[str, AfterValidator(_device)] = "auto"
-    trust_remote_code: bool = False
+    path: Text = Field(description="builtin:NAME, a folder, s3://bucket/prefix, a hub id, or a .gguf file there")
+    adapter: Text | None = Field(default=None, description="a PEFT LoRA adapter: a folder, s3://..., or a hub id")
+    family: Text = Field(default="auto", description="auto: model_type of config.json; draftmill models lists all")
+    revision: str | None = Field(default=None, description="of a hub model; refused for any other")
+    mask_id: Annotated[int, Field(ge=0)] | None = Field(default=None, description="null: the family's own, if any")
+    tokenizer: Text = Field(default="auto", description="auto (the model's), a folder, or none (rows give tokens)")
+    dtype: Dtype = Field(default="auto", description="auto: float32 on CPU, bfloat16 on GPU")
+    device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto prefers GPU; cpu; cuda:N")
+    trust_remote_code: bool = Field(default=False, description="for tokenizers' loaders; models never run remote code")
 
 
 class BatchingSettings(Settings):
-    """How much a worker decodes at once, in slots and in rows of prompts, and how many rows are sorted together (`window`)."""
+    """How much a worker decodes at once, and how many rows are sorted together."""
 
-    max_tokens: Auto | Positive = "auto"
-    max_rows: Auto | Positive = "auto"
-    prompt_rows: Auto | Positive = "auto"
-    window: Positive = 65536
+    max_tokens: Auto | Positive = Field(default="auto", description="most slots times cache columns")
+    max_rows: Auto | Positive = Field(default="auto", description="most slots of a worker")
+    prompt_rows: Auto | Positive = Field(default="auto", description="most rows of prompts in a forward")
+    window: Positive = Field(default=65536, description="rows that are sorted and cut into units together")
 
 
 class ErrorSettings(Settings):
     """How many samples may fail, and how often a unit is tried."""
 
-    max_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
-    max_count: Annotated[int, Field(ge=0)] | None = None
-    attempts: Positive = 3
+    max_rate: Annotated[float, Field(ge=0.0, le=1.0)] = Field(default=0.01, description="largest share of failed rows")
+    max_count: Annotated[int, Field(ge=0)] | None = Field(default=None, description="most failed samples")
+    attempts: Positive = Field(default=3, description="failures of a unit by its data before its rows are examined")
 
 
 def _date(value: Any) -> Any:
@@ -116,15 +116,14 @@ def _date(value: Any) -> Any:
 
 
 class OutputSettings(Settings):
-    """Where the results go. A path with a date, as in `base/{date:%Y-%m-%d}`, is that of a recurring job.
+    """Where the results go. A path with a date, as in `base/{date:%Y-%m-%d}`, is that of a recurring job."""
 
-    `logical_date` is the date that such a path has, or had before it was filled in; null for the time of the start.
-    """
-
-    path: Text
-    logical_date: Annotated[str, BeforeValidator(_date)] | None = None
-    trace: Literal["none", "steps"] = "none"
-    unit_rows: Auto | Positive = "auto"
+    path: Text = Field(description="a folder or s3://bucket/prefix; {date:...} for a recurring job")
+    logical_date: Annotated[str, BeforeValidator(_date)] | None = Field(
+        default=None, description="the date for {date:...}; null: the time of the start"
+    )
+    trace: Literal["none", "steps"] = Field(default="none", description="steps: one row per decoder iteration")
+    unit_rows: Auto | Positive = Field(default="auto", description="rows of a unit, at most 2^19 tokens")
 
 
 def _endpoint(url: str) -> str:
@@ -137,10 +136,12 @@ def _endpoint(url: str) -> str:
 class S3Settings(Settings):
     """How to reach S3, for inputs, models and results alike. Credentials come from the environment."""
 
-    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = None
-    region: str | None = None
-    addressing: Literal["auto", "path", "virtual"] = "auto"
-    checksums: Literal["auto", "when_required", "when_supported"] = "auto"
+    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(default=None, description="URL, no credentials")
+    region: str | None = Field(default=None, description="as for boto3")
+    addressing: Literal["auto", "path", "virtual"] = Field(default="auto", description="auto: path with an endpoint")
+    checksums: Literal["auto", "when_required", "when_supported"] = Field(
+        default="auto", description="auto: SHA-256 with every write; when_required: none; when_supported: boto3's"
+    )
 
     def options(self) -> S3Options:
         """The same settings as storage's S3Options."""
@@ -161,8 +162,10 @@ NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe")
 class JobSpec(Settings):
     """A whole job."""
 
-    name: Annotated[Text, AfterValidator(_shown)] = "job"
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    name: Annotated[Text, AfterValidator(_shown)] = Field(default="job", description="in tables; else the file's name")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
+        default=0, description="gives, with a sample's id, the sample's key and so all its randomness"
+    )
     task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings
     model: ModelSettings
@@ -173,8 +176,8 @@ class JobSpec(Settings):
     errors: ErrorSettings = ErrorSettings()
     output: OutputSettings
     s3: S3Settings = S3Settings()
-    metrics: Metrics = ()
-    notify: Receivers = ()
+    metrics: Metrics = Field(default=(), description="what is measured after the last unit")
+    notify: Receivers = Field(default=(), description="commands and webhooks that get notices")
 
     @property
     def shapes(self) -> tuple[WorkerShape, ...]:

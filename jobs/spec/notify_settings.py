@@ -61,11 +61,7 @@ def _headers(headers: dict[str, str]) -> dict[str, str]:
 
 
 class NotifySettings(Settings):
-    """One receiver of notices: a command, which reads the notice from its standard input, or a webhook, which gets it as POST.
-
-    `on` says which events it is told, `timeout_s` how long it may take; then it is ended. `stall_s` is how long a run may stand
-    still before that is an event.
-    """
+    """One receiver of notices: a command or a webhook."""
 
     command: (
         Annotated[
@@ -75,16 +71,16 @@ class NotifySettings(Settings):
             AfterValidator(_command),
         ]
         | None
-    ) = None
-    webhook: Annotated[str, AfterValidator(_webhook)] | None = None
-    headers: Annotated[dict[str, str], AfterValidator(_headers)] = Field(default_factory=dict)
-    on: Annotated[tuple[Event, ...], BeforeValidator(_one_or_more), Field(min_length=1)] = (
-        "finish",
-        "failure",
-        "stall",
+    ) = Field(default=None, description="a command and its arguments; it reads the notice from standard input")
+    webhook: Annotated[str, AfterValidator(_webhook)] | None = Field(default=None, description="gets notices by POST")
+    headers: Annotated[dict[str, str], AfterValidator(_headers)] = Field(
+        default_factory=dict, description="of the webhook's request"
     )
-    timeout_s: Annotated[float, Field(gt=0.0, le=300.0)] = 10.0
-    stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
+    on: Annotated[tuple[Event, ...], BeforeValidator(_one_or_more), Field(min_length=1)] = Field(
+        default=("finish", "failure", "stall"), description="the events of which it is notified"
+    )
+    timeout_s: Annotated[float, Field(gt=0.0, le=300.0)] = Field(default=10.0, description="seconds until it is ended")
+    stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = Field(default=1800.0, description="seconds")
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> NotifySettings:

@@ -11,6 +11,7 @@ from draftmill.actors.task import as_tuple
 from draftmill.decoders.common_settings import Settings
 
 Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]
 
 _NAME = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _KEY = re.compile(rf"(?:{_NAME}(?:\.{_NAME})*/)?{_NAME}")
@@ -28,25 +29,24 @@ def _labels(labels: dict[str, str]) -> dict[str, str]:
 
 
 class WorkerShape(Settings):
-    """Workers of one kind: how many, and the resources of each; a fraction of a GPU is allowed.
+    """Workers of one kind: how many, and the resources of each."""
 
-    `gpus_per_model` splits the model over so many processes, each with its share of the worker's resources, all on one node.
-    `labels` selects nodes as Ray's label selectors do. `max_rows` and `max_tokens` replace those of `batching`.
-    A worker that makes no progress for `stall_s` seconds is killed, and its units are assigned to others. So is a worker that
-    is not up after `start_s` seconds, which include waiting for resources and loading the model. `price_per_hour` is what an
-    hour of one such worker costs, in any currency.
-    """
-
-    count: Literal["auto"] | Positive = "auto"
-    gpus: Literal["auto"] | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = "auto"
-    cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
-    gpus_per_model: Positive = 1
-    labels: Annotated[dict[str, str], AfterValidator(_labels)] = Field(default_factory=dict)
-    max_rows: Positive | None = None
-    max_tokens: Positive | None = None
-    stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 600.0
-    start_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
-    price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    count: Literal["auto"] | Positive = Field(default="auto", description="auto: as many as GPUs, else CPUs, allow")
+    gpus: Literal["auto"] | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = Field(
+        default="auto", description="per worker, all on one node; auto: one if a selected node has any"
+    )
+    cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = Field(default=1, description="per worker (Ray's CPUs)")
+    gpus_per_model: Positive = Field(default=1, description="processes on one node that one model is split over")
+    labels: Annotated[dict[str, str], AfterValidator(_labels)] = Field(
+        default_factory=dict, description="only nodes with these labels: VALUE, !VALUE, in(A, B), !in(A, B)"
+    )
+    max_rows: Positive | None = Field(default=None, description="in place of batching.max_rows")
+    max_tokens: Positive | None = Field(default=None, description="in place of batching.max_tokens")
+    stall_s: Seconds = Field(default=600.0, description="a worker without progress for N seconds is killed")
+    start_s: Seconds = Field(default=1800.0, description="a worker that is not up after N seconds is requested again")
+    price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = Field(
+        default=None, description="what an hour of one such worker costs, in any currency"
+    )
 
     @field_validator("gpus")
     @classmethod
