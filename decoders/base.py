@@ -184,9 +184,7 @@ class Decoder(Protocol):
 @runtime_checkable
 class CachedDecoder(Decoder, Protocol):
     """A decoder whose samples have slots in the cache of a model; its batch has limits, and can be fitted into memory.
-
-    `backbone` is the model (decoders/backbones/base.py).
-    """
+    `backbone` is the model (decoders/backbones/base.py)."""
 
     backbone: Any
     info: ModelInfo

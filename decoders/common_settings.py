@@ -104,10 +104,8 @@ class DecoderChoice(Settings):
 
 
 class Estimate(Settings):
-    """How the log-probability of a text is estimated where a model has none that is exact (decoders/estimates.py).
-
-    `kind` is LLaDA's estimator or MDLM's; `auto` is the family's own. `samples` masks are drawn for each text.
-    """
+    """How the log-probability of a text is estimated where a model has none that is exact (decoders/estimates.py). `kind` is
+    LLaDA's estimator or MDLM's; `auto` is the family's own. `samples` masks are drawn for each text."""
 
     kind: Literal["auto", "llada", "mdlm"] = "auto"
     samples: int = Field(default=128, ge=2, le=2**20)

@@ -64,9 +64,7 @@ class Mask:
 @dataclass(frozen=True, slots=True)
 class MaskedGroup:
     """Tokens that are masked together: those of a text, or of one block. `places_L` are their numbers among all scored tokens.
-
-    `number` tells the groups of one text apart. The weights of a group's masks include the division by their number.
-    """
+    `number` tells the groups of one text apart. The weights of a group's masks include the division by their number."""
 
     key: int
     number: int
@@ -123,9 +121,7 @@ class ScoredRows(NamedTuple):
 
 class Grouping(NamedTuple):
     """The scored positions that are masked together, group by group, and those that are read `alone`, without a mask.
-
-    `per_canvas` draws share a canvas; a function of the text alone.
-    """
+    `per_canvas` draws share a canvas; a function of the text alone."""
 
     groups: list[Ints]
     alone: Ints
@@ -135,9 +131,7 @@ class Grouping(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One draw of masks: the masked positions, those that are read (the masked ones, and those alone), and their weights.
-
-    `share` is the share of its text's tokens that it stands for.
-    """
+    `share` is the share of its text's tokens that it stands for."""
 
     number: int
     masked: Ints
@@ -148,10 +142,8 @@ class Draw:
 
 
 class Text(Sample):
-    """A text that is being scored: its masks, and what its canvases have said so far.
-
-    `sampled_M` are each draw's sums over groups with random masks, `exact_M` over all other tokens.
-    """
+    """A text that is being scored: its masks, and what its canvases have said so far. `sampled_M` are each draw's sums over
+    groups with random masks, `exact_M` over all other tokens."""
 
     __slots__ = (
         "alone", "by_position", "exact_M", "groups", "num_run", "per_canvas", "positions", "sampled_M", "scored",

@@ -131,10 +131,8 @@ def _extents(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Tensor, 
 
 
 def bias_of(seen_NW: Tensor, shape: tuple[int, int], rectangle_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What rows see, as an additive bias (0 or -inf) over the rectangle of this shape, [*shape, W].
-
-    Places without a row see everything, since a softmax over nothing is NaN.
-    """
+    """What rows see, as an additive bias (0 or -inf) over the rectangle of this shape, [*shape, W]. Places without a row see
+    everything, since a softmax over nothing is NaN."""
     bias_NW = torch.where(seen_NW, 0.0, -torch.inf).to(dtype)
     if rectangle_N is None:
         return bias_NW.view(*shape, -1)

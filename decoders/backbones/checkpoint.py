@@ -47,10 +47,8 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one.
-
-    As in transformers, a single file takes precedence over an index.
-    """
+    """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one. As
+    in transformers, a single file takes precedence over an index."""
     path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     index = None if single.exists() else _read_object(path)
     files = [single]
@@ -129,10 +127,8 @@ def _is_pointer(path: Path) -> bool:
 
 
 def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if config.json asks for more layers or experts than the file has tensors for, before any is built.
-
-    Each layer has a tensor of its own; experts may share one, as its first dimension.
-    """
+    """Raise ValueError if config.json asks for more layers or experts than the file has tensors for, before any is built. Each
+    layer has a tensor of its own; experts may share one, as its first dimension."""
     most = {
         "layers": len(shapes),
         "experts": max([len(shapes), *(size for shape in shapes.values() for size in shape)]),
@@ -218,10 +214,8 @@ def _token_id(path: Path, key: str, value: Any) -> int:
 
 
 def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table.
-
-    The tokenizer is tokenizer.json, or the older vocab.json; without either the result is empty.
-    """
+    """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table. The
+    tokenizer is tokenizer.json, or the older vocab.json; without either the result is empty."""
     tokenizer = _read_object(folder / "tokenizer.json")
     if tokenizer is None:
         vocab: Any = _read_object(folder / "vocab.json") or {}

@@ -232,10 +232,8 @@ class ModuleBackbone(OnSlots):
 
 
 class TransformerBackbone(ModuleBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness.
-
-    They are removed from the dict, so that no reference keeps the experts in memory a second time.
-    """
+    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness. They
+    are removed from the dict, so that no reference keeps the experts in memory a second time."""
 
     may_be_lean: ClassVar[bool] = True
     """Whether the layers may run without transformers' wrappers, see rotary.py."""

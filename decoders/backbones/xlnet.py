@@ -108,10 +108,8 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _FlatLayout:
-    """Where the flat rows of one forward (content first) sit in the cache, and what they see, in parts of rows.
-
-    `parts` are those of all rows, `last_parts` those of the query rows alone, which are all that the last layer runs.
-    """
+    """Where the flat rows of one forward (content first) sit in the cache, and what they see, in parts of rows. `parts` are
+    those of all rows, `last_parts` those of the query rows alone, which are all that the last layer runs."""
 
     num_content: int
     span: int
@@ -385,10 +383,8 @@ class XLNetBackbone(OnSlots):
         return torch.cat(mixed).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
 
     def _attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
-        """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d].
-
-        Positions are scored before rows are spread, unless there are so many scores that slots go in parts.
-        """
+        """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]. Positions are
+        scored before rows are spread, unless there are so many scores that slots go in parts."""
         num_slots, num_rows, is_last = layout.num_slots, layout.num_rows, index == self.num_layers - 1
         first_row = layout.num_content if is_last else 0
         rows_BT = (layout.last_rows_P if is_last else layout.rows_P).view(num_slots, num_rows)

@@ -81,9 +81,7 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class Round:
     """A round after `n` decided tokens: the positions that it verifies, and those that masks ahead of `drafts.guess` predict.
-
-    With `redraft` the positions after n are drafted once more, from the copies.
-    """
+    With `redraft` the positions after n are drafted once more, from the copies."""
 
     n: int
     drafts: Drafts

@@ -60,11 +60,8 @@ class Hysteresis(Settings):
 
 
 class Bandit(Settings):
-    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy.
-
-    `beta` weighs the bonus of rarely tried actions. `entropy_of` chooses the mean entropy to use: the span's, or that
-    of all masks of the block.
-    """
+    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy. `beta` weighs the bonus of
+    rarely tried actions. `entropy_of` chooses the mean entropy to use: the span's, or that of all masks of the block."""
 
     kind: Literal["bandit"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
@@ -292,8 +289,8 @@ class Rules:
     """The settings of a block decoder and what it needs to know of its model, as plain numbers.
 
     Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row predicts
-    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step draws
-    all masks anew. `most_entropy` is the logarithm of the vocabulary.
+    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step
+    draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
     """
 
     settings: BlockSettings

@@ -50,11 +50,8 @@ MOST_AUTO: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class Revealing:
-    """How masks become drafts by these settings, with a head or without.
-
-    The drafter's row at a position predicts the token `shift` positions after it. `longest` is its longest window, `vocab_size`
-    how many ids it knows, `mask` its mask.
-    """
+    """How masks become drafts by these settings, with a head or without. The drafter's row at a position predicts the token
+    `shift` positions after it. `longest` is its longest window, `vocab_size` how many ids it knows, `mask` its mask."""
 
     settings: SpecDiffSettings
     has_head: bool

@@ -30,10 +30,8 @@ ROUNDS: Final = 10
 
 
 def sample_key(job_seed: int, sample_id: str) -> int:
-    """Return the 64-bit key of a sample: blake2b of the seed (8 bytes, little endian) followed by the id in UTF-8.
-
-    Raises ValueError where the seed does not fit a signed 64-bit integer.
-    """
+    """Return the 64-bit key of a sample: blake2b of the seed (8 bytes, little endian) followed by the id in UTF-8. Raises
+    ValueError where the seed does not fit a signed 64-bit integer."""
     if not -(2**63) <= job_seed < 2**63:
         raise ValueError(f"seed: {job_seed} does not fit 64 bits; allowed: -2**63 .. 2**63 - 1")
     payload = job_seed.to_bytes(8, "little", signed=True) + sample_id.encode("utf-8", "surrogatepass")
@@ -41,10 +39,8 @@ def sample_key(job_seed: int, sample_id: str) -> int:
 
 
 def hole_key(key: int, hole: int) -> int:
-    """Return the key of one hole of a sample whose holes are decoded one after the other: the first has the sample's own.
-
-    For the others it is blake2b of the key and the hole's number (8 bytes each, little endian).
-    """
+    """Return the key of one hole of a sample whose holes are decoded one after the other: the first has the sample's own. For
+    the others it is blake2b of the key and the hole's number (8 bytes each, little endian)."""
     if hole == 0:
         return key
     payload = key.to_bytes(8, "little") + hole.to_bytes(8, "little")
@@ -52,11 +48,8 @@ def hole_key(key: int, hole: int) -> int:
 
 
 def nth_key(key: int, number: int) -> int:
-    """Return the key of one of several samples of a row: the first has the row's own.
-
-    For the others it is blake2b of the row's key and the sample's number (8 bytes each, little endian), personalised so that
-    it never equals the key of a hole.
-    """
+    """Return the key of one of several samples of a row: the first has the row's own. For the others it is blake2b of the row's
+    key and the sample's number (8 bytes each, little endian), personalised so that it never equals the key of a hole."""
     if number == 0:
         return key
     payload = key.to_bytes(8, "little") + number.to_bytes(8, "little")
@@ -81,10 +74,8 @@ def uniform_rows(
     purpose: int | NDArray[np.int64],
     draws_R: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words. noise.uniform_rows, on the host.
-
-    `purpose` is one for all rows, or one a row.
-    """
+    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words. noise.uniform_rows, on the host. `purpose`
+    is one for all rows, or one a row."""
     word_1 = positions_R.astype(np.uint64) & np.uint64(MASK32)
     word_0, word_2, word_3 = np.zeros_like(word_1), np.full_like(word_1, purpose), draws_R.astype(np.uint64)
     low, high = keys_R2[:, 0].astype(np.uint64), keys_R2[:, 1].astype(np.uint64)

@@ -71,9 +71,7 @@ class Span(NamedTuple):
 
 class Run(NamedTuple):
     """`num_rows` sampled rows from number `row` of the ask on, for the ranks from `rank` on; runs are added up as flat numbers.
-
-    `draw` numbers the noise where steps draw anew. Under the rejection rule what is known of a draft waits in a `bank`.
-    """
+    `draw` numbers the noise where steps draw anew. Under the rejection rule what is known of a draft waits in a `bank`."""
 
     row: int
     num_rows: int

@@ -389,10 +389,8 @@ def add_sampled(
 
 
 def _num_verified(b: Batch, kind_R: Ints, owner_R: Ints) -> int:
-    """How many rows decide or check tokens that may be committed now: of canvases each, whatever is asked about it.
-
-    In block diffusion these are drafts, too, but beside a verification they wait for the next one.
-    """
+    """How many rows decide or check tokens that may be committed now: of canvases each, whatever is asked about it. In block
+    diffusion these are drafts, too, but beside a verification they wait for the next one."""
     if b.layout.family == "masked":
         return b.num_groups
     if b.layout.family != "blocks":
@@ -423,10 +421,8 @@ def _add_judging(b: Batch, kind_R: Ints, owner_R: Ints, when_B: Ints, bank_R: In
 
 
 def note_cells(slot_R: Ints, rank_R: Ints) -> Ints:
-    """Where the tokens at some ranks are noted on the device, [R]: those of the last two ranks of a slot.
-
-    Two, so that a forward may be run again: it does not write what it reads.
-    """
+    """Where the tokens at some ranks are noted on the device, [R]: those of the last two ranks of a slot. Two, so that a
+    forward may be run again: it does not write what it reads."""
     return 2 * slot_R + rank_R % 2
 
 

@@ -418,10 +418,8 @@ class Ledger:
         self._step_tokens += tokens
 
     def close(self, *, drafting: bool, plain_step_s: float, num_slots: int) -> None:
-        """End the step; without drafts it would have taken `plain_step_s`, 0 if unknown.
-
-        A step that followed one with drafts belongs to them: an iteration may take two forwards.
-        """
+        """End the step; without drafts it would have taken `plain_step_s`, 0 if unknown. A step that followed one with drafts
+        belongs to them: an iteration may take two forwards."""
         self._total_s += self._step_s
         if plain_step_s and (drafting or self._was_drafting):
             won_s = self._step_tokens * plain_step_s / num_slots - self._step_s

@@ -48,10 +48,8 @@ _ROUNDING: Final = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What a forward leaves: the hidden states of its rows, its record (float64, flat), and how many rows it computed.
-
-    `stays`: it is a graph's, which fills the same tensors each time; further work can be captured that reads them.
-    """
+    """What a forward leaves: the hidden states of its rows, its record (float64, flat), and how many rows it computed. `stays`:
+    it is a graph's, which fills the same tensors each time; further work can be captured that reads them."""
 
     hidden_ND: Tensor
     record: Tensor
@@ -175,9 +173,7 @@ class Graphs:
 
     def _capture(self, key: Hashable, batch: Batch, work: Callable[[Batch], Work], expected: Work) -> None:
         """Keep the graph of this work, if it can be captured and gives what the work gave; else there are none from now on.
-
-        Where memory runs out, all graphs are dropped, and captured again as their forwards come again.
-        """
+        Where memory runs out, all graphs are dropped, and captured again as their forwards come again."""
         self.num_captured += 1
         if self._recorder not in _RECORDERS:
             _RECORDERS.append(self._recorder)

@@ -84,10 +84,8 @@ def _pack(
     layout: Layout,
     rule: Rule,
 ) -> tuple[Batch, list[slice]]:
-    """The sampled rows of windows with `counts` ranks, rank after rank, and where those of each rank are.
-
-    What is drawn beyond a window is its last rank once more.
-    """
+    """The sampled rows of windows with `counts` ranks, rank after rank, and where those of each rank are. What is drawn beyond
+    a window is its last rank once more."""
     number, rows_B = {sample.slot: index for index, sample in enumerate(ran[0])}, ran[1].rows_B
     which = [number[sample.slot] for sample in samples]
     going_K = np.array([sum(count > offset for count in counts) for offset in range(counts[0])])

@@ -130,10 +130,8 @@ class Sampler:
         return 2 * self._slot_cells * (width * self._states_CD.element_size() + 8) if width else 0
 
     def parts(self, num_rows: int) -> list[slice]:
-        """Cuts rows into parts whose logits are held at once; one part where there are no rows.
-
-        No part is made smaller than a product's least rows, which it would be padded to.
-        """
+        """Cuts rows into parts whose logits are held at once; one part where there are no rows. No part is made smaller than a
+        product's least rows, which it would be padded to."""
         step = max(_LEAST_ROWS, self.plan.logits // (self._vocab_size * self._law_dtype.itemsize))
         return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
 
@@ -213,10 +211,7 @@ class Sampler:
 
     def _weighed(self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool) -> tuple[Tensor, ...]:
         """What is told of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
-        from.
-
-        Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows.
-        """
+        from. Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows."""
         warp = self._warp(b, part)
         logits_RV = warp.suppress(logits_RV)
         law_RV = self.law(logits_RV, warp)
@@ -276,10 +271,8 @@ class Sampler:
         log_p_R: Tensor,
         held: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """What is told of rows, with the token after the drafts of each chain that hold; and how many these are, [B].
-
-        `held` are the logits and distributions of all rows, where they fit into memory at once.
-        """
+        """What is told of rows, with the token after the drafts of each chain that hold; and how many these are, [B]. `held`
+        are the logits and distributions of all rows, where they fit into memory at once."""
         owner_R, size_B, judged_R = b.owner_R, b.size_B, b.judged_R > 0
         # Where no distribution is kept, rows follow drafts that nobody judges: their token is drawn here, and q is not read.
         has_q = not b.is_sure and self._states_CD.shape[1] > 0
@@ -376,9 +369,7 @@ class Sampler:
 
 def spread(asks: Sequence[SampleFrom], vocab_size: int, never: frozenset[int]) -> tuple[Tensor, Tensor]:
     """Tokens in ascending order, int64 [B, T], and their weights, float64, 0 where a row has fewer; without those in `never`.
-
-    Where an ask names no others, all of them are alike.
-    """
+    Where an ask names no others, all of them are alike."""
     rows = list[tuple[list[int], list[float]]]()
     for ask in asks:
         weight_of = {token: weight for token, weight in zip(ask.tokens, ask.weights, strict=True) if token not in never}

@@ -132,10 +132,8 @@ class Sample:
     # ---- what decoders ask ---------------------------------------------------------------------------------------
 
     def causal(self, end: int, sampled: int, kind: int, drafts: Sequence[int]) -> Ask:
-        """Run the columns [cached, end) under causal visibility; the last `sampled` rows are sampled.
-
-        The row of column c speaks of rank c + 1. The decoder itself moves `cached`, since drafts may be refused.
-        """
+        """Run the columns [cached, end) under causal visibility; the last `sampled` rows are sampled. The row of column c
+        speaks of rank c + 1. The decoder itself moves `cached`, since drafts may be refused."""
         start = self.cached
         assert sampled <= end - start, "more rows are sampled than run: `cached` is too high"
         run = Run(end - start - sampled, sampled, end - sampled + 1, kind)

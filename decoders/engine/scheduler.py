@@ -91,10 +91,8 @@ class Prefill:
 
 
 class Scheduler:
-    """The `line` of new samples, in the order in which they came, and what their prompts have in common.
-
-    `copy_prefix` copies the first columns of a slot onto another. Without `prompt_rows` prompts run without a budget.
-    """
+    """The `line` of new samples, in the order in which they came, and what their prompts have in common. `copy_prefix` copies
+    the first columns of a slot onto another. Without `prompt_rows` prompts run without a budget."""
 
     def __init__(
         self,
@@ -306,10 +304,8 @@ def ask_of_chunk(sample: Sample, algorithm: Algorithm) -> Ask:
 
 
 class PrefixCache:
-    """The prompt of each slot's sample, also of one that has left, and how many of its columns the cache holds.
-
-    What is taken over is a multiple of `multiple` columns.
-    """
+    """The prompt of each slot's sample, also of one that has left, and how many of its columns the cache holds. What is taken
+    over is a multiple of `multiple` columns."""
 
     def __init__(self, multiple: int) -> None:
         self._multiple = multiple

@@ -209,9 +209,7 @@ def attend(
     shares: int | None = None,
 ) -> Tensor:
     """See trial.reference_attend. The columns are cut into `shares` parts, a power of two; None: as many as are worth it.
-
-    Raises ValueError where query and cache have dtypes that the kernel does not know.
-    """
+    Raises ValueError where query and cache have dtypes that the kernel does not know."""
     if query_NHd.dtype not in DTYPES or layer_2SKWd.dtype != query_NHd.dtype:
         raise ValueError(f"query {query_NHd.dtype}, cache {layer_2SKWd.dtype}; allowed: the same one of {DTYPES}")
     num_rows, num_heads, width = query_NHd.shape

@@ -110,10 +110,8 @@ class FactorSettings(MaskedSettings):
 
 
 class AncestralSettings(DecoderChoice):
-    """Masked diffusion backwards in time (MDLM, SEDD): each step reveals masks at random; lossy with few steps.
-
-    `predictor` auto is the family's own: ddpm (MDLM) or analytic (SEDD). A sample takes at most `steps` + 1 forwards.
-    """
+    """Masked diffusion backwards in time (MDLM, SEDD): each step reveals masks at random; lossy with few steps. `predictor`
+    auto is the family's own: ddpm (MDLM) or analytic (SEDD). A sample takes at most `steps` + 1 forwards."""
 
     runs_on: ClassVar[ModelKind] = "ancestral"
     tasks: ClassVar = ("infill", "complete", "score")

@@ -167,10 +167,8 @@ def walk(
 
 
 class Predictions:
-    """What was last said of the masks of each block, the surest first: the drafts of later rounds.
-
-    A reading speaks of its own step, and of as many after it as were asked for, each with the tokens that the step would draw.
-    """
+    """What was last said of the masks of each block, the surest first: the drafts of later rounds. A reading speaks of its own
+    step, and of as many after it as were asked for, each with the tokens that the step would draw."""
 
     def __init__(self) -> None:
         # Of each block the first step, and the picks of that and of the next ones.
@@ -260,10 +258,8 @@ def build_tree(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed
 
 
 class NodeLayout:
-    """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node.
-
-    Each node answers its `best` surest masks in each of the first blocks that hold `count` of its masks.
-    """
+    """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node. Each node answers its `best`
+    surest masks in each of the first blocks that hold `count` of its masks."""
 
     def __init__(
         self, s: Canvas, drafts: Sequence[tuple[int, int]], shift: int, *, count: int, best: int, fresh: bool
@@ -355,11 +351,8 @@ def overlaid(visible: Visible, low: int, high: int, column: int) -> Visible:
 
 
 def columns_of(visible: Visible) -> list[int]:
-    """The columns of a visible as stretches [low, high), the empty ones last.
-
-    Drafts reach two blocks. So five stretches are the most: what is before the first block, between the two and behind the
-    second, and each block where it was last run.
-    """
+    """The columns of a visible as stretches [low, high), the empty ones last. Drafts reach two blocks. So five stretches are
+    the most: what is before the first block, between the two and behind the second, and each block where it was last run."""
     found: list[list[int]] = []
     for low, high in sorted((at, at + end - first) for first, end, at in visible if first < end):
         if found and found[-1][1] == low:

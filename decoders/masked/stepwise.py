@@ -97,10 +97,8 @@ def equal_shares(s: Canvas, steps: int) -> Quota:
 
 
 def dream_quota(s: Canvas, steps: int) -> Quota:
-    """As many as the linear time schedule of Dream's training gives; all that remain in the last step.
-
-    With as many steps as masks, the first step reveals no token and the last one two.
-    """
+    """As many as the linear time schedule of Dream's training gives; all that remain in the last step. With as many steps as
+    masks, the first step reveals no token and the last one two."""
     times = dream_times(steps)
 
     def quota(masks: int) -> int:

@@ -177,10 +177,8 @@ _SUB_CONFIGS: Final = ("decoder", "generator", "text_config", "text_encoder")
 
 
 def read_fields(config_class: str, config: Config) -> SimpleNamespace:
-    """Return the fields of a config class, and what transformers derives from them, as attributes.
-
-    Raises ValueError, TypeError or ArithmeticError if config.json is invalid for that class, or no module can be built from it.
-    """
+    """Return the fields of a config class, and what transformers derives from them, as attributes. Raises ValueError, TypeError
+    or ArithmeticError if config.json is invalid for that class, or no module can be built from it."""
     fields, aliases = FIELDS[config_class], ALIASES.get(config_class, {})
     given = {aliases.get(key, key): value for key, value in config.items()}
     found = {key: default for key, (_, default) in fields.items()} | given

@@ -153,10 +153,8 @@ def dream_length(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DDiTShape:
-    """The sizes of a diffusion transformer from config.json; the mask is the last of `vocab_size` ids.
-
-    `takes_sigma` says that the noise is an input; a network without it is the same one at sigma = 0.
-    """
+    """The sizes of a diffusion transformer from config.json; the mask is the last of `vocab_size` ids. `takes_sigma` says that
+    the noise is an input; a network without it is the same one at sigma = 0."""
 
     vocab_size: int
     hidden_size: int

@@ -168,10 +168,8 @@ def masked_diffusion_families() -> tuple[str, ...]:
 
 
 def find_family(config: Config, requested: str) -> Family:
-    """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'.
-
-    Raises ValueError with the field path, the value and the known families.
-    """
+    """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'. Raises ValueError
+    with the field path, the value and the known families."""
     name = _recognise(config) if requested == "auto" else requested
     if name not in FAMILIES:
         source = "config.json has model_type" if requested == "auto" else "given as"
