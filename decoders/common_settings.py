@@ -77,11 +77,9 @@ class DecoderChoice(Settings):
         """Raise ValueError if the settings ask for something that the model, by its config.json, cannot do."""
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raise ValueError if the decoder has no rejection rule, or if texts would depend on timing or neighbours under it.
-
-        A draft length chosen by timing does not change the text under coupled acceptance, nor do drafts from
-        other samples' texts. Under the rejection rule they decide which random numbers a token is drawn with.
-        """
+        """Raise ValueError if the decoder has no rejection rule, or if texts would depend on timing or neighbours under it. A
+        draft length chosen by timing does not change the text under coupled acceptance, nor do drafts from other samples'
+        texts. Under the rejection rule they decide which random numbers a token is drawn with."""
         if sampling.acceptance != "rejection":
             return
         if not self.draft_law:

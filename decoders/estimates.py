@@ -106,11 +106,9 @@ class MaskedGroup:
 
 
 class ScoredRows(NamedTuple):
-    """A canvas whose tokens are all known, as the rows of a forward that keeps nothing.
-
-    `tokens` are those of the rows in `spans`. `rows` are numbers among them (a row may be read twice), each of which is asked for
-    the log-probability of its one of `wanted`. `sigmas` holds the total noise of the canvas, for a model that diffuses.
-    """
+    """A canvas whose tokens are all known, as the rows of a forward that keeps nothing. `tokens` are those of the rows in
+    `spans`. `rows` are numbers among them (a row may be read twice), each of which is asked for the log-probability of its one
+    of `wanted`. `sigmas` holds the total noise of the canvas, for a model that diffuses."""
 
     tokens: Ints
     spans: Sequence[int]
@@ -182,8 +180,6 @@ class Text(Sample):
         """Whether each token's own probability is known: none is masked together with another."""
         return all(group.enumerated and len(group.places_L) == 1 for group in self.groups)
 
-    # ---- masks ---------------------------------------------------------------------------------------------------
-
     def next_canvases(self, count: int) -> list[list[Draw]]:
         """The draws of the next canvases."""
         numbers = range(self.num_run * self.per_canvas, min((self.num_run + count) * self.per_canvas, self.num_draws))
@@ -210,8 +206,6 @@ class Text(Sample):
             np.concatenate([*sampled, np.zeros(len(alone), dtype=np.bool_)]).astype(np.bool_),
             share,
         )
-
-    # ---- what the canvases say -----------------------------------------------------------------------------------
 
     def take(self, canvas: list[Draw], log_p_R: NDArray[np.float64], is_first_R: NDArray[np.bool_]) -> None:
         """Add what a canvas said of the tokens of its draws; after the last one the text has its score."""
@@ -241,8 +235,6 @@ class Text(Sample):
         """The estimate's standard error: from the difference of each pair of masks, which are alike but for chance."""
         sampled_M = self.sampled_M[: len(self.sampled_M) // 2 * 2]
         return sqrt(fsum(((sampled_M[0::2] - sampled_M[1::2]) ** 2).tolist()))
-
-    # ---- the result ----------------------------------------------------------------------------------------------
 
     def _generated(self) -> tuple[list[int], list[float]]:
         return [self.tokens[position] for position in self.scored.tolist()], self.log_ps or []

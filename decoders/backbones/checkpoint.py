@@ -66,11 +66,9 @@ def weight_files(folder: Path) -> list[Path]:
 def inspect_model(
     folder: Path, *, family: str = "auto", mask_id: int | None = None, max_length: int | None = None
 ) -> ModelInfo:
-    """Describe a checkpoint from config.json and the headers of its weight files, without reading the weights.
-
-    Raises ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a
-    tensor is missing, unexpected, or of another shape.
-    """
+    """Describe a checkpoint from config.json and the headers of its weight files, without reading the weights. Raises
+    ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a tensor is
+    missing, unexpected, or of another shape."""
     config = read_config(folder)
     found = find_family(config, family)
     if mask_id is None:
@@ -177,11 +175,9 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a text: those of generation_config.json if it has any, else those of config.json.
-
-    transformers' `generate` uses none if generation_config.json exists and has none. If the family's chats end a turn with
-    another token, that one ends a text too. The tokenizer may add another. ValueError if an id is not a number.
-    """
+    """Return the ids that end a text: those of generation_config.json if it has any, else those of config.json. transformers'
+    `generate` uses none if generation_config.json exists and has none. If the family's chats end a turn with another token,
+    that one ends a text too. The tokenizer may add another. ValueError if an id is not a number."""
     config = _read_object(folder / "config.json") or {}
     ids: list[int] = []
     for name, held in (

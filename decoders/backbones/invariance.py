@@ -129,10 +129,8 @@ def find_rules(
     rows_exact_from: Callable[[int], bool], attention: Attention, *, longest: int | None, least_rows: int | None = None
 ) -> ShapeRules:
     """Return the cheapest rules under which rows agree bit by bit on this machine, or `INEXACT_RULES`.
-
     `rows_exact_from(min_rows)` tells whether the linear layers pass; `longest` is the model's longest text where that is known.
-    `least_rows` is the fewest rows that attention is ever asked for; None stands for `min_queries`.
-    """
+    `least_rows` is the fewest rows that attention is ever asked for; None stands for `min_queries`."""
     exact_rows = (count for count in _ROW_CANDIDATES if rows_exact_from(count))
     min_rows = next(exact_rows, None)
     for candidate in _ATTENTION_CANDIDATES if min_rows is not None else ():

@@ -86,11 +86,9 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see.
-
-    `rows_P` and, of query rows alone, `last_rows_P` are the rows at the rectangle's places; places without one repeat the first.
-    `blind_N` says which rows see nothing; None if all see something.
-    """
+    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see. `rows_P` and, of
+    query rows alone, `last_rows_P` are the rows at the rectangle's places; places without one repeat the first. `blind_N` says
+    which rows see nothing; None if all see something."""
 
     num_content: int
     num_slots: int
@@ -125,11 +123,9 @@ _AnyLayout = _Layout | _FlatLayout
 @functools.lru_cache(maxsize=8)
 @torch.no_grad()
 def xlnet_rules(widths: tuple[int, int, int, int], num_heads: int, dtype: torch.dtype, threads: int) -> ShapeRules:
-    """Return the cheapest rules under which rows of these widths agree bit by bit on this machine; cached.
-
-    `widths` are those of the model, of all heads together, of the inner layer and of the vocabulary. `threads` is part of
-    the question, since it moves the boundaries between kernels.
-    """
+    """Return the cheapest rules under which rows of these widths agree bit by bit on this machine; cached. `widths` are those
+    of the model, of all heads together, of the inner layer and of the vocabulary. `threads` is part of the question, since it
+    moves the boundaries between kernels."""
     width, heads_width, inner, vocab_size = widths
     shapes = {(width, heads_width), (heads_width, width), (width, inner), (inner, width), (width, vocab_size)}
 

@@ -277,9 +277,6 @@ def _number(value: float) -> float:
     return 0.0 if math.isnan(value) else value
 
 
-# ---- the algorithm ---------------------------------------------------------------------------------------------------
-
-
 def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
     """How the engine runs these settings."""
     rules = Rules.of(settings, setup.info)

@@ -148,9 +148,6 @@ def next_drafts(now: Round, told: Answer, positions: range) -> Drafts:
     return Drafts([told.tokens[row] for row, _ in taken], [bank for _, bank in taken], min(told.accepted, len(taken)))
 
 
-# ---- the algorithms --------------------------------------------------------------------------------------------------
-
-
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     """How the engine runs these settings."""
     if settings.drafts_in_verifications:

@@ -121,9 +121,6 @@ class HardEntropy(Settings):
 Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | HardEntropy, Field(discriminator="kind")]
 
 
-# ---- cost ------------------------------------------------------------------------------------------------------------
-
-
 class VerificationCost(Settings):
     """The gain that a verification must reach: `c` tokens (static), or `c` per token revealed without it (dynamic)."""
 

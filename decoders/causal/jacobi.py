@@ -227,11 +227,9 @@ class NgramPool:
         del self._runs[self._size :]
 
     def candidates(self, last: int, drafts: list[int], most: int) -> list[list[int]]:
-        """Up to `most` different proposals for what follows the token `last`, each as long as the drafts.
-
-        A run proposes the tokens after its first occurrence of `last`, cut to the number of drafts or filled up with the
-        current drafts. Proposals that equal the drafts themselves are left out.
-        """
+        """Up to `most` different proposals for what follows the token `last`, each as long as the drafts. A run proposes the
+        tokens after its first occurrence of `last`, cut to the number of drafts or filled up with the current drafts. Proposals
+        that equal the drafts themselves are left out."""
         found: list[list[int]] = []
         for run in self._runs:
             # A token at the end of a run has nothing after it.
@@ -244,9 +242,6 @@ class NgramPool:
             if len(found) == most:
                 break
         return found
-
-
-# ---- the algorithms --------------------------------------------------------------------------------------------------
 
 
 def jacobi_algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:

@@ -125,10 +125,9 @@ class Lookup:
         self._end_of: dict[int, int] = {}
 
     def drafts(self, text: list[int], length: int, most: int) -> list[int]:
-        """Up to `most` tokens to follow `text[:length]`: those after the last occurrence of its last n tokens, for the largest n.
-
-        A copy that reaches the end of the text goes on with what it has copied: a repetition goes on. Empty without a match.
-        """
+        """Up to `most` tokens to follow `text[:length]`: those after the last occurrence of its last n tokens, for the largest
+        n. A copy that reaches the end of the text goes on with what it has copied: a repetition goes on. Empty without a
+        match."""
         found = self._match(text, length)
         period = length - found
         return [text[found + place % period] for place in range(most)] if found else []

@@ -20,11 +20,9 @@ _MASS_SLACK: Final = 1e-4
 
 
 def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
-    """Warp logits into normalised log-probabilities, [R, V]; suppressed ids must already be -inf.
-
-    Order of the warps: temperature, then top-k, then top-p (nucleus), as in the usual libraries. Ties at the k-th logit are
-    all kept; ties inside the nucleus are broken towards the lower index.
-    """
+    """Warp logits into normalised log-probabilities, [R, V]; suppressed ids must already be -inf. Order of the warps:
+    temperature, then top-k, then top-p (nucleus), as in the usual libraries. Ties at the k-th logit are all kept; ties inside
+    the nucleus are broken towards the lower index."""
     if sampling.temperature == 0.0:
         return _one_hot(logits_RV)
     scaled = logits_RV if sampling.temperature == 1.0 else logits_RV / sampling.temperature
@@ -111,10 +109,8 @@ def coupled_draw(law_RV: Tensor, gumbel_RV: Tensor | None) -> Tensor:
 
 def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: TopP | None) -> Tensor:
     """Return what `coupled_draw` gives on the distribution cut to its nucleus, from a distribution that is not cut yet, [R].
-
-    The best token of the whole distribution is the best of the nucleus wherever it lies inside, which takes one sum to see. On a
-    CPU only the other rows (at most a share of 1 - top_p, on average) have their nucleus found.
-    """
+    The best token of the whole distribution is the best of the nucleus wherever it lies inside, which takes one sum to see. On
+    a CPU only the other rows (at most a share of 1 - top_p, on average) have their nucleus found."""
     if top_p is None or gumbel_RV is None:
         return coupled_draw(law_RV, gumbel_RV)
     if not _looks(law_RV):

@@ -170,11 +170,9 @@ def corrected(
 def roll_model(
     samples: Sequence[Sample], runner: ModelRunner, slots: SlotTable, window: int, budget: int | None
 ) -> tuple[list[Answer], list[Drafted]]:
-    """The drafts of these samples, and the forwards that made them; the host waits once, for the last one.
-
-    Prompts run in forwards of their own, `budget` rows each, until the rest is no more than that; a sample that decodes has up to
-    `window` + 1 rows.
-    """
+    """The drafts of these samples, and the forwards that made them; the host waits once, for the last one. Prompts run in
+    forwards of their own, `budget` rows each, until the rest is no more than that; a sample that decodes has up to `window` + 1
+    rows."""
     catch_up(samples, runner, slots, window, budget)
     asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
     assert all(ask.head == MODEL for ask in asks), "before the target's forward a model drafts"

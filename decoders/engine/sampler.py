@@ -75,7 +75,8 @@ class Sampler:
         # Of each cell the hidden state (where a decoder names distributions: these) of a draft, and log q(draft).
         self._states_CD = torch.zeros(1, 0, device=device)
         self._log_q_C = torch.zeros(1, dtype=torch.float64, device=device)
-        self._drafts_by: Logits | None = None
+        self.drafts_by: Logits | None = None
+        """The output layer of the model whose drafts are judged: q is computed again by it."""
         if self.by_ratio and algorithm.keeps_laws:
             drafter = setup.drafter or backbone
             width, kept = (info.vocab_size, self._law_dtype) if algorithm.names_laws else (drafter.width, drafter.dtype)
@@ -134,10 +135,6 @@ class Sampler:
         product's least rows, which it would be padded to."""
         step = max(_LEAST_ROWS, self.plan.logits // (self._vocab_size * self._law_dtype.itemsize))
         return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
-
-    def drafts_by(self, logits: Logits) -> None:
-        """The model whose drafts are judged: q is computed again by its output layer."""
-        self._drafts_by = logits
 
     # ---- one record ----------------------------------------------------------------------------------------------
 
@@ -315,8 +312,8 @@ class Sampler:
         states_BD = self._states_CD[b.cell_R[row_B]]
         if self.algorithm.names_laws:
             return states_BD
-        assert self._drafts_by is not None, "drafts come from a model"
-        return self.law(warp.suppress(self._drafts_by(states_BD)), warp)
+        assert self.drafts_by is not None, "drafts come from a model"
+        return self.law(warp.suppress(self.drafts_by(states_BD)), warp)
 
     # ---- drafts that need no forward of their own ----------------------------------------------------------------
 

@@ -106,11 +106,9 @@ def attend_tiles(
     RELATIVE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """See the module's docstring. A tile has LINES >= ROWS x GROUP lines, a line has PADDED >= WIDTH numbers, all powers of two.
-
-    With one share `out` is the answer, [N, H, d]; with several it holds each share's unfinished sum, float32 [SHARES, N, H, d],
-    and `out_most` and `out_total` [SHARES, N, H] its largest score and the sum of its weights.
-    """
+    """See the module's docstring. A tile has LINES >= ROWS x GROUP lines, a line has PADDED >= WIDTH numbers, all powers of
+    two. With one share `out` is the answer, [N, H, d]; with several it holds each share's unfinished sum, float32 [SHARES, N,
+    H, d], and `out_most` and `out_total` [SHARES, N, H] its largest score and the sum of its weights."""
     first = tl.load(tiles + tl.program_id(0))
     if first < num_rows:
         key_head, share = tl.program_id(1), tl.program_id(2)

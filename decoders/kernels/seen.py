@@ -39,10 +39,8 @@ def line_bytes(width: int, dtype: torch.dtype) -> int:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """`slot_N`, `low_IN` and `high_IN` are integers: row n sees the columns [low, high) of each interval, none if low >= high.
-
-    `position_N` and `positions_SW` are the positions of rows and of columns; windows and relative scores read them. `first_T` and
-    `rows_at_once` say how kernels cut the rows (see above); references ignore them.
-    """
+    `position_N` and `positions_SW` are the positions of rows and of columns; windows and relative scores read them. `first_T`
+    and `rows_at_once` say how kernels cut the rows (see above); references ignore them."""
 
     slot_N: Tensor
     low_IN: Tensor

@@ -169,10 +169,8 @@ def reference_attend(
     relative_NHP: Tensor | None = None,
 ) -> Tensor:
     """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32 or better.
-
-    A score is scaling x (query . key). With `relative_NHP` the row's number for the distance of the two positions is added, as it
-    is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A row that sees nothing gets zeros.
-    """
+    A score is scaling x (query . key). With `relative_NHP` the row's number for the distance of the two positions is added, as
+    it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A row that sees nothing gets zeros."""
     num_columns = layer_2SKWd.shape[3]
     group = query_NHd.shape[1] // layer_2SKWd.shape[2]
     wide = torch.promote_types(query_NHd.dtype, torch.float32)

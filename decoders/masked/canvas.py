@@ -133,8 +133,6 @@ class Canvas(Sample):
         assert self.end in (EOS, STOP), "a completion that ends early has a reason"
         return count
 
-    # ---- the result ----------------------------------------------------------------------------------------------
-
     def _generated(self) -> tuple[list[int], list[float]]:
         positions = sorted(self.log_p_at)[: self.keep]
         return [self.tokens[at] for at in positions], [self.log_p_at[at] for at in positions]
@@ -270,9 +268,6 @@ class Windows:
     def since(self) -> int:
         """How many tokens were revealed since the cache was made."""
         return self._s.decided - self.made_at
-
-
-# ---- what the decoders of these models share -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

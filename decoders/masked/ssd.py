@@ -216,12 +216,9 @@ Visible = list[tuple[int, int, int]]
 
 @dataclass(slots=True)
 class Node:
-    """A canvas with some drafts; it continues the node `before`.
-
-    `drafts` are the numbers of its drafts, `gone` those that they have among the masks of the canvas. `block` is that of its
-    first mask, `visible` what it sees. `asked` are the stretches that it answers: (block, from position, to position, how many
-    picks, whether these are all of the block's masks).
-    """
+    """A canvas with some drafts; it continues the node `before`. `drafts` are the numbers of its drafts, `gone` those that they
+    have among the masks of the canvas. `block` is that of its first mask, `visible` what it sees. `asked` are the stretches
+    that it answers: (block, from position, to position, how many picks, whether these are all of the block's masks)."""
 
     drafts: list[int]
     before: int
@@ -273,24 +270,15 @@ class NodeLayout:
         s = self._s
         for number, node in enumerate(nodes):
             node.block = s.block(node.nth_mask(s.holes, 0))
-            if not cached:
-                self._add_alone(number, node)
-            elif not number:
-                self._add_root(node, runs)
+            if not cached:  # a whole canvas of its own
+                first = self.asked.run(self._canvas(node), 0, s.length, column=0, below=s.length, node=number)
+                self._ask(node, [(first, 0, s.length)])
+            elif not number:  # the canvas itself, in its own columns
+                node.visible = [(0, s.length, 0)]
+                self._run(0, node, runs, beside=False)
             else:
                 before = nodes[node.before]
                 self._add_node(number, node, before, windows.between(before.block, node.block))
-
-    def _add_alone(self, number: int, node: Node) -> None:
-        """A node without a cache: a whole canvas of its own."""
-        length = self._s.length
-        first = self.asked.run(self._canvas(node), 0, length, column=0, below=length, node=number)
-        self._ask(node, [(first, 0, length)])
-
-    def _add_root(self, node: Node, runs: Sequence[Positions]) -> None:
-        """The canvas itself, in its own columns."""
-        node.visible = [(0, self._s.length, 0)]
-        self._run(0, node, runs, beside=False)
 
     def _add_node(self, number: int, node: Node, before: Node, runs: Sequence[Positions]) -> None:
         """A node beside the canvas, which sees what the node before it sees, except what it runs itself."""
@@ -380,9 +368,6 @@ def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[lis
         first, ends = ends, ends + len(node.asked)
         found.append(list(picks[first:ends]))
     return found
-
-
-# ---- the algorithm ---------------------------------------------------------------------------------------------------
 
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:

@@ -128,9 +128,6 @@ def within(factor: float, sure: list[float]) -> int:
     return max((n for n, one in enumerate(sure, 1) if (n + 1) * (1.0 - one) < factor), default=1)
 
 
-# ---- the algorithms --------------------------------------------------------------------------------------------------
-
-
 def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
     """How the engine runs `stepwise`."""
     quota_of: Callable[[Canvas], Quota] = partial(equal_steps, tokens=settings.tokens_per_step)

@@ -313,10 +313,6 @@ def _is_number(value: Any) -> bool:
     return _is(value, "int") or _is(value, "float")
 
 
-def _gpt2(parsed: Any) -> None:
-    return None
-
-
 def _gpt_neo(parsed: Any) -> None:
     parsed.attention_layers = [
         kind for kinds, times in parsed.attention_types or [[["global", "local"], 12]] for kind in list(kinds) * times
@@ -334,7 +330,7 @@ _DERIVE: Final[dict[str, Callable[[Any], None]]] = {
     "Qwen2Config": _qwen_layers,
     "Qwen3Config": _qwen_layers,
     "Qwen3MoeConfig": _qwen_moe,
-    "GPT2Config": _gpt2,
+    "GPT2Config": lambda parsed: None,
     "GPTNeoConfig": _gpt_neo,
 }
 
