@@ -23,7 +23,6 @@ class StopText(Protocol):
         """How many of the generated `tokens` to keep so that their text ends with a stop string; None if there is no stop
         string. The token that completes the string is kept. The first `num_checked` tokens were searched before; they hold
         none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,23 +156,18 @@ class Decoder(Protocol):
     @property
     def active(self) -> int:
         """Number of samples that hold a slot."""
-        ...
 
     def room(self, length: int) -> int:
         """How many samples of canvas length `length` could be admitted now (0 if none)."""
-        ...
 
     def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
         """Give each request a slot; `room` must allow it. `queued_at_s` (time.perf_counter) is when the wait began."""
-        ...
 
     def step(self) -> list[Outcome]:
         """Run one forward for the active slots and return the samples that finished."""
-        ...
 
     def clear(self) -> list[int]:
         """Free every slot without an outcome; return the indices of the dropped requests."""
-        ...
 
 
 @runtime_checkable
@@ -188,11 +182,9 @@ class CachedDecoder(Decoder, Protocol):
 
     def fit(self, free_bytes: int) -> None:
         """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
-        ...
 
     def most_rows(self, length: int) -> int:
         """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
-        ...
 
 
 ModelKind = Literal["any_subset", "causal", "masked", "ancestral", "blocks"]

@@ -144,7 +144,8 @@ class Text(Sample):
     groups with random masks, `exact_M` over all other tokens."""
 
     __slots__ = (
-        "alone", "by_position", "exact_M", "groups", "num_run", "per_canvas", "positions", "sampled_M", "scored",
+        "alone", "by_position", "exact_M", "groups", "is_exact", "num_canvases", "num_draws", "num_run", "per_canvas",
+        "positions", "sampled_M", "scored",
     )  # fmt: skip
 
     def __init__(
@@ -155,30 +156,18 @@ class Text(Sample):
         self.positions, self.alone, self.per_canvas = grouped(request)
         places = [np.searchsorted(self.scored, each).astype(np.int64) for each in self.positions]
         self.groups = [MaskedGroup(request.key, number, each, kind, samples) for number, each in enumerate(places)]
-        self.num_run = 0
+        # Whether each token's own probability is known: none is masked together with another.
+        self.is_exact = all(group.enumerated and len(group.places_L) == 1 for group in self.groups)
+        self.num_draws = max((group.num_masks for group in self.groups), default=1)
+        self.num_canvases, self.num_run = -(-self.num_draws // self.per_canvas), 0
         self.sampled_M, self.exact_M = np.zeros(self.num_draws), np.zeros(self.num_draws)
         self.by_position: dict[int, float] = {}
         self.is_greedy = True if self.is_exact else None
 
     @property
-    def num_draws(self) -> int:
-        """How many masks the group with the most masks has."""
-        return max((group.num_masks for group in self.groups), default=1)
-
-    @property
-    def num_canvases(self) -> int:
-        """How many canvases are run."""
-        return -(-self.num_draws // self.per_canvas)
-
-    @property
     def left(self) -> int:
-        """How many of them have not run."""
+        """How many canvases have not run."""
         return self.num_canvases - self.num_run
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether each token's own probability is known: none is masked together with another."""
-        return all(group.enumerated and len(group.places_L) == 1 for group in self.groups)
 
     def next_canvases(self, count: int) -> list[list[Draw]]:
         """The draws of the next canvases."""

@@ -122,7 +122,6 @@ class Attention(Protocol):
 
     def __call__(self, slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
         """Attend with the first slots and columns and some of its `NUM_PROBE_ROWS` rows."""
-        ...
 
 
 def find_rules(

@@ -151,16 +151,9 @@ class Lookup:
         return found
 
 
-def all_of(most: int) -> Generator[Any, Any, int]:
-    """As many as there can be."""
-    yield from ()
-    return most
-
-
-def those_that_pay(most: int) -> Generator[Any, Any, int]:
-    """As many as the budget gives."""
-    count: int = yield Offer(most)
-    return count
+def allotted(most: int, *, is_auto: bool) -> Generator[Any, Any, int]:
+    """All drafts that there can be, or as many as the budget gives."""
+    return (yield Offer(most)) if is_auto else most
 
 
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
@@ -169,7 +162,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         return autoregressive.algorithm(setup, settings)
     is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
-    allot, kind = those_that_pay if is_auto else all_of, SURE
+    allot, kind = partial(allotted, is_auto=is_auto), SURE
     drafter: Callable[[Sample], Drafter]
     match settings.drafter:
         case SuffixDrafterSettings():

@@ -39,21 +39,24 @@ def sample_key(job_seed: int, sample_id: str) -> int:
 
 
 def hole_key(key: int, hole: int) -> int:
-    """Return the key of one hole of a sample whose holes are decoded one after the other: the first has the sample's own. For
-    the others it is blake2b of the key and the hole's number (8 bytes each, little endian)."""
-    if hole == 0:
-        return key
-    payload = key.to_bytes(8, "little") + hole.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
+    """Return the key of one hole of a sample whose holes are decoded one after the other: the first has the sample's own.
+
+    For the others it is blake2b of the key and the hole's number (8 bytes each, little endian).
+    """
+    return _derive(key, hole, b"")
 
 
 def nth_key(key: int, number: int) -> int:
-    """Return the key of one of several samples of a row: the first has the row's own. For the others it is blake2b of the row's
-    key and the sample's number (8 bytes each, little endian), personalised so that it never equals the key of a hole."""
-    if number == 0:
-        return key
+    """Return the key of one of several samples of a row: the first has the row's own.
+
+    For the others it is as in `hole_key`, personalised so that it never equals the key of a hole.
+    """
+    return _derive(key, number, b"sample")
+
+
+def _derive(key: int, number: int, person: bytes) -> int:
     payload = key.to_bytes(8, "little") + number.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(payload, digest_size=8, person=b"sample").digest(), "little")
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8, person=person).digest(), "little") if number else key
 
 
 def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:

@@ -62,11 +62,9 @@ class Recorder(Protocol):
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
         """Returns what repeats the work, and the tensors that it then fills again."""
-        ...
 
     def drop_pool(self) -> None:
         """All graphs are gone: what is captured from now on shares no memory with them."""
-        ...
 
 
 class CudaRecorder:
