@@ -20,20 +20,16 @@ class StopText(Protocol):
     """Looks for stop strings in generated tokens (actors/rows/stop_text.py, which knows the vocabulary)."""
 
     def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
-        """How many of the generated `tokens` to keep so that their text ends with a stop string; None if there is no stop string.
-
-        The token that completes the string is kept. The first `num_checked` tokens were searched before; they hold none.
-        """
-        ...
+        """How many of the generated `tokens` to keep so that their text ends with a stop string; None if there is no stop
+        string. The token that completes the string is kept. The first `num_checked` tokens were searched before; they hold
+        none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Settings of one request that replace the decoder's; None keeps the decoder's value.
-
-    `top_p` = 1 keeps all tokens. With `token_logprobs` the outcome holds the log-probability of each generated token, in the
-    decoders that know it (causal and any-subset models).
-    """
+    """Settings of one request that replace the decoder's; None keeps the decoder's value. `top_p` = 1 keeps all tokens. With
+    `token_logprobs` the outcome holds the log-probability of each generated token, in the decoders that know it (causal and
+    any-subset models)."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -151,42 +147,33 @@ class EngineStats:
 
 
 class Decoder(Protocol):
-    """A batch of slots that one algorithm decodes, with one forward evaluation per step.
-
-    The caller keeps the slots full: `while room(length): admit(...)`, then `step()`, which returns the finished
-    samples and frees their slots. An exception out of `step` leaves the decoder unusable until `clear`.
-    """
+    """A batch of slots that one algorithm decodes, with one forward evaluation per step. The caller keeps the slots full:
+    `while room(length): admit(...)`, then `step()`, which returns the finished samples and frees their slots. An exception out
+    of `step` leaves the decoder unusable until `clear`."""
 
     stats: EngineStats
 
     @property
     def active(self) -> int:
         """Number of samples that hold a slot."""
-        ...
 
     def room(self, length: int) -> int:
         """How many samples of canvas length `length` could be admitted now (0 if none)."""
-        ...
 
     def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
         """Give each request a slot; `room` must allow it. `queued_at_s` (time.perf_counter) is when the wait began."""
-        ...
 
     def step(self) -> list[Outcome]:
         """Run one forward for the active slots and return the samples that finished."""
-        ...
 
     def clear(self) -> list[int]:
         """Free every slot without an outcome; return the indices of the dropped requests."""
-        ...
 
 
 @runtime_checkable
 class CachedDecoder(Decoder, Protocol):
     """A decoder whose samples have slots in the cache of a model; its batch has limits, and can be fitted into memory.
-
-    `backbone` is the model (decoders/backbones/base.py).
-    """
+    `backbone` is the model (decoders/backbones/base.py)."""
 
     backbone: Any
     info: ModelInfo
@@ -195,11 +182,9 @@ class CachedDecoder(Decoder, Protocol):
 
     def fit(self, free_bytes: int) -> None:
         """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
-        ...
 
     def most_rows(self, length: int) -> int:
         """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
-        ...
 
 
 ModelKind = Literal["any_subset", "causal", "masked", "ancestral", "blocks"]

@@ -64,9 +64,7 @@ class Mask:
 @dataclass(frozen=True, slots=True)
 class MaskedGroup:
     """Tokens that are masked together: those of a text, or of one block. `places_L` are their numbers among all scored tokens.
-
-    `number` tells the groups of one text apart. The weights of a group's masks include the division by their number.
-    """
+    `number` tells the groups of one text apart. The weights of a group's masks include the division by their number."""
 
     key: int
     number: int
@@ -108,11 +106,9 @@ class MaskedGroup:
 
 
 class ScoredRows(NamedTuple):
-    """A canvas whose tokens are all known, as the rows of a forward that keeps nothing.
-
-    `tokens` are those of the rows in `spans`. `rows` are numbers among them (a row may be read twice), each of which is asked for
-    the log-probability of its one of `wanted`. `sigmas` holds the total noise of the canvas, for a model that diffuses.
-    """
+    """A canvas whose tokens are all known, as the rows of a forward that keeps nothing. `tokens` are those of the rows in
+    `spans`. `rows` are numbers among them (a row may be read twice), each of which is asked for the log-probability of its one
+    of `wanted`. `sigmas` holds the total noise of the canvas, for a model that diffuses."""
 
     tokens: Ints
     spans: Sequence[int]
@@ -123,9 +119,7 @@ class ScoredRows(NamedTuple):
 
 class Grouping(NamedTuple):
     """The scored positions that are masked together, group by group, and those that are read `alone`, without a mask.
-
-    `per_canvas` draws share a canvas; a function of the text alone.
-    """
+    `per_canvas` draws share a canvas; a function of the text alone."""
 
     groups: list[Ints]
     alone: Ints
@@ -135,9 +129,7 @@ class Grouping(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One draw of masks: the masked positions, those that are read (the masked ones, and those alone), and their weights.
-
-    `share` is the share of its text's tokens that it stands for.
-    """
+    `share` is the share of its text's tokens that it stands for."""
 
     number: int
     masked: Ints
@@ -148,13 +140,12 @@ class Draw:
 
 
 class Text(Sample):
-    """A text that is being scored: its masks, and what its canvases have said so far.
-
-    `sampled_M` are each draw's sums over groups with random masks, `exact_M` over all other tokens.
-    """
+    """A text that is being scored: its masks, and what its canvases have said so far. `sampled_M` are each draw's sums over
+    groups with random masks, `exact_M` over all other tokens."""
 
     __slots__ = (
-        "alone", "by_position", "exact_M", "groups", "num_run", "per_canvas", "positions", "sampled_M", "scored",
+        "alone", "by_position", "exact_M", "groups", "is_exact", "num_canvases", "num_draws", "num_run", "per_canvas",
+        "positions", "sampled_M", "scored",
     )  # fmt: skip
 
     def __init__(
@@ -165,32 +156,18 @@ class Text(Sample):
         self.positions, self.alone, self.per_canvas = grouped(request)
         places = [np.searchsorted(self.scored, each).astype(np.int64) for each in self.positions]
         self.groups = [MaskedGroup(request.key, number, each, kind, samples) for number, each in enumerate(places)]
-        self.num_run = 0
+        # Whether each token's own probability is known: none is masked together with another.
+        self.is_exact = all(group.enumerated and len(group.places_L) == 1 for group in self.groups)
+        self.num_draws = max((group.num_masks for group in self.groups), default=1)
+        self.num_canvases, self.num_run = -(-self.num_draws // self.per_canvas), 0
         self.sampled_M, self.exact_M = np.zeros(self.num_draws), np.zeros(self.num_draws)
         self.by_position: dict[int, float] = {}
         self.is_greedy = True if self.is_exact else None
 
     @property
-    def num_draws(self) -> int:
-        """How many masks the group with the most masks has."""
-        return max((group.num_masks for group in self.groups), default=1)
-
-    @property
-    def num_canvases(self) -> int:
-        """How many canvases are run."""
-        return -(-self.num_draws // self.per_canvas)
-
-    @property
     def left(self) -> int:
-        """How many of them have not run."""
+        """How many canvases have not run."""
         return self.num_canvases - self.num_run
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether each token's own probability is known: none is masked together with another."""
-        return all(group.enumerated and len(group.places_L) == 1 for group in self.groups)
-
-    # ---- masks ---------------------------------------------------------------------------------------------------
 
     def next_canvases(self, count: int) -> list[list[Draw]]:
         """The draws of the next canvases."""
@@ -218,8 +195,6 @@ class Text(Sample):
             np.concatenate([*sampled, np.zeros(len(alone), dtype=np.bool_)]).astype(np.bool_),
             share,
         )
-
-    # ---- what the canvases say -----------------------------------------------------------------------------------
 
     def take(self, canvas: list[Draw], log_p_R: NDArray[np.float64], is_first_R: NDArray[np.bool_]) -> None:
         """Add what a canvas said of the tokens of its draws; after the last one the text has its score."""
@@ -249,8 +224,6 @@ class Text(Sample):
         """The estimate's standard error: from the difference of each pair of masks, which are alike but for chance."""
         sampled_M = self.sampled_M[: len(self.sampled_M) // 2 * 2]
         return sqrt(fsum(((sampled_M[0::2] - sampled_M[1::2]) ** 2).tolist()))
-
-    # ---- the result ----------------------------------------------------------------------------------------------
 
     def _generated(self) -> tuple[list[int], list[float]]:
         return [self.tokens[position] for position in self.scored.tolist()], self.log_ps or []

@@ -54,11 +54,9 @@ def _named(place: str) -> Any:
 
 
 def find_heads(settings: DecoderChoice, folder: Path, backbone: Model) -> DraftHeads | None:
-    """Load the draft head that the settings name onto the device of the model that drafts, the one in `folder`.
-
-    'auto' is the head in that folder, if any. Raises ValueError if the named place has no head, none for this decoder, or one
-    that does not fit the model.
-    """
+    """Load the draft head that the settings name onto the device of the model that drafts, the one in `folder`. 'auto' is the
+    head in that folder, if any. Raises ValueError if the named place has no head, none for this decoder, or one that does not
+    fit the model."""
     place = head_place(settings, folder)
     heads = None if place is None else load_heads(*place)
     if heads is None:

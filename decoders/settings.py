@@ -69,10 +69,8 @@ def scorer_of(settings: DecoderChoice) -> DecoderChoice:
 
 
 def check_model(settings: DecoderChoice, info: ModelInfo, task: str | None = None) -> None:
-    """Raise ValueError if a decoder cannot run on a model with these settings; the message names the alternatives (for a `task`).
-
-    The driver asks before anything is loaded; the decoder asks again when it is built.
-    """
+    """Raise ValueError if a decoder cannot run on a model with these settings; the message names the alternatives (for a
+    `task`). The driver asks before anything is loaded; the decoder asks again when it is built."""
     if settings.runs_on != info.kind:
         fitting = (kind for kind in decoders_of(info.kind) if task is None or task in DECODERS[kind].tasks)
         allowed = ", ".join(fitting) or "none yet"

@@ -193,9 +193,6 @@ def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
     return [(0, reach + max(depth - 1, 0)), *([(depth, reach)] if depth else [])]
 
 
-# ---- the algorithms --------------------------------------------------------------------------------------------------
-
-
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     """How the engine runs these settings."""
     is_auto = settings.k == "auto"

@@ -131,10 +131,8 @@ def _extents(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Tensor, 
 
 
 def bias_of(seen_NW: Tensor, shape: tuple[int, int], rectangle_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What rows see, as an additive bias (0 or -inf) over the rectangle of this shape, [*shape, W].
-
-    Places without a row see everything, since a softmax over nothing is NaN.
-    """
+    """What rows see, as an additive bias (0 or -inf) over the rectangle of this shape, [*shape, W]. Places without a row see
+    everything, since a softmax over nothing is NaN."""
     bias_NW = torch.where(seen_NW, 0.0, -torch.inf).to(dtype)
     if rectangle_N is None:
         return bias_NW.view(*shape, -1)
@@ -278,10 +276,8 @@ def attend_grouped(
     query_BTHd: Tensor, key_BKWd: Tensor, value_BKWd: Tensor, bias_BTW: Tensor, *, scaling: float, rules: ShapeRules
 ) -> Tensor:
     """Softmax attention with an additive bias that all heads share; head h of the queries reads key head h // G. [B, T, H, d].
-
     In float32 and float64 on a CPU the products keep the shape rules (invariance.py), so that a row's bits depend on no
-    neighbour; elsewhere they are left to torch's fused attention, which keeps scores in float32 or better.
-    """
+    neighbour; elsewhere they are left to torch's fused attention, which keeps scores in float32 or better."""
     num_slots, num_rows, num_heads, width = query_BTHd.shape
     key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
     group = num_heads // key_heads

@@ -30,23 +30,18 @@ class Model(Protocol):
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
         """Make room for at least this many slots and columns; the cache keeps its content, even if memory runs out."""
-        ...
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source` onto slot `target`; not its order."""
-        ...
 
     def forward(self, rows: Any) -> Tensor:
         """Run one forward; the kind of backbone defines the type of `rows` and which hidden states are returned."""
-        ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return the raw logits of hidden states, [R, V]; nothing is suppressed yet."""
-        ...
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return the input embeddings of tokens, [R, D]; draft heads read them."""
-        ...
 
 
 class Backbone(Model, Protocol):
@@ -54,11 +49,9 @@ class Backbone(Model, Protocol):
 
     def set_order(self, slot: int, order_L: Tensor) -> None:
         """Set the positions of a slot's columns, int64 [L]; forgets what the slot held."""
-        ...
 
     def forward(self, rows: Rows) -> Tensor:
         """Write the content rows into the cache and return the hidden states of the query rows, [Q, D]."""
-        ...
 
 
 class TokenBackbone(Model, Protocol):
@@ -66,8 +59,6 @@ class TokenBackbone(Model, Protocol):
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
         """Copy what a column of a slot holds onto another of its columns, for R of them; none is both read and written."""
-        ...
 
     def forward(self, rows: TokenRows) -> Tensor:
         """Write every row into the cache and return the hidden states of all rows, [N, D]."""
-        ...

@@ -58,11 +58,9 @@ class SlotCache:
         return layers + self.positions_SW.element_size()
 
     def resize(self, num_slots: int, num_columns: int) -> None:
-        """Resize to exactly this many slots and columns; content within them stays.
-
-        One layer at a time, so that the old and the new cache are never both whole in memory. If memory runs out, the layers
-        that were done are restored; if there is no memory even for that, the cache becomes empty.
-        """
+        """Resize to exactly this many slots and columns; content within them stays. One layer at a time, so that the old and
+        the new cache are never both whole in memory. If memory runs out, the layers that were done are restored; if there is no
+        memory even for that, the cache becomes empty."""
         before = self.positions_SW.shape
         if before == (num_slots, num_columns):
             return

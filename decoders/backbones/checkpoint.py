@@ -47,10 +47,8 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one.
-
-    As in transformers, a single file takes precedence over an index.
-    """
+    """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one. As
+    in transformers, a single file takes precedence over an index."""
     path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     index = None if single.exists() else _read_object(path)
     files = [single]
@@ -68,11 +66,9 @@ def weight_files(folder: Path) -> list[Path]:
 def inspect_model(
     folder: Path, *, family: str = "auto", mask_id: int | None = None, max_length: int | None = None
 ) -> ModelInfo:
-    """Describe a checkpoint from config.json and the headers of its weight files, without reading the weights.
-
-    Raises ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a
-    tensor is missing, unexpected, or of another shape.
-    """
+    """Describe a checkpoint from config.json and the headers of its weight files, without reading the weights. Raises
+    ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a tensor is
+    missing, unexpected, or of another shape."""
     config = read_config(folder)
     found = find_family(config, family)
     if mask_id is None:
@@ -129,10 +125,8 @@ def _is_pointer(path: Path) -> bool:
 
 
 def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if config.json asks for more layers or experts than the file has tensors for, before any is built.
-
-    Each layer has a tensor of its own; experts may share one, as its first dimension.
-    """
+    """Raise ValueError if config.json asks for more layers or experts than the file has tensors for, before any is built. Each
+    layer has a tensor of its own; experts may share one, as its first dimension."""
     most = {
         "layers": len(shapes),
         "experts": max([len(shapes), *(size for shape in shapes.values() for size in shape)]),
@@ -181,11 +175,9 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a text: those of generation_config.json if it has any, else those of config.json.
-
-    transformers' `generate` uses none if generation_config.json exists and has none. If the family's chats end a turn with
-    another token, that one ends a text too. The tokenizer may add another. ValueError if an id is not a number.
-    """
+    """Return the ids that end a text: those of generation_config.json if it has any, else those of config.json. transformers'
+    `generate` uses none if generation_config.json exists and has none. If the family's chats end a turn with another token,
+    that one ends a text too. The tokenizer may add another. ValueError if an id is not a number."""
     config = _read_object(folder / "config.json") or {}
     ids: list[int] = []
     for name, held in (
@@ -218,10 +210,8 @@ def _token_id(path: Path, key: str, value: Any) -> int:
 
 
 def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table.
-
-    The tokenizer is tokenizer.json, or the older vocab.json; without either the result is empty.
-    """
+    """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table. The
+    tokenizer is tokenizer.json, or the older vocab.json; without either the result is empty."""
     tokenizer = _read_object(folder / "tokenizer.json")
     if tokenizer is None:
         vocab: Any = _read_object(folder / "vocab.json") or {}

@@ -178,9 +178,7 @@ def _is_product(name: str) -> bool:
 
 class DDiTBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
-
-    `takes_sigma` says that the rows need `sigma_B`; otherwise it is ignored.
-    """
+    `takes_sigma` says that the rows need `sigma_B`; otherwise it is ignored."""
 
     def __init__(
         self, shape: DDiTShape, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str

@@ -23,10 +23,8 @@ HeadKind = Literal["assd", "specdiff"]
 
 
 def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
-    """The sizes of the heads in a folder; None if it has none.
-
-    Raises ValueError if one of the two files is missing, or the heads are of another kind.
-    """
+    """The sizes of the heads in a folder; None if it has none. Raises ValueError if one of the two files is missing, or the
+    heads are of another kind."""
     path, weights = folder / CONFIG, folder / WEIGHTS
     if not path.exists() and not weights.exists():
         return None
@@ -85,10 +83,8 @@ def head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
 
 
 def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] | None:
-    """The folder and kind of the draft head that the settings name; None without one. 'auto' is the one in `folder`.
-
-    Raises ValueError if the named folder has none.
-    """
+    """The folder and kind of the draft head that the settings name; None without one. 'auto' is the one in `folder`. Raises
+    ValueError if the named folder has none."""
     head = settings.draft_head
     if head == "none":
         return None

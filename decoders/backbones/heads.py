@@ -36,11 +36,9 @@ def distance_index(position: Tensor, other: Tensor) -> Tensor:
 
 
 class MarkovHead(nn.Module):
-    """Corrects a stale row with the one or two tokens just before it in decoding order that it has not seen.
-
-    h' = h + MLP([h, e(prev) + distance, (e(before) + distance) where unseen, age]); the logits are the model's own tied
-    output layer applied to h'.
-    """
+    """Corrects a stale row with the one or two tokens just before it in decoding order that it has not seen. h' = h + MLP([h,
+    e(prev) + distance, (e(before) + distance) where unseen, age]); the logits are the model's own tied output layer applied to
+    h'."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -93,11 +91,9 @@ class DraftHeads(nn.Module):
 
 
 def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
-    """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None if the folder has neither.
-
-    Raises ValueError if only one of the two files exists, the weights do not fit
-    the sizes, or the heads were trained for another decoder than `kind`.
-    """
+    """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None if the folder has neither. Raises ValueError if
+    only one of the two files exists, the weights do not fit the sizes, or the heads were trained for another decoder than
+    `kind`."""
     sizes = read_sizes(folder, kind)
     if sizes is None:
         return None

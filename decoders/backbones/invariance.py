@@ -87,10 +87,8 @@ def _padded(rows: Tensor, num_rows: int) -> Tensor:
 
 
 def weigh_values(weights_CTW: Tensor, value_CWd: Tensor, sum_columns: int) -> Tensor:
-    """Sum values by their weights, [C, T, d]: `sum_columns` columns at a time, one block of columns after the other.
-
-    The order in which each output is summed depends on nothing else: not on W, and so not on the longest neighbour.
-    """
+    """Sum values by their weights, [C, T, d]: `sum_columns` columns at a time, one block of columns after the other. The order
+    in which each output is summed depends on nothing else: not on W, and so not on the longest neighbour."""
     if weights_CTW.shape[2] <= sum_columns:
         return torch.bmm(weights_CTW, value_CWd)
     mixed = torch.bmm(weights_CTW[:, :, :sum_columns], value_CWd[:, :sum_columns])
@@ -108,10 +106,8 @@ def attend(query_BHTd: Tensor, key_BHWd: Tensor, value_BHWd: Tensor, bias_BHTW: 
 
 
 def position_scores(query_NHd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tensor:
-    """Products of every query with the keys of all distances, [N, H, p] (a view), on at least `min_rows` rows a head.
-
-    One product a head over the rows of all slots: the keys of distances are the same for every slot and are not copied.
-    """
+    """Products of every query with the keys of all distances, [N, H, p] (a view), on at least `min_rows` rows a head. One
+    product a head over the rows of all slots: the keys of distances are the same for every slot and are not copied."""
     num_rows = query_NHd.shape[0]
     if num_rows < min_rows:
         query_NHd = functional.pad(query_NHd, (0, 0, 0, 0, 0, min_rows - num_rows))
@@ -126,17 +122,14 @@ class Attention(Protocol):
 
     def __call__(self, slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
         """Attend with the first slots and columns and some of its `NUM_PROBE_ROWS` rows."""
-        ...
 
 
 def find_rules(
     rows_exact_from: Callable[[int], bool], attention: Attention, *, longest: int | None, least_rows: int | None = None
 ) -> ShapeRules:
     """Return the cheapest rules under which rows agree bit by bit on this machine, or `INEXACT_RULES`.
-
     `rows_exact_from(min_rows)` tells whether the linear layers pass; `longest` is the model's longest text where that is known.
-    `least_rows` is the fewest rows that attention is ever asked for; None stands for `min_queries`.
-    """
+    `least_rows` is the fewest rows that attention is ever asked for; None stands for `min_queries`."""
     exact_rows = (count for count in _ROW_CANDIDATES if rows_exact_from(count))
     min_rows = next(exact_rows, None)
     for candidate in _ATTENTION_CANDIDATES if min_rows is not None else ():
@@ -196,10 +189,8 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def probe_columns(seed: int, longest: int | None, *, heads: int, width: int) -> Tensor:
-    """Random keys or values [2, heads, W, width] for an `Attention` under test, W as long as `find_rules` asks for.
-
-    Far columns repeat near ones, which is quick to fill; a very long text is tried with few heads.
-    """
+    """Random keys or values [2, heads, W, width] for an `Attention` under test, W as long as `find_rules` asks for. Far columns
+    repeat near ones, which is quick to fill; a very long text is tried with few heads."""
     num_columns = max(longest or 0, _LONGEST) + _SPARE
     near = normal(seed, 2, max(1, min(heads, _MOST_CELLS // num_columns)), _LONGEST + _SPARE, width)
     return near.repeat(1, 1, -(-num_columns // near.shape[2]), 1)[:, :, :num_columns]

@@ -74,10 +74,8 @@ def _without_scipy() -> Iterator[None]:
 
 @contextmanager
 def empty_modules() -> Iterator[None]:
-    """Within the `with` block, modules are built on the meta device without drawing random weights.
-
-    torch would import its compilers to draw them, and to count up on that device: ranges are real ones.
-    """
+    """Within the `with` block, modules are built on the meta device without drawing random weights. torch would import its
+    compilers to draw them, and to count up on that device: ranges are real ones."""
     arange = torch.arange
     kinds: tuple[Any, ...] = (torch.nn.Embedding, torch.nn.Linear)
     before = [kind.reset_parameters for kind in kinds]

@@ -149,10 +149,8 @@ class LLaDA2(nn.Module):
 
 
 class LLaDA2Backbone(ModuleBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
-
-    They are removed from the dict, so that no reference keeps the experts in memory a second time.
-    """
+    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness. They are
+    removed from the dict, so that no reference keeps the experts in memory a second time."""
 
     def __init__(
         self, shape: LLaDA2Shape, weights: dict[str, Tensor], *, dtype: torch.dtype, device: torch.device | str

@@ -70,11 +70,8 @@ def pick_device(device: str) -> str:
 def load_backbone(
     folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto", share: Share | None = None
 ) -> Backbone | TokenBackbone:
-    """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py).
-
-    All processes of a split model load it at the same time. Raises ValueError as `inspect_model` does, and what
-    `check_masking` raises.
-    """
+    """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py). All processes of a
+    split model load it at the same time. Raises ValueError as `inspect_model` does, and what `check_masking` raises."""
     config = read_config(folder)
     found = find_family(config, family)
     shapes = header_shapes(folder)

@@ -67,11 +67,8 @@ class Gathered:
 
 
 class Mixture(nn.Module, ABC):
-    """A layer of experts; a subclass implements the router.
-
-    Choices, weights and sums are in float32 or better. `padded` maps a number of rows to the number that a product runs over; the
-    backbone sets it for the machine.
-    """
+    """A layer of experts; a subclass implements the router. Choices, weights and sums are in float32 or better. `padded` maps a
+    number of rows to the number that a product runs over; the backbone sets it for the machine."""
 
     def __init__(self, width: int, inner: int, *, num_experts: int, num_chosen: int) -> None:
         super().__init__()
@@ -88,9 +85,7 @@ class Mixture(nn.Module, ABC):
 
     def gather(self, product: Product) -> None:
         """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them.
-
-        Memory grows by one kind of one layer's weights at most, provided that nothing else holds the weights.
-        """
+        Memory grows by one kind of one layer's weights at most, provided that nothing else holds the weights."""
         self._gathered = Gathered(product, *(self._stacked(name) for name in ("gate_proj", "up_proj", "down_proj")))
 
     def _stacked(self, name: str) -> Tensor:

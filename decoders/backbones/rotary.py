@@ -166,10 +166,8 @@ class RotaryLayers:
                     together.join()
 
     def _turns(self, num_positions: int) -> Tensor:
-        """Cosines and sines of so many positions or more, [2, W, d], computed once.
-
-        A head (a, b) turns to (a, b) * cos + (-b, a) * sin: the sign is put into the sine.
-        """
+        """Cosines and sines of so many positions or more, [2, W, d], computed once. A head (a, b) turns to (a, b) * cos + (-b,
+        a) * sin: the sign is put into the sine."""
         if self._turns_2Wd.shape[1] < num_positions:
             cos_1Wd, sin_1Wd = self._angles(self._turns_2Wd, torch.arange(num_positions).unsqueeze(0))
             sin_1Wd[:, :, : self._head_width // 2].neg_()
@@ -204,9 +202,7 @@ class RotaryLayers:
 
 def lean_layers(backbone: ModuleBackbone) -> RotaryLayers | None:
     """The layers of a backbone's base model where they give the same bits as transformers' code, else None; see `_same_bits`.
-
-    Only on a CPU in float32, where few rows are common and bits are promised. The backbone's cache is empty afterwards.
-    """
+    Only on a CPU in float32, where few rows are common and bits are promised. The backbone's cache is empty afterwards."""
     if backbone.device.type != "cpu" or backbone.dtype != torch.float32 or type(backbone.base).__name__ not in _BASES:
         return None
     try:

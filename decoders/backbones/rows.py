@@ -70,11 +70,9 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """What the host knows of the rows of a two-stream forward.
-
-    The slot with the most rows has `num_content` content rows, and that with the most `num_queries`. No row sees a column at or
-    beyond `num_columns`; no position of these slots is at or beyond `num_positions`. `some_blind`: some query sees no column.
-    """
+    """What the host knows of the rows of a two-stream forward. The slot with the most rows has `num_content` content rows, and
+    that with the most `num_queries`. No row sees a column at or beyond `num_columns`; no position of these slots is at or
+    beyond `num_positions`. `some_blind`: some query sees no column."""
 
     num_slots: int
     num_content: int
@@ -118,10 +116,9 @@ def seen_columns(low_IN: Tensor, high_IN: Tensor, num_columns: int) -> Tensor:
 
 
 def columns_in_order(rows: TokenRows, positions_SW: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """The columns that the rows of each slot see, in the order of their positions, [B, num_columns], and how many these are, [B].
-
-    For rows whose shape has `num_positions`; `positions_SW` are the positions of all columns. What is left over names column 0.
-    """
+    """The columns that the rows of each slot see, in the order of their positions, [B, num_columns], and how many these are,
+    [B]. For rows whose shape has `num_positions`; `positions_SW` are the positions of all columns. What is left over names
+    column 0."""
     num_slots, owner_N = rows.shape.num_slots, rows.owner_N
     first_B = owner_N.new_zeros(num_slots + 1)
     first_B.scatter_(0, owner_N.where(rows.line_N == 0, num_slots), torch.arange(rows.num_rows, device=owner_N.device))

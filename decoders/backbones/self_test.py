@@ -48,11 +48,9 @@ def model_rules(
     device: torch.device,
     longest: int | None = None,
 ) -> ShapeRules:
-    """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d).
-
-    `longest` is the model's longest text, None where it has no limit. Half precision and GPUs are never exact: there the
-    products of attention are torch's own.
-    """
+    """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d). `longest` is the
+    model's longest text, None where it has no limit. Half precision and GPUs are never exact: there the products of attention
+    are torch's own."""
     if device.type != "cpu":
         return NO_RULES
     each = {(type(one[0]), *one[1:]): one for one in found}

@@ -89,10 +89,8 @@ class Summed(nn.Module):
 
 
 class SplitBackbone(TransformerBackbone):
-    """A rank's part of a causal model; `weights` are its shares. On rank 0, after `lead`, it is a backbone like any other.
-
-    The constructor raises RuntimeError if the ranks' self-tests found different shape rules.
-    """
+    """A rank's part of a causal model; `weights` are its shares. On rank 0, after `lead`, it is a backbone like any other. The
+    constructor raises RuntimeError if the ranks' self-tests found different shape rules."""
 
     may_be_lean = False  # sums of all ranks take the place of some products
 

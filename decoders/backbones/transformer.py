@@ -43,11 +43,9 @@ _VECTOR: Final = 32
 
 
 class ModuleBackbone(OnSlots):
-    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer.
-
-    A slot whose sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is
-    written at column 0: a masked column weighs 0, but 0 times NaN is NaN.
-    """
+    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. A slot whose
+    sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is written at column 0: a masked
+    column weighs 0, but 0 times NaN is NaN."""
 
     def __init__(
         self,
@@ -114,11 +112,9 @@ class ModuleBackbone(OnSlots):
 
     @torch.no_grad()
     def forward(self, rows: TokenRows) -> Tensor:
-        """Write every row into the cache and return all rows' final hidden states (normed), [N, D].
-
-        `num_rows_computed` counts the rows of the model's products, padding to whole blocks included; the places of the
-        attention's rectangle that hold no row are not counted.
-        """
+        """Write every row into the cache and return all rows' final hidden states (normed), [N, D]. `num_rows_computed` counts
+        the rows of the model's products, padding to whole blocks included; the places of the attention's rectangle that hold no
+        row are not counted."""
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._flat(rows.token_N), self._flat(rows.position_N), self._layout(rows), rows)[:count]
@@ -232,10 +228,8 @@ class ModuleBackbone(OnSlots):
 
 
 class TransformerBackbone(ModuleBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness.
-
-    They are removed from the dict, so that no reference keeps the experts in memory a second time.
-    """
+    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness. They
+    are removed from the dict, so that no reference keeps the experts in memory a second time."""
 
     may_be_lean: ClassVar[bool] = True
     """Whether the layers may run without transformers' wrappers, see rotary.py."""
@@ -259,11 +253,9 @@ class TransformerBackbone(ModuleBackbone):
 
 
 def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device) -> Any:
-    """Build the transformers module that runs a checkpoint, with these tensors as its parameters (no copies).
-
-    `weights` have the family's full names. As transformers does, a tied output layer takes the embeddings unless the
-    checkpoint holds another one.
-    """
+    """Build the transformers module that runs a checkpoint, with these tensors as its parameters (no copies). `weights` have
+    the family's full names. As transformers does, a tied output layer takes the embeddings unless the checkpoint holds another
+    one."""
     from_transformers("AttentionInterface").register(_ATTENTION, slot_attention)
     config = family.runs_as(parsed)
     config._attn_implementation = _ATTENTION

@@ -86,11 +86,9 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see.
-
-    `rows_P` and, of query rows alone, `last_rows_P` are the rows at the rectangle's places; places without one repeat the first.
-    `blind_N` says which rows see nothing; None if all see something.
-    """
+    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see. `rows_P` and, of
+    query rows alone, `last_rows_P` are the rows at the rectangle's places; places without one repeat the first. `blind_N` says
+    which rows see nothing; None if all see something."""
 
     num_content: int
     num_slots: int
@@ -108,10 +106,8 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _FlatLayout:
-    """Where the flat rows of one forward (content first) sit in the cache, and what they see, in parts of rows.
-
-    `parts` are those of all rows, `last_parts` those of the query rows alone, which are all that the last layer runs.
-    """
+    """Where the flat rows of one forward (content first) sit in the cache, and what they see, in parts of rows. `parts` are
+    those of all rows, `last_parts` those of the query rows alone, which are all that the last layer runs."""
 
     num_content: int
     span: int
@@ -127,11 +123,9 @@ _AnyLayout = _Layout | _FlatLayout
 @functools.lru_cache(maxsize=8)
 @torch.no_grad()
 def xlnet_rules(widths: tuple[int, int, int, int], num_heads: int, dtype: torch.dtype, threads: int) -> ShapeRules:
-    """Return the cheapest rules under which rows of these widths agree bit by bit on this machine; cached.
-
-    `widths` are those of the model, of all heads together, of the inner layer and of the vocabulary. `threads` is part of
-    the question, since it moves the boundaries between kernels.
-    """
+    """Return the cheapest rules under which rows of these widths agree bit by bit on this machine; cached. `widths` are those
+    of the model, of all heads together, of the inner layer and of the vocabulary. `threads` is part of the question, since it
+    moves the boundaries between kernels."""
     width, heads_width, inner, vocab_size = widths
     shapes = {(width, heads_width), (heads_width, width), (width, inner), (inner, width), (width, vocab_size)}
 
@@ -385,10 +379,8 @@ class XLNetBackbone(OnSlots):
         return torch.cat(mixed).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
 
     def _attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
-        """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d].
-
-        Positions are scored before rows are spread, unless there are so many scores that slots go in parts.
-        """
+        """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]. Positions are
+        scored before rows are spread, unless there are so many scores that slots go in parts."""
         num_slots, num_rows, is_last = layout.num_slots, layout.num_rows, index == self.num_layers - 1
         first_row = layout.num_content if is_last else 0
         rows_BT = (layout.last_rows_P if is_last else layout.rows_P).view(num_slots, num_rows)

@@ -53,9 +53,7 @@ Forwards = Generator[Any, Answer, None]
 
 class Drafted(NamedTuple):
     """A drafted token: its log-probability under the model itself, its probability in the distribution that it was drawn from,
-
-    and, where they are wanted, that distribution's entropy in nats and what a router measures of it.
-    """
+    and, where they are wanted, that distribution's entropy in nats and what a router measures of it."""
 
     token: int
     log_p: float
@@ -70,10 +68,8 @@ Draft = Mapping[int, Drafted]
 
 @dataclass(slots=True)
 class Block:
-    """The block at work, [start, end), with `begun` masks at first.
-
-    `step` counts denoising steps of the sub-block so far, `post` those since the last mask was revealed, `drawn` the block's.
-    """
+    """The block at work, [start, end), with `begun` masks at first. `step` counts denoising steps of the sub-block so far,
+    `post` those since the last mask was revealed, `drawn` the block's."""
 
     start: int
     end: int
@@ -279,9 +275,6 @@ def _within(places: list[int], draft: Draft, tau: float) -> list[int]:
 def _number(value: float) -> float:
     """0 for what is not a number."""
     return 0.0 if math.isnan(value) else value
-
-
-# ---- the algorithm ---------------------------------------------------------------------------------------------------
 
 
 def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:

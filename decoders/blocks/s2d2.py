@@ -81,9 +81,7 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class Round:
     """A round after `n` decided tokens: the positions that it verifies, and those that masks ahead of `drafts.guess` predict.
-
-    With `redraft` the positions after n are drafted once more, from the copies.
-    """
+    With `redraft` the positions after n are drafted once more, from the copies."""
 
     n: int
     drafts: Drafts
@@ -148,9 +146,6 @@ def next_drafts(now: Round, told: Answer, positions: range) -> Drafts:
         answers |= {now.n + j: (first + j, _COPIES) for j in range(1, judges)}
     taken = [answers[position] for position in positions if position in answers]
     return Drafts([told.tokens[row] for row, _ in taken], [bank for _, bank in taken], min(told.accepted, len(taken)))
-
-
-# ---- the algorithms --------------------------------------------------------------------------------------------------
 
 
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:

@@ -35,11 +35,9 @@ class Revealed(NamedTuple):
 
 
 class BlockSample(Sample):
-    """See the module's docstring. `draws` counts drafting forwards: under the rejection rule each has random numbers of its own.
-    Under coupled acceptance they are those of the step `number`, counted from the beginning of a block.
-
-    `log_p_at` are log-probabilities by position, `kinds` forwards by purpose. `is_over`: nothing is left to do.
-    """
+    """See the module's docstring. `draws` counts drafting forwards: under the rejection rule each has random numbers of its
+    own. Under coupled acceptance they are those of the step `number`, counted from the beginning of a block. `log_p_at` are
+    log-probabilities by position, `kinds` forwards by purpose. `is_over`: nothing is left to do."""
 
     __slots__ = ("draws", "is_over", "kinds", "log_p_at", "number")
 
@@ -106,8 +104,6 @@ class BlockSample(Sample):
         if self.trace is not None:
             tokens, positions = [told.token for told in news], [told.position for told in news]
             self.trace.append(TraceStep(len(self.trace), self.nfe, list(proposed), tokens, positions))
-
-    # ---- ends ----------------------------------------------------------------------------------------------------
 
     @property
     def may_stop(self) -> bool:

@@ -98,12 +98,9 @@ def expected_accepted(alphas: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """The inputs of a router.
-
-    `span` is the length of the first run of masks, `expected` its K, `num_sure` how many masks of the block the confidence rule
-    would reveal, `progress` the decided share of the block, `entropy` a mean of H / log V. `size` is the number of places in a
-    block, or in a sub-block where those are decoded one after the other.
-    """
+    """The inputs of a router. `span` is the length of the first run of masks, `expected` its K, `num_sure` how many masks of
+    the block the confidence rule would reveal, `progress` the decided share of the block, `entropy` a mean of H / log V. `size`
+    is the number of places in a block, or in a sub-block where those are decoded one after the other."""
 
     span: int
     expected: float

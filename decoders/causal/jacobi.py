@@ -116,10 +116,8 @@ class Blocks:
         return self.active < block < self.opened and place < self._held.get(block, 0)
 
     def hold(self, first: int, chain: list[int], drafts: list[int]) -> None:
-        """Accept provisionally, in every pseudo-active block, the drafts that equal the chain's predictions.
-
-        Both lists begin at the column `first` and are equally long.
-        """
+        """Accept provisionally, in every pseudo-active block, the drafts that equal the chain's predictions. Both lists begin
+        at the column `first` and are equally long."""
         same = [said == draft for said, draft in zip(chain, drafts, strict=True)]
         for block in range(self.active + 1, self.opened):
             start, held, count = self._s.prompt + block * self._n - first, self._held.get(block, 0), 0
@@ -194,10 +192,8 @@ def window(s: Sample, end: int, drafts: list[int], candidates: list[list[int]]) 
 
 
 def best_line(answer: Answer, chain: Line, candidates: list[list[int]], num: int) -> Line:
-    """The line of the proposal with the most accepted tokens: the chain's, or the first of the best candidates.
-
-    After the real-active block the line follows the chain.
-    """
+    """The line of the proposal with the most accepted tokens: the chain's, or the first of the best candidates. After the
+    real-active block the line follows the chain."""
     best, first = chain, len(chain.tokens)
     for candidate in candidates:
         said = [chain.tokens[0], *answer.tokens[first : first + num]]
@@ -210,10 +206,8 @@ def best_line(answer: Answer, chain: Line, candidates: list[list[int]], num: int
 
 
 class NgramPool:
-    """Token runs that one sample's iterations rejected: the last `size` different ones, the most recent first.
-
-    Each has at most `longest` tokens.
-    """
+    """Token runs that one sample's iterations rejected: the last `size` different ones, the most recent first. Each has at most
+    `longest` tokens."""
 
     __slots__ = ("_longest", "_runs", "_size")
 
@@ -222,10 +216,8 @@ class NgramPool:
         self._runs: list[list[int]] = []
 
     def push(self, run: list[int]) -> None:
-        """Put a run into the pool, cut to `longest` tokens; one that is there already becomes the most recent.
-
-        A run of fewer than two tokens proposes nothing and is left out.
-        """
+        """Put a run into the pool, cut to `longest` tokens; one that is there already becomes the most recent. A run of fewer
+        than two tokens proposes nothing and is left out."""
         if len(run) < 2:
             return
         run = run[: self._longest]
@@ -235,11 +227,9 @@ class NgramPool:
         del self._runs[self._size :]
 
     def candidates(self, last: int, drafts: list[int], most: int) -> list[list[int]]:
-        """Up to `most` different proposals for what follows the token `last`, each as long as the drafts.
-
-        A run proposes the tokens after its first occurrence of `last`, cut to the number of drafts or filled up with the
-        current drafts. Proposals that equal the drafts themselves are left out.
-        """
+        """Up to `most` different proposals for what follows the token `last`, each as long as the drafts. A run proposes the
+        tokens after its first occurrence of `last`, cut to the number of drafts or filled up with the current drafts. Proposals
+        that equal the drafts themselves are left out."""
         found: list[list[int]] = []
         for run in self._runs:
             # A token at the end of a run has nothing after it.
@@ -252,9 +242,6 @@ class NgramPool:
             if len(found) == most:
                 break
         return found
-
-
-# ---- the algorithms --------------------------------------------------------------------------------------------------
 
 
 def jacobi_algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:

@@ -55,11 +55,9 @@ class NgramDrafterSettings(Settings):
 
 
 class SuffixDrafterSettings(Settings):
-    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding).
-
-    The index holds the last `max_tokens` tokens or at least half of them. Up to `max_spec_factor` times as many tokens are
-    drafted as match, as long as all of them hold with a probability of at least `min_token_prob`, by how often they followed.
-    """
+    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding). The index
+    holds the last `max_tokens` tokens or at least half of them. Up to `max_spec_factor` times as many tokens are drafted as
+    match, as long as all of them hold with a probability of at least `min_token_prob`, by how often they followed."""
 
     kind: Literal["suffix"]
     max_tokens: int = Field(

@@ -36,7 +36,7 @@ import numpy as np
 
 from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import SpecDiffSettings
-from draftmill.decoders.causal.speculative import Allot, Drafter, Drafting, all_of, speculative, those_that_pay
+from draftmill.decoders.causal.speculative import Allot, Drafter, Drafting, allotted, speculative
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -50,11 +50,8 @@ MOST_AUTO: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class Revealing:
-    """How masks become drafts by these settings, with a head or without.
-
-    The drafter's row at a position predicts the token `shift` positions after it. `longest` is its longest window, `vocab_size`
-    how many ids it knows, `mask` its mask.
-    """
+    """How masks become drafts by these settings, with a head or without. The drafter's row at a position predicts the token
+    `shift` positions after it. `longest` is its longest window, `vocab_size` how many ids it knows, `mask` its mask."""
 
     settings: SpecDiffSettings
     has_head: bool
@@ -147,7 +144,7 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
     assert not (has_head and settings.order == "native"), "a head corrects for what stands before"
     k = MOST_AUTO if settings.gamma == "auto" else settings.gamma
     r = Revealing(settings, has_head, info.mask_id, info.shift, info.max_length, drafter.vocab_size)
-    drafting = partial(by_diffusion, r=r, allot=those_that_pay if is_auto else all_of)
+    drafting = partial(by_diffusion, r=r, allot=partial(allotted, is_auto=is_auto))
     return Algorithm(
         decode=partial(speculative, k=k, drafter=drafting, kind=JUDGE, searches=is_auto),
         window=k + 1,

@@ -125,10 +125,9 @@ class Lookup:
         self._end_of: dict[int, int] = {}
 
     def drafts(self, text: list[int], length: int, most: int) -> list[int]:
-        """Up to `most` tokens to follow `text[:length]`: those after the last occurrence of its last n tokens, for the largest n.
-
-        A copy that reaches the end of the text goes on with what it has copied: a repetition goes on. Empty without a match.
-        """
+        """Up to `most` tokens to follow `text[:length]`: those after the last occurrence of its last n tokens, for the largest
+        n. A copy that reaches the end of the text goes on with what it has copied: a repetition goes on. Empty without a
+        match."""
         found = self._match(text, length)
         period = length - found
         return [text[found + place % period] for place in range(most)] if found else []
@@ -152,16 +151,9 @@ class Lookup:
         return found
 
 
-def all_of(most: int) -> Generator[Any, Any, int]:
-    """As many as there can be."""
-    yield from ()
-    return most
-
-
-def those_that_pay(most: int) -> Generator[Any, Any, int]:
-    """As many as the budget gives."""
-    count: int = yield Offer(most)
-    return count
+def allotted(most: int, *, is_auto: bool) -> Generator[Any, Any, int]:
+    """All drafts that there can be, or as many as the budget gives."""
+    return (yield Offer(most)) if is_auto else most
 
 
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
@@ -170,7 +162,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         return autoregressive.algorithm(setup, settings)
     is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
-    allot, kind = those_that_pay if is_auto else all_of, SURE
+    allot, kind = partial(allotted, is_auto=is_auto), SURE
     drafter: Callable[[Sample], Drafter]
     match settings.drafter:
         case SuffixDrafterSettings():

@@ -67,11 +67,7 @@ class Reader:
 
     def __init__(self, index: SuffixIndex) -> None:
         self._index = index
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a new text: what comes does not follow what was read."""
-        self._era = self._index.era
+        self._era = index.era
         # The state of the text in the young automaton; that of its longest end which the old one knows, and its length.
         self._last, self._match, self._length = ROOT, ROOT, 0
 

@@ -30,10 +30,8 @@ ROUNDS: Final = 10
 
 
 def sample_key(job_seed: int, sample_id: str) -> int:
-    """Return the 64-bit key of a sample: blake2b of the seed (8 bytes, little endian) followed by the id in UTF-8.
-
-    Raises ValueError where the seed does not fit a signed 64-bit integer.
-    """
+    """Return the 64-bit key of a sample: blake2b of the seed (8 bytes, little endian) followed by the id in UTF-8. Raises
+    ValueError where the seed does not fit a signed 64-bit integer."""
     if not -(2**63) <= job_seed < 2**63:
         raise ValueError(f"seed: {job_seed} does not fit 64 bits; allowed: -2**63 .. 2**63 - 1")
     payload = job_seed.to_bytes(8, "little", signed=True) + sample_id.encode("utf-8", "surrogatepass")
@@ -45,22 +43,20 @@ def hole_key(key: int, hole: int) -> int:
 
     For the others it is blake2b of the key and the hole's number (8 bytes each, little endian).
     """
-    if hole == 0:
-        return key
-    payload = key.to_bytes(8, "little") + hole.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
+    return _derive(key, hole, b"")
 
 
 def nth_key(key: int, number: int) -> int:
     """Return the key of one of several samples of a row: the first has the row's own.
 
-    For the others it is blake2b of the row's key and the sample's number (8 bytes each, little endian), personalised so that
-    it never equals the key of a hole.
+    For the others it is as in `hole_key`, personalised so that it never equals the key of a hole.
     """
-    if number == 0:
-        return key
+    return _derive(key, number, b"sample")
+
+
+def _derive(key: int, number: int, person: bytes) -> int:
     payload = key.to_bytes(8, "little") + number.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(payload, digest_size=8, person=b"sample").digest(), "little")
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8, person=person).digest(), "little") if number else key
 
 
 def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:
@@ -81,10 +77,8 @@ def uniform_rows(
     purpose: int | NDArray[np.int64],
     draws_R: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words. noise.uniform_rows, on the host.
-
-    `purpose` is one for all rows, or one a row.
-    """
+    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words. noise.uniform_rows, on the host. `purpose`
+    is one for all rows, or one a row."""
     word_1 = positions_R.astype(np.uint64) & np.uint64(MASK32)
     word_0, word_2, word_3 = np.zeros_like(word_1), np.full_like(word_1, purpose), draws_R.astype(np.uint64)
     low, high = keys_R2[:, 0].astype(np.uint64), keys_R2[:, 1].astype(np.uint64)

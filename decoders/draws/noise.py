@@ -29,11 +29,9 @@ def key_words(keys: list[int], device: torch.device | str = "cpu") -> Tensor:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return the four 32-bit output words (as int64) of Philox4x32-10; counters broadcast, and keys to them.
-
-    Only the words that are multiplied next must be clean: of an int64 product, which wraps but has the 64 bits of the unsigned
-    one, the high half is masked after the round's exclusive ors, and the low half not before the last round is over.
-    """
+    """Return the four 32-bit output words (as int64) of Philox4x32-10; counters broadcast, and keys to them. Only the words
+    that are multiplied next must be clean: of an int64 product, which wraps but has the 64 bits of the unsigned one, the high
+    half is masked after the round's exclusive ors, and the low half not before the last round is over."""
     word_0, word_1, word_2, word_3 = counter
     key_0, key_1 = key
     for _ in range(ROUNDS):

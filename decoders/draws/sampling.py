@@ -20,11 +20,9 @@ _MASS_SLACK: Final = 1e-4
 
 
 def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
-    """Warp logits into normalised log-probabilities, [R, V]; suppressed ids must already be -inf.
-
-    Order of the warps: temperature, then top-k, then top-p (nucleus), as in the usual libraries. Ties at the k-th logit are
-    all kept; ties inside the nucleus are broken towards the lower index.
-    """
+    """Warp logits into normalised log-probabilities, [R, V]; suppressed ids must already be -inf. Order of the warps:
+    temperature, then top-k, then top-p (nucleus), as in the usual libraries. Ties at the k-th logit are all kept; ties inside
+    the nucleus are broken towards the lower index."""
     if sampling.temperature == 0.0:
         return _one_hot(logits_RV)
     scaled = logits_RV if sampling.temperature == 1.0 else logits_RV / sampling.temperature
@@ -40,10 +38,8 @@ def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
 def log_laws(
     logits_RV: Tensor, temperature_R1: Tensor, *, top_k: int | None = None, top_p_R1: Tensor | None = None
 ) -> Tensor:
-    """`log_law` with a temperature and a nucleus of each row's own; a `top_p` of 1 or more cuts nothing off, [R, V].
-
-    Each row comes out as `log_law` gives it, to the bit: the operations are the same, with a column in place of a number.
-    """
+    """`log_law` with a temperature and a nucleus of each row's own; a `top_p` of 1 or more cuts nothing off, [R, V]. Each row
+    comes out as `log_law` gives it, to the bit: the operations are the same, with a column in place of a number."""
     greedy_R1 = temperature_R1 == 0.0
     scaled = logits_RV / torch.where(greedy_R1, 1.0, temperature_R1).to(logits_RV.dtype)
     if top_k is not None and top_k < scaled.shape[-1]:
@@ -76,10 +72,8 @@ def _looks(law_RV: Tensor) -> bool:
 
 
 def _nucleus(law_RV: Tensor, top_p: TopP) -> Tensor:
-    """Mark the smallest set of most probable tokens whose mass reaches `top_p`; never empty.
-
-    Most rows need few tokens: on a CPU the best ones are looked at first, and a row that they don't satisfy is sorted whole.
-    """
+    """Mark the smallest set of most probable tokens whose mass reaches `top_p`; never empty. Most rows need few tokens: on a
+    CPU the best ones are looked at first, and a row that they don't satisfy is sorted whole."""
     mass_RV = law_RV.exp()
     if not _looks(law_RV):
         return _reaching(mass_RV, mass_RV.sort(dim=-1, descending=True).values, top_p)
@@ -115,10 +109,8 @@ def coupled_draw(law_RV: Tensor, gumbel_RV: Tensor | None) -> Tensor:
 
 def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: TopP | None) -> Tensor:
     """Return what `coupled_draw` gives on the distribution cut to its nucleus, from a distribution that is not cut yet, [R].
-
-    The best token of the whole distribution is the best of the nucleus wherever it lies inside, which takes one sum to see. On a
-    CPU only the other rows (at most a share of 1 - top_p, on average) have their nucleus found.
-    """
+    The best token of the whole distribution is the best of the nucleus wherever it lies inside, which takes one sum to see. On
+    a CPU only the other rows (at most a share of 1 - top_p, on average) have their nucleus found."""
     if top_p is None or gumbel_RV is None:
         return coupled_draw(law_RV, gumbel_RV)
     if not _looks(law_RV):
@@ -150,10 +142,8 @@ def _mass_before(mass_RV: Tensor, tokens_R: Tensor) -> Tensor:
 
 
 def inverse_cdf_draw(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Draw one index a row in proportion to non-negative mass: the number of cumulative values <= u x total, [R].
-
-    Accumulates in float64 over ascending token ids. A row whose mass is all zero or NaN gives an in-range index.
-    """
+    """Draw one index a row in proportion to non-negative mass: the number of cumulative values <= u x total, [R]. Accumulates
+    in float64 over ascending token ids. A row whose mass is all zero or NaN gives an in-range index."""
     cumulative = mass_RV.to(torch.float64).cumsum(-1)
     below = cumulative <= (uniform_R.to(torch.float64) * cumulative[..., -1]).unsqueeze(-1)
     # u x total can round up to the total itself: the last index with mass must still be the answer.
@@ -162,10 +152,8 @@ def inverse_cdf_draw(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def residual(p_RV: Tensor, q_RV: Tensor) -> Tensor:
-    """Return the unnormalised positive part of p - q, or p where that has no mass (rounding), [R, V].
-
-    The rejection rule draws from it after rejecting a draft (ASSD, Algorithm 1; Leviathan et al., 2023).
-    """
+    """Return the unnormalised positive part of p - q, or p where that has no mass (rounding), [R, V]. The rejection rule draws
+    from it after rejecting a draft (ASSD, Algorithm 1; Leviathan et al., 2023)."""
     p_mass = p_RV.exp()
     positive = (p_mass - q_RV.exp()).clamp_(min=0.0)
     return torch.where(positive.sum(-1, keepdim=True) > 0, positive, p_mass)

@@ -78,13 +78,13 @@ class Algorithm:
     windows: Literal["short", "full"] | None = None
 
 
-def whole_prompt(s: Sample) -> int:
-    """The columns of a prompt that another sample can take over: all, since holes are predicted by rows of their own."""
-    return s.prompt
-
-
 any_subset_model: Final = partial(
-    Algorithm, kind="any_subset", joins_prompts=False, reusable=whole_prompt, cut_multiple=WHOLE
+    # Holes are predicted by rows of their own: another sample can take over all columns of a prompt.
+    Algorithm,
+    kind="any_subset",
+    joins_prompts=False,
+    reusable=lambda sample: sample.prompt,
+    cut_multiple=WHOLE,
 )
 """An Algorithm, as far as all decoders of any-subset models share it."""
 

@@ -52,11 +52,9 @@ DRAFTED: Final = -2
 
 
 class Span(NamedTuple):
-    """A run of `num_rows` rows from a column and a position on; spans are added up as flat numbers.
-
-    A row at column c sees the columns below max(below, the end of its block - lag), where blocks of columns have `block` each,
-    and those from `own` up to max(c, till - 1). `node` numbers the canvases of a sample, where it runs several.
-    """
+    """A run of `num_rows` rows from a column and a position on; spans are added up as flat numbers. A row at column c sees the
+    columns below max(below, the end of its block - lag), where blocks of columns have `block` each, and those from `own` up to
+    max(c, till - 1). `node` numbers the canvases of a sample, where it runs several."""
 
     num_rows: int
     column: int
@@ -71,9 +69,7 @@ class Span(NamedTuple):
 
 class Run(NamedTuple):
     """`num_rows` sampled rows from number `row` of the ask on, for the ranks from `rank` on; runs are added up as flat numbers.
-
-    `draw` numbers the noise where steps draw anew. Under the rejection rule what is known of a draft waits in a `bank`.
-    """
+    `draw` numbers the noise where steps draw anew. Under the rejection rule what is known of a draft waits in a `bank`."""
 
     row: int
     num_rows: int
@@ -145,9 +141,8 @@ class Roll(NamedTuple):
 
 class SampleFrom(NamedTuple):
     """Asks for a draft of `rank` from a distribution of the decoder's own: `tokens` have these `weights`, all others none.
-
-    Without any tokens all are alike. The sampling settings apply as to a model's distribution. Answered before the next forward.
-    """
+    Without any tokens all are alike. The sampling settings apply as to a model's distribution. Answered before the next
+    forward."""
 
     rank: int
     tokens: list[int]

@@ -77,10 +77,8 @@ class Layout(NamedTuple):
 
 class Rule(NamedTuple):
     """How rows are drawn. `by_ratio`: under the rejection rule, whose `banks` a slot keep `window` drafts each.
-
     `sends_settings`: the sampling settings of each row go along, for a kernel. Each row has `num_notes` notes, for the present
-    draw and `ahead` more; `as_arrays`: answers are arrays.
-    """
+    draw and `ahead` more; `as_arrays`: answers are arrays."""
 
     by_ratio: bool = False
     window: int = 1
@@ -180,11 +178,9 @@ class Batch:
     # ---- on its way to the device --------------------------------------------------------------------------------
 
     def padded(self, sizes: dict[str, int], *, dead_column: int, dead_note: int, dead_cell: int) -> None:
-        """Fill every array up to the size of its axis. What fills up means nothing:
-
-        dead rows are token 0 of slot 0, see nothing, and write a column that no row sees; dead sampled rows leave what is kept of
-        them where nobody reads it. At least one sampled row is dead, for dead drafts.
-        """
+        """Fill every array up to the size of its axis. What fills up means nothing: dead rows are token 0 of slot 0, see
+        nothing, and write a column that no row sees; dead sampled rows leave what is kept of them where nobody reads it. At
+        least one sampled row is dead, for dead drafts."""
         assert self.num_columns <= dead_column, "a row sees the column of dead rows"
         dead = {
             "line_N": -1, "line_Q": -1, "column_N": dead_column, "own_2R": 1, "scored_R": NO_DRAFT, "note_R": dead_note,
@@ -389,10 +385,8 @@ def add_sampled(
 
 
 def _num_verified(b: Batch, kind_R: Ints, owner_R: Ints) -> int:
-    """How many rows decide or check tokens that may be committed now: of canvases each, whatever is asked about it.
-
-    In block diffusion these are drafts, too, but beside a verification they wait for the next one.
-    """
+    """How many rows decide or check tokens that may be committed now: of canvases each, whatever is asked about it. In block
+    diffusion these are drafts, too, but beside a verification they wait for the next one."""
     if b.layout.family == "masked":
         return b.num_groups
     if b.layout.family != "blocks":
@@ -423,10 +417,8 @@ def _add_judging(b: Batch, kind_R: Ints, owner_R: Ints, when_B: Ints, bank_R: In
 
 
 def note_cells(slot_R: Ints, rank_R: Ints) -> Ints:
-    """Where the tokens at some ranks are noted on the device, [R]: those of the last two ranks of a slot.
-
-    Two, so that a forward may be run again: it does not write what it reads.
-    """
+    """Where the tokens at some ranks are noted on the device, [R]: those of the last two ranks of a slot. Two, so that a
+    forward may be run again: it does not write what it reads."""
     return 2 * slot_R + rank_R % 2
 
 

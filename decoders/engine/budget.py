@@ -160,8 +160,6 @@ class DraftBudget:
         if self._is_open and ended:
             self.learn(*np.array(ended).T)
 
-    # ---- what it does ----------------------------------------------------------------------------------------------
-
     def learn(self, slots_B: Counts, tried_B: Counts, gained_B: Counts) -> None:
         """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` were accepted."""
         self._num_tries += int((tried_B > 0).sum())
@@ -324,54 +322,6 @@ class Survival:
         """Forget what the slot held."""
         self._tried_S[slot] = self._gained_S[slot] = 0.0
 
-    # ---- what the engine calls -----------------------------------------------------------------------------------
-
-    def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
-        """Answer the samples' questions until each of them asks for a forward."""
-        is_open = self._is_open = self.open(fresh=fresh)
-        if not is_open:
-            # Drafts don't pay: the step is then exactly that of the baseline.
-            self.pass_by()
-        for sample in samples:
-            if sample.ask is SEARCH:
-                sample.ask = sample.decoding.send(int(is_open))  # type: ignore[union-attr]
-        if not is_open or not any(isinstance(sample.ask, Offer) for sample in samples):
-            # All are in the second forward of an iteration: what they draft is settled.
-            return
-        most = np.array([sample.ask.most if isinstance(sample.ask, Offer) else 0 for sample in samples])
-        slots, kv = np.array([sample.slot for sample in samples]), sum(sample.decided for sample in samples)
-        counts = self.plan(slots, most, kv_tokens=kv, fresh=fresh, joined=joined).tolist()
-        for sample, count in zip(samples, counts, strict=True):
-            if isinstance(sample.ask, Offer):
-                sample.ask = sample.decoding.send(count)  # type: ignore[union-attr]
-            assert not isinstance(sample.ask, Offer), "an offer is followed by an ask"
-
-    def drafted(self, rows: int, kv_tokens: int, seconds: float) -> None:
-        """A forward of the drafting model ran, with its draws: its rows, and the columns that they read."""
-        if self.drafter is not None:
-            self.drafter.observe(rows, kv_tokens, seconds)
-
-    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
-        """Drafts were drawn without a forward, for so many samples and ranks of the one with the most."""
-        self.drawing.observe(num_ranks, num_ranks * num_samples, seconds)
-
-    def spent(self, seconds: float) -> None:
-        """All drafting before the target's forward took this long."""
-        if self._is_open:
-            self._ledger.spend(seconds)
-
-    def ran(self, samples: list[Sample], rows: int, kv_tokens: int, seconds: float, *, is_usual: bool) -> None:
-        """The target's forward of the step is done; `just` of a sample says what an iteration brought that ended with it."""
-        if is_usual:
-            self.timed(rows, kv_tokens, seconds)
-        ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
-        for sample in samples:
-            sample.just = None
-        if self._is_open and ended:
-            self.learn(*np.array(ended).T)
-
-    # ---- what it does ----------------------------------------------------------------------------------------------
-
     def learn(self, slots_B: Counts, tried_B: Counts, gained_B: Counts) -> None:
         """Record how many of the tried drafts were accepted; slots that tried none do not count."""
         some_B = tried_B > 0
@@ -398,11 +348,9 @@ class Survival:
 
 
 class Ledger:
-    """Accounts of what drafting has gained or lost in seconds, which bound the cost of trials.
-
-    Estimates say what to try. The ledger measures whether it paid, all costs included: a drafter that catches up with texts, the
-    search for drafts, a busy machine. Each step: `spend` its seconds as they become known and `win` its tokens, then `close` it.
-    """
+    """Accounts of what drafting has gained or lost in seconds, which bound the cost of trials. Estimates say what to try. The
+    ledger measures whether it paid, all costs included: a drafter that catches up with texts, the search for drafts, a busy
+    machine. Each step: `spend` its seconds as they become known and `win` its tokens, then `close` it."""
 
     def __init__(self) -> None:
         self._total_s, self._balance_s = 0.0, 0.0
@@ -418,10 +366,8 @@ class Ledger:
         self._step_tokens += tokens
 
     def close(self, *, drafting: bool, plain_step_s: float, num_slots: int) -> None:
-        """End the step; without drafts it would have taken `plain_step_s`, 0 if unknown.
-
-        A step that followed one with drafts belongs to them: an iteration may take two forwards.
-        """
+        """End the step; without drafts it would have taken `plain_step_s`, 0 if unknown. A step that followed one with drafts
+        belongs to them: an iteration may take two forwards."""
         self._total_s += self._step_s
         if plain_step_s and (drafting or self._was_drafting):
             won_s = self._step_tokens * plain_step_s / num_slots - self._step_s

@@ -161,10 +161,8 @@ def _never_falling(values_P: Numbers, weights_P: Numbers) -> Numbers:
 
 
 def lines_a_slot(rows_CB: Counts) -> Numbers:
-    """The average lines of attention per slot, given the rows of each slot, [C]; see attention.cut_ragged.
-
-    The rectangle is as wide as the largest slot, or cut into a narrow one and copies of the slots that have more.
-    """
+    """The average lines of attention per slot, given the rows of each slot, [C]; see attention.cut_ragged. The rectangle is as
+    wide as the largest slot, or cut into a narrow one and copies of the slots that have more."""
     num_slots, most_C = rows_CB.shape[1], rows_CB.max(1)
     lines_C = most_C * num_slots
     for cut in _CUTS:

@@ -48,10 +48,8 @@ _ROUNDING: Final = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What a forward leaves: the hidden states of its rows, its record (float64, flat), and how many rows it computed.
-
-    `stays`: it is a graph's, which fills the same tensors each time; further work can be captured that reads them.
-    """
+    """What a forward leaves: the hidden states of its rows, its record (float64, flat), and how many rows it computed. `stays`:
+    it is a graph's, which fills the same tensors each time; further work can be captured that reads them."""
 
     hidden_ND: Tensor
     record: Tensor
@@ -64,11 +62,9 @@ class Recorder(Protocol):
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
         """Returns what repeats the work, and the tensors that it then fills again."""
-        ...
 
     def drop_pool(self) -> None:
         """All graphs are gone: what is captured from now on shares no memory with them."""
-        ...
 
 
 class CudaRecorder:
@@ -175,9 +171,7 @@ class Graphs:
 
     def _capture(self, key: Hashable, batch: Batch, work: Callable[[Batch], Work], expected: Work) -> None:
         """Keep the graph of this work, if it can be captured and gives what the work gave; else there are none from now on.
-
-        Where memory runs out, all graphs are dropped, and captured again as their forwards come again.
-        """
+        Where memory runs out, all graphs are dropped, and captured again as their forwards come again."""
         self.num_captured += 1
         if self._recorder not in _RECORDERS:
             _RECORDERS.append(self._recorder)

@@ -34,10 +34,8 @@ class NeverStops:
 
 
 def ending(tokens: Sequence[int], news: Sequence[tuple[int, int]], stops: Stops) -> tuple[int, int, int] | None:
-    """Reveal `news` (place, token) one by one in a completion that has not ended yet.
-
-    Returns (how many to reveal until it ends, how many tokens of it to keep, EOS or STOP); None if it does not end.
-    """
+    """Reveal `news` (place, token) one by one in a completion that has not ended yet. Returns (how many to reveal until it
+    ends, how many tokens of it to keep, EOS or STOP); None if it does not end."""
     canvas = list(tokens)
     known = _run(canvas)
     for count, (place, token) in enumerate(news, 1):

@@ -57,7 +57,7 @@ class Engine:
         if setup.drafter is not None:
             self.models.append(self._drafting(setup))
         self.target = self.models[0]
-        self.sampler.drafts_by(self.models[-1].logits)
+        self.sampler.drafts_by = self.models[-1].logits
         self.stats = EngineStats()
         self._multiple = column_multiple(setup.backbone)
         self._capacity = Capacity(

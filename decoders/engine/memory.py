@@ -50,10 +50,8 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, device: torch.device, free_bytes: int, *, row_bytes: int, captures: bool = False) -> MemoryPlan:
-        """Share out what is free; `row_bytes` are the activations of a token row in a forward.
-
-        `captures`: forwards are captured as graphs.
-        """
+        """Share out what is free; `row_bytes` are the activations of a token row in a forward. `captures`: forwards are
+        captured as graphs."""
         most = cls.unmeasured(device)
         logits, prompts = min(most.logits, free_bytes // 64), free_bytes // 8
         noise = min(most.noise, free_bytes // 16)
@@ -76,11 +74,8 @@ class Shape(NamedTuple):
 
 
 class Capacity:
-    """At most `max_rows` samples and `max_tokens` cached columns, and what the `plan` allows.
-
-    `columns` gives the columns of a canvas length, of which a cache rounds up to a `multiple`; `slot_bytes` the bytes of a slot
-    with that many columns.
-    """
+    """At most `max_rows` samples and `max_tokens` cached columns, and what the `plan` allows. `columns` gives the columns of a
+    canvas length, of which a cache rounds up to a `multiple`; `slot_bytes` the bytes of a slot with that many columns."""
 
     def __init__(
         self,
@@ -113,10 +108,8 @@ class Capacity:
         return self.plan.slots is None or num_rows * self._slot_bytes(num_columns) <= self.plan.slots
 
     def shape(self, now: Shape, *, needed: int, longest: int) -> Shape:
-        """What `needed` samples get; `now` is the present shape.
-
-        Raises MemoryError for a sample that does not fit even alone.
-        """
+        """What `needed` samples get; `now` is the present shape. Raises MemoryError for a sample that does not fit even
+        alone."""
         least = self.columns(longest)
         if not self.fits(needed, least):
             asked, free = needed * self._slot_bytes(least), max(self.plan.slots or 0, 0)

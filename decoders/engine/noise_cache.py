@@ -31,10 +31,8 @@ _COLUMN_STEP: Final = 64
 
 
 class NoiseCache:
-    """Keeps `window` ranks of each slot and, where the vocabulary is small, some after them.
-
-    Without a window whole canvases are kept. With `fresh` each draw has noise of its own, and nothing is kept.
-    """
+    """Keeps `window` ranks of each slot and, where the vocabulary is small, some after them. Without a window whole canvases
+    are kept. With `fresh` each draw has noise of its own, and nothing is kept."""
 
     def __init__(self, slots: SlotTable, vocab_size: int, window: int | None, *, fresh: bool) -> None:
         self._slots, self._vocab_size, self._fresh = slots, vocab_size, fresh

@@ -84,10 +84,8 @@ def _pack(
     layout: Layout,
     rule: Rule,
 ) -> tuple[Batch, list[slice]]:
-    """The sampled rows of windows with `counts` ranks, rank after rank, and where those of each rank are.
-
-    What is drawn beyond a window is its last rank once more.
-    """
+    """The sampled rows of windows with `counts` ranks, rank after rank, and where those of each rank are. What is drawn beyond
+    a window is its last rank once more."""
     number, rows_B = {sample.slot: index for index, sample in enumerate(ran[0])}, ran[1].rows_B
     which = [number[sample.slot] for sample in samples]
     going_K = np.array([sum(count > offset for count in counts) for offset in range(counts[0])])
@@ -172,11 +170,9 @@ def corrected(
 def roll_model(
     samples: Sequence[Sample], runner: ModelRunner, slots: SlotTable, window: int, budget: int | None
 ) -> tuple[list[Answer], list[Drafted]]:
-    """The drafts of these samples, and the forwards that made them; the host waits once, for the last one.
-
-    Prompts run in forwards of their own, `budget` rows each, until the rest is no more than that; a sample that decodes has up to
-    `window` + 1 rows.
-    """
+    """The drafts of these samples, and the forwards that made them; the host waits once, for the last one. Prompts run in
+    forwards of their own, `budget` rows each, until the rest is no more than that; a sample that decodes has up to `window` + 1
+    rows."""
     catch_up(samples, runner, slots, window, budget)
     asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
     assert all(ask.head == MODEL for ask in asks), "before the target's forward a model drafts"

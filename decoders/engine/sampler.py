@@ -75,7 +75,8 @@ class Sampler:
         # Of each cell the hidden state (where a decoder names distributions: these) of a draft, and log q(draft).
         self._states_CD = torch.zeros(1, 0, device=device)
         self._log_q_C = torch.zeros(1, dtype=torch.float64, device=device)
-        self._drafts_by: Logits | None = None
+        self.drafts_by: Logits | None = None
+        """The output layer of the model whose drafts are judged: q is computed again by it."""
         if self.by_ratio and algorithm.keeps_laws:
             drafter = setup.drafter or backbone
             width, kept = (info.vocab_size, self._law_dtype) if algorithm.names_laws else (drafter.width, drafter.dtype)
@@ -130,16 +131,10 @@ class Sampler:
         return 2 * self._slot_cells * (width * self._states_CD.element_size() + 8) if width else 0
 
     def parts(self, num_rows: int) -> list[slice]:
-        """Cuts rows into parts whose logits are held at once; one part where there are no rows.
-
-        No part is made smaller than a product's least rows, which it would be padded to.
-        """
+        """Cuts rows into parts whose logits are held at once; one part where there are no rows. No part is made smaller than a
+        product's least rows, which it would be padded to."""
         step = max(_LEAST_ROWS, self.plan.logits // (self._vocab_size * self._law_dtype.itemsize))
         return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
-
-    def drafts_by(self, logits: Logits) -> None:
-        """The model whose drafts are judged: q is computed again by its output layer."""
-        self._drafts_by = logits
 
     # ---- one record ----------------------------------------------------------------------------------------------
 
@@ -213,10 +208,7 @@ class Sampler:
 
     def _weighed(self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool) -> tuple[Tensor, ...]:
         """What is told of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
-        from.
-
-        Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows.
-        """
+        from. Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows."""
         warp = self._warp(b, part)
         logits_RV = warp.suppress(logits_RV)
         law_RV = self.law(logits_RV, warp)
@@ -276,10 +268,8 @@ class Sampler:
         log_p_R: Tensor,
         held: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """What is told of rows, with the token after the drafts of each chain that hold; and how many these are, [B].
-
-        `held` are the logits and distributions of all rows, where they fit into memory at once.
-        """
+        """What is told of rows, with the token after the drafts of each chain that hold; and how many these are, [B]. `held`
+        are the logits and distributions of all rows, where they fit into memory at once."""
         owner_R, size_B, judged_R = b.owner_R, b.size_B, b.judged_R > 0
         # Where no distribution is kept, rows follow drafts that nobody judges: their token is drawn here, and q is not read.
         has_q = not b.is_sure and self._states_CD.shape[1] > 0
@@ -322,8 +312,8 @@ class Sampler:
         states_BD = self._states_CD[b.cell_R[row_B]]
         if self.algorithm.names_laws:
             return states_BD
-        assert self._drafts_by is not None, "drafts come from a model"
-        return self.law(warp.suppress(self._drafts_by(states_BD)), warp)
+        assert self.drafts_by is not None, "drafts come from a model"
+        return self.law(warp.suppress(self.drafts_by(states_BD)), warp)
 
     # ---- drafts that need no forward of their own ----------------------------------------------------------------
 
@@ -376,9 +366,7 @@ class Sampler:
 
 def spread(asks: Sequence[SampleFrom], vocab_size: int, never: frozenset[int]) -> tuple[Tensor, Tensor]:
     """Tokens in ascending order, int64 [B, T], and their weights, float64, 0 where a row has fewer; without those in `never`.
-
-    Where an ask names no others, all of them are alike.
-    """
+    Where an ask names no others, all of them are alike."""
     rows = list[tuple[list[int], list[float]]]()
     for ask in asks:
         weight_of = {token: weight for token, weight in zip(ask.tokens, ask.weights, strict=True) if token not in never}

@@ -132,10 +132,8 @@ class Sample:
     # ---- what decoders ask ---------------------------------------------------------------------------------------
 
     def causal(self, end: int, sampled: int, kind: int, drafts: Sequence[int]) -> Ask:
-        """Run the columns [cached, end) under causal visibility; the last `sampled` rows are sampled.
-
-        The row of column c speaks of rank c + 1. The decoder itself moves `cached`, since drafts may be refused.
-        """
+        """Run the columns [cached, end) under causal visibility; the last `sampled` rows are sampled. The row of column c
+        speaks of rank c + 1. The decoder itself moves `cached`, since drafts may be refused."""
         start = self.cached
         assert sampled <= end - start, "more rows are sampled than run: `cached` is too high"
         run = Run(end - start - sampled, sampled, end - sampled + 1, kind)
@@ -154,11 +152,9 @@ class Sample:
         return Ask(self.tokens[start : start + count], Span(count, start, start), (), (), model=1)
 
     def two_stream(self, end: int, queries: Sequence[int], kind: int, drafts: Sequence[int]) -> Ask:
-        """Write the content of the columns [cached, end) of an any-subset canvas, and run query rows; the first ones are sampled.
-
-        As many as there are `drafts`; they are consecutive ranks. The prompt sees all of itself, every other token what was
-        decided before it. `cached` moves to `end`: where drafts are refused, the decoder moves it back.
-        """
+        """Write the content of the columns [cached, end) of an any-subset canvas, and run query rows; the first ones are
+        sampled. As many as there are `drafts`; they are consecutive ranks. The prompt sees all of itself, every other token
+        what was decided before it. `cached` moves to `end`: where drafts are refused, the decoder moves it back."""
         start, self.cached = self.cached, end
         content = Span(end - start, start, start, self.prompt) if start < end else ()
         return Ask(self.tokens[start:end], content, Run(0, len(drafts), queries[1], kind), drafts, queries)
@@ -175,11 +171,9 @@ class Sample:
         *,
         shown: int | None = None,
     ) -> int:
-        """End an iteration: decide the next `count` tokens, fewer where the text ends; returns how many.
-
-        Of the `drafts` of the iteration, the first `accepted` held. A stop drops what comes after it, also from the count of
-        proposed drafts. The trace shows the first `shown` drafts; by default those that count as proposed.
-        """
+        """End an iteration: decide the next `count` tokens, fewer where the text ends; returns how many. Of the `drafts` of the
+        iteration, the first `accepted` held. A stop drops what comes after it, also from the count of proposed drafts. The
+        trace shows the first `shown` drafts; by default those that count as proposed."""
         before = self.decided
         kept, is_over = self._until_stop(tokens, min(count, self.length - before))
         self.tokens[before : before + kept] = tokens[:kept]
@@ -237,8 +231,6 @@ class Sample:
         positions = list(range(before, self.decided)) if self.order is None else self.order[span]
         self.trace.append(TraceStep(len(self.trace), self.nfe, proposed, self.tokens[span], positions))
 
-    # ---- the result ----------------------------------------------------------------------------------------------
-
     def _generated(self) -> tuple[list[int], list[float]]:
         """The generated tokens in canvas order, and their log-probabilities if the request asks for them."""
         places = list(range(self.prompt, self.decided))
@@ -284,11 +276,9 @@ class Sample:
 
 
 class SlotTable:
-    """What the host knows of the sample in each slot: its key, its decoding order, and its sampling settings.
-
-    `key_S2` are words of keys (noise.key_words). `order_SW` gives the position of each rank; None where that is the rank
-    itself. `top_p_S` is infinite where nothing is cut. `own` are the slots whose samples have other settings than the job.
-    """
+    """What the host knows of the sample in each slot: its key, its decoding order, and its sampling settings. `key_S2` are
+    words of keys (noise.key_words). `order_SW` gives the position of each rank; None where that is the rank itself. `top_p_S`
+    is infinite where nothing is cut. `own` are the slots whose samples have other settings than the job."""
 
     def __init__(self, sampling: Sampling, num_slots: int) -> None:
         self._job = sampling

@@ -59,10 +59,9 @@ _FEW_PROMPTS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The samples of one step. It is the first evaluation of those that are `new`; those in `chunks` run a part of their prompts.
-
-    `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples are left out until others' prompts have run.
-    """
+    """The samples of one step. It is the first evaluation of those that are `new`; those in `chunks` run a part of their
+    prompts. `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples are left out until others' prompts
+    have run."""
 
     samples: list[Sample]
     prefill_only: bool = False
@@ -91,10 +90,8 @@ class Prefill:
 
 
 class Scheduler:
-    """The `line` of new samples, in the order in which they came, and what their prompts have in common.
-
-    `copy_prefix` copies the first columns of a slot onto another. Without `prompt_rows` prompts run without a budget.
-    """
+    """The `line` of new samples, in the order in which they came, and what their prompts have in common. `copy_prefix` copies
+    the first columns of a slot onto another. Without `prompt_rows` prompts run without a budget."""
 
     def __init__(
         self,
@@ -275,11 +272,9 @@ def chunk_within(sample: Sample, algorithm: Algorithm, budget: int) -> int:
 
 
 def schedule_chunks(waiting: Iterable[Sample], algorithm: Algorithm, budget: int) -> list[Sample]:
-    """Divide the budget among samples in their order: which of them run rows in the next forward.
-
-    Those with a `chunk` run that many rows of their prompts, the others all that is left. What can't be cut waits until it fits,
-    or runs as the only one: something runs in any case.
-    """
+    """Divide the budget among samples in their order: which of them run rows in the next forward. Those with a `chunk` run that
+    many rows of their prompts, the others all that is left. What can't be cut waits until it fits, or runs as the only one:
+    something runs in any case."""
     running, left = list[Sample](), budget
     for sample in waiting:
         rows, is_first = rows_left(sample, algorithm), not running
@@ -306,10 +301,8 @@ def ask_of_chunk(sample: Sample, algorithm: Algorithm) -> Ask:
 
 
 class PrefixCache:
-    """The prompt of each slot's sample, also of one that has left, and how many of its columns the cache holds.
-
-    What is taken over is a multiple of `multiple` columns.
-    """
+    """The prompt of each slot's sample, also of one that has left, and how many of its columns the cache holds. What is taken
+    over is a multiple of `multiple` columns."""
 
     def __init__(self, multiple: int) -> None:
         self._multiple = multiple

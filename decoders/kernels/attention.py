@@ -106,11 +106,9 @@ def attend_tiles(
     RELATIVE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """See the module's docstring. A tile has LINES >= ROWS x GROUP lines, a line has PADDED >= WIDTH numbers, all powers of two.
-
-    With one share `out` is the answer, [N, H, d]; with several it holds each share's unfinished sum, float32 [SHARES, N, H, d],
-    and `out_most` and `out_total` [SHARES, N, H] its largest score and the sum of its weights.
-    """
+    """See the module's docstring. A tile has LINES >= ROWS x GROUP lines, a line has PADDED >= WIDTH numbers, all powers of
+    two. With one share `out` is the answer, [N, H, d]; with several it holds each share's unfinished sum, float32 [SHARES, N,
+    H, d], and `out_most` and `out_total` [SHARES, N, H] its largest score and the sum of its weights."""
     first = tl.load(tiles + tl.program_id(0))
     if first < num_rows:
         key_head, share = tl.program_id(1), tl.program_id(2)
@@ -209,9 +207,7 @@ def attend(
     shares: int | None = None,
 ) -> Tensor:
     """See trial.reference_attend. The columns are cut into `shares` parts, a power of two; None: as many as are worth it.
-
-    Raises ValueError where query and cache have dtypes that the kernel does not know.
-    """
+    Raises ValueError where query and cache have dtypes that the kernel does not know."""
     if query_NHd.dtype not in DTYPES or layer_2SKWd.dtype != query_NHd.dtype:
         raise ValueError(f"query {query_NHd.dtype}, cache {layer_2SKWd.dtype}; allowed: the same one of {DTYPES}")
     num_rows, num_heads, width = query_NHd.shape

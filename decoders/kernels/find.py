@@ -39,13 +39,8 @@ def find_attention(
     device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
 ) -> Attend | None:
     """The kernel for heads of this kind; `relative` if the model adds a score that depends on distances."""
-
-    def problem() -> str | None:
-        return trial.attention_problem(
-            device, dtype, num_heads=num_heads, key_heads=key_heads, width=width, relative=relative
-        )
-
-    if not _is_used("attention", device, dtype, problem):
+    heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width, "relative": relative}
+    if not _is_used("attention", device, dtype, lambda: trial.attention_problem(device, dtype, **heads)):
         return None
     from draftmill.decoders.kernels.attention import attend
 

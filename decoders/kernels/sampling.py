@@ -320,9 +320,7 @@ def sample_rows(
     BLOCK: tl.constexpr,
 ):
     """See the module's docstring. AT_ says in which row of `out` a note goes; 0, which is the token's, that it is not wanted.
-
-    `own` are temperatures, then top-p. `draws` and `scored` may be None.
-    """
+    `own` are temperatures, then top-p. `draws` and `scored` may be None."""
     row, step = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * logits_r
     out += step * (2 + F) * R + row

@@ -131,10 +131,8 @@ def sample(
 
 
 def measure(name: str, law_RV: Tensor, token_R: Tensor) -> Tensor:
-    """One note of each row, float64 [R], from log-probabilities and the token drawn.
-
-    Sources: Nie et al., "Large language diffusion models" (LLaDA, 2025); Ye et al., "Dream 7B" (2025).
-    """
+    """One note of each row, float64 [R], from log-probabilities and the token drawn. Sources: Nie et al., "Large language
+    diffusion models" (LLaDA, 2025); Ye et al., "Dream 7B" (2025)."""
     match name:
         case "top1":
             return law_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1).to(torch.float64).exp()

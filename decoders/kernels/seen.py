@@ -26,10 +26,8 @@ _TILE_BYTES: Final = 32 * 1024
 
 
 def most_lines(width: int, dtype: torch.dtype) -> int:
-    """The queries of the largest tile for heads of this width: a power of two, at most MOST_LINES.
-
-    They take a third of the shared memory that a program has on every GPU since Ampere; the rest is for keys and values.
-    """
+    """The queries of the largest tile for heads of this width: a power of two, at most MOST_LINES. They take a third of the
+    shared memory that a program has on every GPU since Ampere; the rest is for keys and values."""
     return max(16, min(MOST_LINES, _TILE_BYTES // line_bytes(width, dtype)))
 
 
@@ -41,10 +39,8 @@ def line_bytes(width: int, dtype: torch.dtype) -> int:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """`slot_N`, `low_IN` and `high_IN` are integers: row n sees the columns [low, high) of each interval, none if low >= high.
-
-    `position_N` and `positions_SW` are the positions of rows and of columns; windows and relative scores read them. `first_T` and
-    `rows_at_once` say how kernels cut the rows (see above); references ignore them.
-    """
+    `position_N` and `positions_SW` are the positions of rows and of columns; windows and relative scores read them. `first_T`
+    and `rows_at_once` say how kernels cut the rows (see above); references ignore them."""
 
     slot_N: Tensor
     low_IN: Tensor
@@ -67,10 +63,8 @@ class Seen:
         group: int = 1,
         lines: int = MOST_LINES,
     ) -> Seen:
-        """Make the table of tiles. `rows_at_once` is about the number of rows of a slot, as far as their queries fit into a tile.
-
-        `group` is the number of query heads of a key head, `lines` the most queries of a tile (`most_lines`).
-        """
+        """Make the table of tiles. `rows_at_once` is about the number of rows of a slot, as far as their queries fit into a
+        tile. `group` is the number of query heads of a key head, `lines` the most queries of a tile (`most_lines`)."""
         rows = max(1, min(rows_at_once, lines // group))
         low_IN, high_IN = low_IN.to(torch.int32), high_IN.to(torch.int32)
         return cls(slot_N, low_IN, high_IN, position_N, positions_SW, first_rows(slot_N, rows), rows)

@@ -50,9 +50,7 @@ def attention_problem(
     device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
 ) -> str | None:
     """Why attention is not used for such heads. The smallest and the largest tile take unequal shared memory: both are tried.
-
-    `relative`: the model adds a score that depends on distances.
-    """
+    `relative`: the model adds a score that depends on distances."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import attention
@@ -171,10 +169,8 @@ def reference_attend(
     relative_NHP: Tensor | None = None,
 ) -> Tensor:
     """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32 or better.
-
-    A score is scaling x (query . key). With `relative_NHP` the row's number for the distance of the two positions is added, as it
-    is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A row that sees nothing gets zeros.
-    """
+    A score is scaling x (query . key). With `relative_NHP` the row's number for the distance of the two positions is added, as
+    it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A row that sees nothing gets zeros."""
     num_columns = layer_2SKWd.shape[3]
     group = query_NHd.shape[1] // layer_2SKWd.shape[2]
     wide = torch.promote_types(query_NHd.dtype, torch.float32)
@@ -196,10 +192,8 @@ def _by_distance(relative_NHP: Tensor, seen: Seen, num_columns: int) -> Tensor:
 
 
 def reference_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
-    """Multiply each row with the matrix of its expert, [P, M]; sums are in float32 or better.
-
-    Expert e has the rows from the end of the expert before it up to `end_E[e]` (int32); the last end is P.
-    """
+    """Multiply each row with the matrix of its expert, [P, M]; sums are in float32 or better. Expert e has the rows from the
+    end of the expert before it up to `end_E[e]` (int32); the last end is P."""
     wide = torch.promote_types(rows_PD.dtype, torch.float32)
     row_P = torch.arange(rows_PD.shape[0], dtype=end_E.dtype, device=end_E.device)
     expert_P = torch.searchsorted(end_E, row_P, right=True)

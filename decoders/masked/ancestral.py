@@ -69,11 +69,9 @@ def by_scores(s: Canvas, steps: int, shift: int, vocab_size: int, *, euler: bool
 
 
 def chances(total_R: Floats, time: float, later: float, *, euler: bool) -> Floats:
-    """How likely each mask of `time` is revealed until `later`: as much as its scores sum to, [R], at most 1.
-
-    The analytic predictor scales the scores by e^(sigma - sigma') - 1, Euler's by the time between them and the noise's rate.
-    Scores that are too large would leave the mask a negative probability; then it is revealed.
-    """
+    """How likely each mask of `time` is revealed until `later`: as much as its scores sum to, [R], at most 1. The analytic
+    predictor scales the scores by e^(sigma - sigma') - 1, Euler's by the time between them and the noise's rate. Scores that
+    are too large would leave the mask a negative probability; then it is revealed."""
     scale = (time - later) * noise_rate(time) if euler else math.expm1(total_noise(time) - total_noise(later))
     return np.minimum(scale * total_R, 1.0)
 

@@ -57,10 +57,8 @@ Pick = tuple[float, int, int, float]
 
 
 class Canvas(Sample):
-    """One request at work. `tokens` are those of the positions, HOLE at masks; `holes` are the positions of the masks, ascending.
-
-    `canvas` are the tokens as an array; `size` is the length of a block, by default of the whole canvas.
-    """
+    """One request at work. `tokens` are those of the positions, HOLE at masks; `holes` are the positions of the masks,
+    ascending. `canvas` are the tokens as an array; `size` is the length of a block, by default of the whole canvas."""
 
     __slots__ = ("canvas", "holes", "keep", "log_p_at", "origin", "size", "uniform")
 
@@ -105,10 +103,8 @@ class Canvas(Sample):
     # ---- what decoders reveal ------------------------------------------------------------------------------------
 
     def reveal(self, picks: Sequence[Pick], proposed: int = 0, drafts: Sequence[int] = ()) -> None:
-        """End an iteration: reveal these tokens in their order, fewer where the completion ends.
-
-        All but the first of them count as accepted if any were `proposed`. `drafts` are shown in the trace.
-        """
+        """End an iteration: reveal these tokens in their order, fewer where the completion ends. All but the first of them
+        count as accepted if any were `proposed`. `drafts` are shown in the trace."""
         count = self._until_end(picks)
         for _, position, token, log_p in picks[:count]:
             self.tokens[position] = self.canvas[position] = token
@@ -136,8 +132,6 @@ class Canvas(Sample):
         count, self.keep, self.end = end
         assert self.end in (EOS, STOP), "a completion that ends early has a reason"
         return count
-
-    # ---- the result ----------------------------------------------------------------------------------------------
 
     def _generated(self) -> tuple[list[int], list[float]]:
         positions = sorted(self.log_p_at)[: self.keep]
@@ -276,9 +270,6 @@ class Windows:
         return self._s.decided - self.made_at
 
 
-# ---- what the decoders of these models share -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How masks are read: through which cache, how sure a token is (Algorithm.notes, or `random`), whether steps draw anew."""
@@ -298,10 +289,8 @@ def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
 def algorithm_of(
     decode: Callable[..., Decoding], setup: Setup, settings: MaskedSettings, *, knows_logprob: bool
 ) -> Algorithm:
-    """What decoders of masked diffusion share.
-
-    Dream's code takes its confidences from the distribution that it draws from, LLaDA's from the model's own.
-    """
+    """What decoders of masked diffusion share. Dream's code takes its confidences from the distribution that it draws from,
+    LLaDA's from the model's own."""
     notes: tuple[Wanted, ...] = () if settings.confidence == "random" else (settings.confidence,)
     cached = settings.cache != "none"
     return Algorithm(

@@ -167,10 +167,8 @@ def walk(
 
 
 class Predictions:
-    """What was last said of the masks of each block, the surest first: the drafts of later rounds.
-
-    A reading speaks of its own step, and of as many after it as were asked for, each with the tokens that the step would draw.
-    """
+    """What was last said of the masks of each block, the surest first: the drafts of later rounds. A reading speaks of its own
+    step, and of as many after it as were asked for, each with the tokens that the step would draw."""
 
     def __init__(self) -> None:
         # Of each block the first step, and the picks of that and of the next ones.
@@ -218,12 +216,9 @@ Visible = list[tuple[int, int, int]]
 
 @dataclass(slots=True)
 class Node:
-    """A canvas with some drafts; it continues the node `before`.
-
-    `drafts` are the numbers of its drafts, `gone` those that they have among the masks of the canvas. `block` is that of its
-    first mask, `visible` what it sees. `asked` are the stretches that it answers: (block, from position, to position, how many
-    picks, whether these are all of the block's masks).
-    """
+    """A canvas with some drafts; it continues the node `before`. `drafts` are the numbers of its drafts, `gone` those that they
+    have among the masks of the canvas. `block` is that of its first mask, `visible` what it sees. `asked` are the stretches
+    that it answers: (block, from position, to position, how many picks, whether these are all of the block's masks)."""
 
     drafts: list[int]
     before: int
@@ -260,10 +255,8 @@ def build_tree(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed
 
 
 class NodeLayout:
-    """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node.
-
-    Each node answers its `best` surest masks in each of the first blocks that hold `count` of its masks.
-    """
+    """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node. Each node answers its `best`
+    surest masks in each of the first blocks that hold `count` of its masks."""
 
     def __init__(
         self, s: Canvas, drafts: Sequence[tuple[int, int]], shift: int, *, count: int, best: int, fresh: bool
@@ -277,24 +270,15 @@ class NodeLayout:
         s = self._s
         for number, node in enumerate(nodes):
             node.block = s.block(node.nth_mask(s.holes, 0))
-            if not cached:
-                self._add_alone(number, node)
-            elif not number:
-                self._add_root(node, runs)
+            if not cached:  # a whole canvas of its own
+                first = self.asked.run(self._canvas(node), 0, s.length, column=0, below=s.length, node=number)
+                self._ask(node, [(first, 0, s.length)])
+            elif not number:  # the canvas itself, in its own columns
+                node.visible = [(0, s.length, 0)]
+                self._run(0, node, runs, beside=False)
             else:
                 before = nodes[node.before]
                 self._add_node(number, node, before, windows.between(before.block, node.block))
-
-    def _add_alone(self, number: int, node: Node) -> None:
-        """A node without a cache: a whole canvas of its own."""
-        length = self._s.length
-        first = self.asked.run(self._canvas(node), 0, length, column=0, below=length, node=number)
-        self._ask(node, [(first, 0, length)])
-
-    def _add_root(self, node: Node, runs: Sequence[Positions]) -> None:
-        """The canvas itself, in its own columns."""
-        node.visible = [(0, self._s.length, 0)]
-        self._run(0, node, runs, beside=False)
 
     def _add_node(self, number: int, node: Node, before: Node, runs: Sequence[Positions]) -> None:
         """A node beside the canvas, which sees what the node before it sees, except what it runs itself."""
@@ -355,11 +339,8 @@ def overlaid(visible: Visible, low: int, high: int, column: int) -> Visible:
 
 
 def columns_of(visible: Visible) -> list[int]:
-    """The columns of a visible as stretches [low, high), the empty ones last.
-
-    Drafts reach two blocks. So five stretches are the most: what is before the first block, between the two and behind the
-    second, and each block where it was last run.
-    """
+    """The columns of a visible as stretches [low, high), the empty ones last. Drafts reach two blocks. So five stretches are
+    the most: what is before the first block, between the two and behind the second, and each block where it was last run."""
     found: list[list[int]] = []
     for low, high in sorted((at, at + end - first) for first, end, at in visible if first < end):
         if found and found[-1][1] == low:
@@ -387,9 +368,6 @@ def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[lis
         first, ends = ends, ends + len(node.asked)
         found.append(list(picks[first:ends]))
     return found
-
-
-# ---- the algorithm ---------------------------------------------------------------------------------------------------
 
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:

@@ -97,10 +97,8 @@ def equal_shares(s: Canvas, steps: int) -> Quota:
 
 
 def dream_quota(s: Canvas, steps: int) -> Quota:
-    """As many as the linear time schedule of Dream's training gives; all that remain in the last step.
-
-    With as many steps as masks, the first step reveals no token and the last one two.
-    """
+    """As many as the linear time schedule of Dream's training gives; all that remain in the last step. With as many steps as
+    masks, the first step reveals no token and the last one two."""
     times = dream_times(steps)
 
     def quota(masks: int) -> int:
@@ -128,9 +126,6 @@ def above(tau: float, sure: list[float]) -> int:
 def within(factor: float, sure: list[float]) -> int:
     """The largest n with (n + 1) (1 - c_n) < factor, at least one."""
     return max((n for n, one in enumerate(sure, 1) if (n + 1) * (1.0 - one) < factor), default=1)
-
-
-# ---- the algorithms --------------------------------------------------------------------------------------------------
 
 
 def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:

@@ -23,11 +23,9 @@ MASK_KEYS: Final = ("mask_token_id", "mask_id")
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """Facts shared by the public checkpoints of a family, which are often not in their files.
-
-    `mask_id` is the default if neither config.json nor the tokenizer (`mask_token`) has one, `block_size` if none of the fields
-    `block_keys` of config.json does. `ends` are the tokens that end a turn of a chat; `shift` is as in ModelInfo.
-    """
+    """Facts shared by the public checkpoints of a family, which are often not in their files. `mask_id` is the default if
+    neither config.json nor the tokenizer (`mask_token`) has one, `block_size` if none of the fields `block_keys` of config.json
+    does. `ends` are the tokens that end a turn of a chat; `shift` is as in ModelInfo."""
 
     mask_token: str
     mask_id: int

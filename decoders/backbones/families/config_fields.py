@@ -177,10 +177,8 @@ _SUB_CONFIGS: Final = ("decoder", "generator", "text_config", "text_encoder")
 
 
 def read_fields(config_class: str, config: Config) -> SimpleNamespace:
-    """Return the fields of a config class, and what transformers derives from them, as attributes.
-
-    Raises ValueError, TypeError or ArithmeticError if config.json is invalid for that class, or no module can be built from it.
-    """
+    """Return the fields of a config class, and what transformers derives from them, as attributes. Raises ValueError, TypeError
+    or ArithmeticError if config.json is invalid for that class, or no module can be built from it."""
     fields, aliases = FIELDS[config_class], ALIASES.get(config_class, {})
     given = {aliases.get(key, key): value for key, value in config.items()}
     found = {key: default for key, (_, default) in fields.items()} | given
@@ -315,10 +313,6 @@ def _is_number(value: Any) -> bool:
     return _is(value, "int") or _is(value, "float")
 
 
-def _gpt2(parsed: Any) -> None:
-    return None
-
-
 def _gpt_neo(parsed: Any) -> None:
     parsed.attention_layers = [
         kind for kinds, times in parsed.attention_types or [[["global", "local"], 12]] for kind in list(kinds) * times
@@ -336,7 +330,7 @@ _DERIVE: Final[dict[str, Callable[[Any], None]]] = {
     "Qwen2Config": _qwen_layers,
     "Qwen3Config": _qwen_layers,
     "Qwen3MoeConfig": _qwen_moe,
-    "GPT2Config": _gpt2,
+    "GPT2Config": lambda parsed: None,
     "GPTNeoConfig": _gpt_neo,
 }
 

@@ -15,11 +15,9 @@ from draftmill.decoders.backbones.families.config_fields import demand, numbers
 
 @dataclass(frozen=True, slots=True)
 class LLaDA2Shape:
-    """The sizes of a LLaDA2 network, named as in config.json.
-
-    The first `rotary_dim` dimensions of a head are rotated. Of the `n_group` groups of experts a row keeps `topk_group`, and
-    chooses `num_experts_per_tok` experts in them. `num_shared_experts` may be 0.
-    """
+    """The sizes of a LLaDA2 network, named as in config.json. The first `rotary_dim` dimensions of a head are rotated. Of the
+    `n_group` groups of experts a row keeps `topk_group`, and chooses `num_experts_per_tok` experts in them.
+    `num_shared_experts` may be 0."""
 
     vocab_size: int
     hidden_size: int
@@ -85,8 +83,7 @@ def llada2_shape(config: Config) -> LLaDA2Shape:
             rope_theta=_positive(config, "rope_theta"),
             routed_scaling_factor=_positive(config, "routed_scaling_factor"),
         )
-        _check_heads(shape)
-        _check_groups(shape)
+        _check(shape)
     except ValueError as error:
         raise ValueError(f"model.path: config.json does not fit family 'llada2': {error}") from None
     return shape
@@ -129,14 +126,11 @@ def _positive(config: Config, key: str) -> float:
     return float(value)
 
 
-def _check_heads(shape: LLaDA2Shape) -> None:
+def _check(shape: LLaDA2Shape) -> None:
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise ValueError(
             f"{shape.num_attention_heads} heads and {shape.num_key_value_heads} key heads do not divide evenly"
         )
-
-
-def _check_groups(shape: LLaDA2Shape) -> None:
     each = shape.num_experts // shape.n_group
     if shape.num_experts % shape.n_group or each < 2 or shape.topk_group > shape.n_group:
         raise ValueError(

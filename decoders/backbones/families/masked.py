@@ -15,18 +15,18 @@ from typing import Any, Final
 
 from draftmill.decoders.backbones.families import causal as causal_families
 from draftmill.decoders.backbones.families.causal import CausalFamily, Config
-from draftmill.decoders.backbones.families.config_fields import demand, numbers, token_id
+from draftmill.decoders.backbones.families.config_fields import demand, numbers
 
 # Defaults of the public checkpoints for fields that config.json lacks.
-_LLADA_MASK: Final = 126336
-_DREAM_MASK: Final = 151666
+LLADA_MASK: Final = 126336
+DREAM_MASK: Final = 151666
 # Dream was trained on texts of this length; its config still has the number of its base model.
 _DREAM_LENGTH: Final = 2048
 
 
 # ---- LLaDA: a Llama that sees everything, under the names of OLMo ------------------------------------------------------
 
-_LLADA_PREFIX: Final = "model.transformer."
+LLADA_PREFIX: Final = "model.transformer."
 _LLADA_TOP: Final = {
     "wte.weight": "model.embed_tokens.weight",
     "ln_f.weight": "model.norm.weight",
@@ -81,7 +81,7 @@ def _llada_as_llama(config: Config) -> Config:
 
 
 def _llama_name(name: str) -> str:
-    bare = name.removeprefix(_LLADA_PREFIX)
+    bare = name.removeprefix(LLADA_PREFIX)
     if bare in _LLADA_TOP:
         return _LLADA_TOP[bare]
     _, layer, part, kind = bare.split(".")
@@ -92,7 +92,7 @@ LLADA: Final = CausalFamily(
     name="llada",
     config_class="LlamaConfig",
     model_class="LlamaForCausalLM",
-    prefix=_LLADA_PREFIX,
+    prefix=LLADA_PREFIX,
     buffers=(),
     convert=lambda weights: {_llama_name(name): tensor for name, tensor in weights.items()},
     translate=_llada_as_llama,
@@ -106,18 +106,8 @@ def llada_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         *_LLADA_TOP,
         *(f"blocks.{layer}.{part}.weight" for layer in range(config["n_layers"]) for part in _LLADA_BLOCK),
     ]
-    full = [_LLADA_PREFIX + name for name in names]
+    full = [LLADA_PREFIX + name for name in names]
     return {name: llama[_llama_name(name)] for name in full if _llama_name(name) in llama}
-
-
-def llada_optional(config: Config) -> set[str]:
-    """A tied checkpoint may still hold its output layer."""
-    return {_LLADA_PREFIX + "ff_out.weight"} if config.get("weight_tying") else set()
-
-
-def llada_mask(config: Config) -> int:
-    """The id of the mask token."""
-    return token_id(config, "mask_token_id", _LLADA_MASK)
 
 
 # ---- Dream: a Qwen2 that sees everything and still predicts the next token -----------------------------------------------
@@ -138,11 +128,6 @@ DREAM: Final = CausalFamily(
 )
 
 
-def dream_mask(config: Config) -> int:
-    """The id of the mask token."""
-    return token_id(config, "mask_token_id", _DREAM_MASK)
-
-
 def dream_length(config: Config) -> int:
     """The longest text that the model was trained on."""
     return min(_DREAM_LENGTH, causal_families.max_positions(DREAM, config) or _DREAM_LENGTH)
@@ -153,10 +138,8 @@ def dream_length(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DDiTShape:
-    """The sizes of a diffusion transformer from config.json; the mask is the last of `vocab_size` ids.
-
-    `takes_sigma` says that the noise is an input; a network without it is the same one at sigma = 0.
-    """
+    """The sizes of a diffusion transformer from config.json; the mask is the last of `vocab_size` ids. `takes_sigma` says that
+    the noise is an input; a network without it is the same one at sigma = 0."""
 
     vocab_size: int
     hidden_size: int

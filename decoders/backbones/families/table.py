@@ -18,7 +18,7 @@ from draftmill.decoders.backbones.families import causal as causal_families
 from draftmill.decoders.backbones.families import masked as masked_families
 from draftmill.decoders.backbones.families.blocks import BlockFacts
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
-from draftmill.decoders.backbones.families.config_fields import numbers
+from draftmill.decoders.backbones.families.config_fields import numbers, token_id
 from draftmill.decoders.backbones.families.llada2 import LLaDA2Shape, llada2_shape, llada2_shapes
 from draftmill.decoders.backbones.families.masked import DDiTShape
 from draftmill.decoders.backbones.families.xlnet import xlnet_optional, xlnet_shape, xlnet_shapes
@@ -136,17 +136,20 @@ FAMILIES: dict[str, Family] = {
     "llada": dataclasses.replace(
         _causal(masked_families.LLADA),
         kind="masked",
-        mask_id=masked_families.llada_mask,
+        mask_id=partial(token_id, key="mask_token_id", default=masked_families.LLADA_MASK),
         has_mask=True,
         weight_shapes=masked_families.llada_shapes,
-        optional=masked_families.llada_optional,
+        # A tied checkpoint may still hold its output layer.
+        optional=lambda config: (
+            {masked_families.LLADA_PREFIX + "ff_out.weight"} if config.get("weight_tying") else set()
+        ),
         shift=0,
         ends=("<|eot_id|>",),
     ),
     "dream": dataclasses.replace(
         _causal(masked_families.DREAM),
         kind="masked",
-        mask_id=masked_families.dream_mask,
+        mask_id=partial(token_id, key="mask_token_id", default=masked_families.DREAM_MASK),
         has_mask=True,
         max_length=masked_families.dream_length,
         ends=("<|im_end|>",),
@@ -168,10 +171,8 @@ def masked_diffusion_families() -> tuple[str, ...]:
 
 
 def find_family(config: Config, requested: str) -> Family:
-    """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'.
-
-    Raises ValueError with the field path, the value and the known families.
-    """
+    """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'. Raises ValueError
+    with the field path, the value and the known families."""
     name = _recognise(config) if requested == "auto" else requested
     if name not in FAMILIES:
         source = "config.json has model_type" if requested == "auto" else "given as"
