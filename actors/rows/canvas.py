@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.ids import STAGE, check_ids, check_length, given_ids, is_id
-from draftmill.actors.rows.infilling import Infilling
+from draftmill.actors.rows.fim import Infilling
 from draftmill.actors.rows.masking import (
     Range,
     bad_mask,
@@ -34,7 +33,18 @@ from draftmill.actors.rows.masking import (
     sentence_ranges,
     split_sentences,
 )
-from draftmill.actors.rows.row import checked_text, missing, string_of, text_of
+from draftmill.actors.rows.row import (
+    STAGE,
+    Values,
+    check_ids,
+    check_length,
+    checked_text,
+    given_ids,
+    is_id,
+    required,
+    string_of,
+    text_of,
+)
 from draftmill.actors.rows.row_settings import Asked, RowRules
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
@@ -54,7 +64,6 @@ from draftmill.actors.task import (
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
 from draftmill.storage.errors import RowError
 
-Values = Mapping[str, Any]
 Piece = str | int | NDArray[np.int32]
 
 
@@ -260,11 +269,9 @@ class CanvasMaker:
     def _references(self, values: Values, count: int) -> list[str]:
         """The text of each of `count` holes: a text for a single hole, else a list of texts."""
         column = self.columns.reference or "reference"
-        found = values.get(column)
-        if found is not None and not isinstance(found, list | tuple):
+        found = required(values, column)
+        if not isinstance(found, list | tuple):
             found = [string_of(values, column)]
-        if found is None:
-            raise missing(values, column)
         if len(found) != count or not all(isinstance(item, str) for item in found):
             raise RowError("bad_mask", STAGE, f"{column!r} must give a text for each of the row's {count} holes")
         return [checked_text(item, column) for item in found]
@@ -349,9 +356,7 @@ def _attempt(values: Values, columns: Columns, rules: RowRules | None) -> str | 
 
 
 def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, list[Range]]:
-    given = values.get(column)
-    if given is None:
-        raise missing(values, column)
+    given = required(values, column)
     if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
         raise RowError("bad_row", "read", f"{column!r} must be a list of strings")
     ranges, start = [], 0
@@ -362,9 +367,7 @@ def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, li
 
 
 def _own_spans(values: Values, column: str) -> list[Range]:
-    given = values.get(column)
-    if given is None:
-        raise missing(values, column)
+    given = required(values, column)
     if not isinstance(given, list | tuple):
         raise bad_mask(f"{column!r} must be a list of [start, end) pairs")
     return [_pair(item, column) for item in given]

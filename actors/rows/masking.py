@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.ids import STAGE
+from draftmill.actors.rows.row import STAGE
 from draftmill.actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
 from draftmill.decoders.draws.keys import MASK, uniforms
 from draftmill.storage.errors import RowError

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.rows.canvas import Canvas, finish_row
-from draftmill.actors.rows.infilling import TextPart
+from draftmill.actors.rows.fim import TextPart
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.messages import Effort, Tally
-from draftmill.actors.rows.infilling import AskedHole, Infilling, TextPart, together
+from draftmill.actors.rows.fim import AskedHole, Infilling, TextPart, together
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
 from draftmill.decoders.draws.keys import hole_key
 from draftmill.storage.errors import RowError

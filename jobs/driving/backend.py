@@ -33,7 +33,7 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
-    from draftmill.actors.loop.model_cache import ModelCache
+    from draftmill.actors.loop.loading import ModelCache
     from draftmill.actors.ray.pool import Spare
     from draftmill.actors.rows.text import Tokenizer
     from draftmill.decoders.base import ModelInfo
@@ -166,8 +166,8 @@ class LocalBackend:
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
         """See Backend."""
+        from draftmill.actors.loop.loading import ModelCache
         from draftmill.actors.loop.local_pool import LocalPool
-        from draftmill.actors.loop.model_cache import ModelCache
 
         if self._keep and self._model_cache is None:
             self._model_cache = ModelCache()

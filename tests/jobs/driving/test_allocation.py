@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftmill.actors.ray.pool import WorkerResources
+from draftmill.actors.job import WorkerResources
 from draftmill.jobs.driving.allocation import allocate, lacking
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.spec.job_spec import ErrorSettings
