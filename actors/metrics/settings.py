@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
@@ -51,10 +50,9 @@ class MetricBase(Settings):
         """The metric in messages."""
         return self.name or str(getattr(self, "kind", ""))
 
-    @abstractmethod
     def own_columns(self) -> tuple[str, ...]:
-        """The columns' names if the spec gives none."""
-        ...
+        """The columns' names if the spec gives none: the kind of a metric with one column."""
+        return (str(getattr(self, "kind", "")),)
 
     def columns(self) -> tuple[str, ...]:
         """The columns that the metric writes."""
@@ -77,9 +75,6 @@ class ExactMatch(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["exact_match", "normalised_match", "number_match"]
-
-    def own_columns(self) -> tuple[str, ...]:
-        return (self.kind,)
 
 
 RougeType = Annotated[str, Field(pattern=r"^rouge([1-9]|L|Lsum)$")]
@@ -115,9 +110,6 @@ class Bleu(MetricBase):
     lowercase: bool = False
     tokenize: Literal["13a", "intl", "char", "none"] = "13a"
 
-    def own_columns(self) -> tuple[str, ...]:
-        return ("bleu",)
-
 
 class Chrf(MetricBase):
     """chrF of the text as one sentence, 0 to 100, by sacrebleu; `word_order: 2` is chrF++."""
@@ -127,9 +119,6 @@ class Chrf(MetricBase):
     word_order: Annotated[int, Field(ge=0, le=4)] = 0
     lowercase: bool = False
 
-    def own_columns(self) -> tuple[str, ...]:
-        return ("chrf",)
-
 
 class EditSimilarity(MetricBase):
     """1 - Levenshtein distance / length of the longer one, over characters or words; of several references the best."""
@@ -137,9 +126,6 @@ class EditSimilarity(MetricBase):
     needs_reference: ClassVar[bool] = True
     kind: Literal["edit_similarity"]
     over: Literal["characters", "words"] = "characters"
-
-    def own_columns(self) -> tuple[str, ...]:
-        return ("edit_similarity",)
 
 
 class Distinct(MetricBase):
@@ -162,9 +148,6 @@ class Entropy(MetricBase):
     needs_text: ClassVar[bool] = False
     kind: Literal["entropy"]
     over: Literal["tokens", "words"] = "tokens"
-
-    def own_columns(self) -> tuple[str, ...]:
-        return ("entropy",)
 
 
 class Length(MetricBase):

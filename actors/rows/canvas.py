@@ -244,23 +244,21 @@ class CanvasMaker:
     # ---- text
 
     def _marked_pieces(self, mask: Marker, values: Values) -> list[Piece]:
-        pieces = self._between(mask, values)
-        if not self._hides_reference:
-            return pieces
-        told = iter(self._references(values, len(pieces) // 2))
-        return [self._encode(next(told)) if index % 2 else piece for index, piece in enumerate(pieces)]
+        texts, lengths = self._marked(mask, values, mask.length)
+        holes: Sequence[Piece] = lengths
+        if self._hides_reference:
+            holes = [self._encode(text) for text in self._references(values, len(lengths))]
+        return [texts[0], *(piece for pair in zip(holes, texts[1:], strict=True) for piece in pair)]
 
-    def _between(self, mask: Marker, values: Values) -> list[Piece]:
-        """Texts, and between them the lengths of holes."""
+    def _marked(self, mask: Marker, values: Values, default: int) -> tuple[list[str], list[int]]:
+        """The texts around the holes, and the tokens of each hole: `default` unless its marker says how many."""
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
-            prefix, suffix = ("" if name is None else text_of(values, Columns(text=name)) for name in names)
-            return [prefix, mask.length, suffix]
-        text = text_of(values, self.columns)
-        parts = marker_pattern(mask.marker).split(text)
+            return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [default]
+        parts = marker_pattern(mask.marker).split(text_of(values, self.columns))
         if len(parts) == 1:
             raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
-        return [hole_length(part, mask) if index % 2 else part or "" for index, part in enumerate(parts)]
+        return parts[::2], [hole_length(written, mask, default) for written in parts[1::2]]
 
     @property
     def _hides_reference(self) -> bool:

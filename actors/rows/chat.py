@@ -224,11 +224,7 @@ class ChatTemplate:
 def _environment() -> LimitedEnvironment:
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = environment.limited("tojson", _to_json)
-    environment.globals |= {
-        "raise_exception": _raise,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
+    environment.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
     return environment
 
 

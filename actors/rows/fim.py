@@ -233,6 +233,12 @@ def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:
     return before[len(before) - front :], after[: room - front]
 
 
+_SUMMED: Final = (
+    *("nfe", "nfe_draft", "iterations", "proposed", "accepted"),
+    *("wait_s", "prefill_s", "decode_s", "total_s", "device_s"),
+)
+
+
 def together(parts: Sequence[TextPart]) -> Outcome:
     """One outcome for all holes so far. Counts and times are sums; `batch_rows` and `pad_fraction` are means over forwards.
 
@@ -242,26 +248,17 @@ def together(parts: Sequence[TextPart]) -> Outcome:
     last = outcomes[-1]
     if len(outcomes) == 1:
         return last
-    nfe = sum(one.nfe for one in outcomes)
+    forwards = max(1, sum(one.nfe for one in outcomes))
     failed = last.error_kind is not None
     return replace(
         last,
         tokens=last.tokens if failed else np.concatenate([one.tokens for one in outcomes]),
         finish="eos" if all(one.finish == "eos" for one in outcomes) else "length",
         logprob=_sum([one.logprob for one in outcomes]),
-        nfe=nfe,
-        nfe_draft=sum(one.nfe_draft for one in outcomes),
-        iterations=sum(one.iterations for one in outcomes),
-        proposed=sum(one.proposed for one in outcomes),
-        accepted=sum(one.accepted for one in outcomes),
+        **{name: sum(getattr(one, name) for one in outcomes) for name in _SUMMED},
         accept_hist=_added([one.accept_hist for one in outcomes]),
-        wait_s=sum(one.wait_s for one in outcomes),
-        prefill_s=sum(one.prefill_s for one in outcomes),
-        decode_s=sum(one.decode_s for one in outcomes),
-        total_s=sum(one.total_s for one in outcomes),
-        device_s=sum(one.device_s for one in outcomes),
-        batch_rows=sum(one.batch_rows * one.nfe for one in outcomes) / max(1, nfe),
-        pad_fraction=sum(one.pad_fraction * one.nfe for one in outcomes) / max(1, nfe),
+        batch_rows=sum(one.batch_rows * one.nfe for one in outcomes) / forwards,
+        pad_fraction=sum(one.pad_fraction * one.nfe for one in outcomes) / forwards,
         started_at_s=outcomes[0].started_at_s,
         trace=_traces(outcomes),
         token_logprobs=None if failed else _scores(outcomes),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from draftmill.actors.rows.canvas import Canvas, CanvasMaker, Size, runs
 from draftmill.actors.rows.fim import IDS, Infilling, Template, fills_in_middle, template_of
-from draftmill.actors.rows.masking import Range, hole_length, marker_pattern, masked_positions
+from draftmill.actors.rows.masking import Range, masked_positions
 from draftmill.actors.rows.prompts import PromptMaker
 from draftmill.actors.rows.row import STAGE, Values, check_scored, given_ids, text_of
 from draftmill.actors.rows.row_settings import Asked, RowRules
@@ -150,13 +150,14 @@ class FimMaker(CanvasMaker):
             hidden = np.zeros(len(ids), dtype=np.bool_)
             hidden[masked_positions(mask, key, len(ids))] = True
             ranges = list(runs(hidden))
-            return _between_ranges(ids, ranges), [self._limit] * len(ranges)
+            return [ids[start:end] for start, end in _visible(ranges, len(ids))], [self._limit] * len(ranges)
         if isinstance(mask, Marker):
-            texts, limits = self._marked(mask, values)
+            texts, limits = self._marked(mask, values, self._limit)
         else:
             text, ranges = self._hidden_text(values, key)
             texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [self._limit] * len(ranges)
-        return [self._encode_piece(piece, first=not number) for number, piece in enumerate(texts)], limits
+        behind = [self._checked_ids(self._tokenizer().encode_behind(text)) for text in texts[1:]]
+        return [self._encode(texts[0]), *behind], limits
 
     @property
     def _limit(self) -> int:
@@ -168,27 +169,8 @@ class FimMaker(CanvasMaker):
             return given_ids(values, self.columns.tokens, self.info, nulls=False)
         return self._encode(text_of(values, self.columns))
 
-    def _marked(self, mask: Marker, values: Values) -> tuple[list[str], list[int]]:
-        names = (self.columns.prefix, self.columns.suffix)
-        if names != (None, None):
-            return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [self._limit]
-        parts = marker_pattern(mask.marker).split(text_of(values, self.columns))
-        if len(parts) == 1:
-            raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
-        return parts[::2], [hole_length(written, mask) if written else self._limit for written in parts[1::2]]
-
-    def _encode_piece(self, text: str, *, first: bool) -> IDS:
-        if first:
-            return self._encode(text)
-        return self._checked_ids(self._tokenizer().encode_behind(text))
-
 
 def _visible(ranges: Sequence[Range], size: int) -> list[Range]:
     """The gaps before, between and after sorted, disjoint ranges: one more than there are ranges."""
     edges = [0, *(edge for pair in ranges for edge in pair), size]
     return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def _between_ranges(ids: IDS, ranges: Sequence[Range]) -> list[IDS]:
-    """The ids outside the ranges, in one piece more than there are ranges."""
-    return [ids[start:end] for start, end in _visible(ranges, len(ids))]

@@ -50,12 +50,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        core: Core,
-        *,
-        bos_id: int | None = None,
-        eos_id: int | None = None,
-        chat: ChatTemplate | None = None,
+        self, core: Core, *, bos_id: int | None = None, eos_id: int | None = None, chat: ChatTemplate | None = None
     ) -> None:
         # Disable settings of the checkpoint's file: truncation, padding, and parsing of special tokens in the text.
         core.no_truncation()

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -169,30 +169,13 @@ class Sandbox:
 
     def command(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> list[str]:
         """The command line of one program: the launcher, behind bubblewrap or alone. `pipes`: the report's, and the token's."""
-        launcher = [
-            interpreter(),
-            "-I",
-            "-S",
-            "-B",
-            "-c",
-            launcher_source(),
-            json.dumps(self.policy(folder, limits, pipes)),
-        ]
+        launcher = [interpreter(), "-I", "-S", "-B", "-c", launcher_source()]
+        launcher.append(json.dumps(self.policy(folder, limits, pipes)))
         if self.kind == "kernel":
             return launcher
-        bound = [part for path in readable() for part in ("--ro-bind-try", path, path)]
         return [
-            *(
-                "bwrap",
-                "--unshare-all",
-                "--die-with-parent",
-                "--new-session",
-                "--uid",
-                str(NOBODY),
-                "--gid",
-                str(NOBODY),
-            ),
-            *bound,
+            *f"bwrap --unshare-all --die-with-parent --new-session --uid {NOBODY} --gid {NOBODY}".split(),
+            *(part for path in readable() for part in ("--ro-bind-try", path, path)),
             *("--dev", "/dev", "--proc", "/proc", "--bind", str(folder), str(folder), "--chdir", str(folder), "--"),
             *launcher,
         ]
@@ -253,13 +236,8 @@ def _is_open(path: Path) -> bool:
 
 def environment(folder: Path) -> dict[str, str]:
     """The whole environment of a program. Hashes are fixed, so that it runs alike each time."""
-    return {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(folder),
-        "TMPDIR": str(folder),
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-    }
+    fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    return fixed | {"HOME": str(folder), "TMPDIR": str(folder)}
 
 
 @lru_cache(maxsize=1)
@@ -337,11 +315,6 @@ def _opened(remove: Callable[..., Any], path: str, _: Any) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             remove(path)
-
-
-def described(limits: Limits) -> dict[str, Any]:
-    """The limits in JSON form."""
-    return asdict(limits)
 
 
 # ---- the self-test
