@@ -20,19 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.actors.rows import masking
 from draftmill.actors.rows.fim import Infilling
-from draftmill.actors.rows.masking import (
-    Range,
-    bad_mask,
-    hole_length,
-    line_ranges,
-    marker_pattern,
-    masked_count,
-    masked_positions,
-    merged,
-    sentence_ranges,
-    split_sentences,
-)
+from draftmill.actors.rows.masking import Range
 from draftmill.actors.rows.row import (
     STAGE,
     Values,
@@ -194,7 +184,7 @@ class CanvasMaker:
         try:
             check_ids(np.asarray(ids, dtype=np.int64), self.info)
             check_length(len(ids), self.info)
-            return Size(len(ids), masked_count(mask, len(ids)))
+            return Size(len(ids), masking.masked_count(mask, len(ids)))
         except RowError as error:
             return error
 
@@ -223,7 +213,7 @@ class CanvasMaker:
         mask = self._mask
         assert isinstance(mask, Random | Spans | SpanFraction)
         check_length(len(tokens), self.info)
-        punched, where = tokens.copy(), masked_positions(mask, key, len(tokens))
+        punched, where = tokens.copy(), masking.masked_positions(mask, key, len(tokens))
         punched[where] = HOLE
         return self._checked(punched, tokens[where])
 
@@ -255,10 +245,10 @@ class CanvasMaker:
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
             return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [default]
-        parts = marker_pattern(mask.marker).split(text_of(values, self.columns))
+        parts = masking.marker_pattern(mask.marker).split(text_of(values, self.columns))
         if len(parts) == 1:
             raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
-        return parts[::2], [hole_length(written, mask, default) for written in parts[1::2]]
+        return parts[::2], [masking.hole_length(written, mask, default) for written in parts[1::2]]
 
     @property
     def _hides_reference(self) -> bool:
@@ -286,14 +276,14 @@ class CanvasMaker:
         mask = self._mask
         if isinstance(mask, Sentences) and self.columns.sentences is not None:
             text, sentences = _own_sentences(values, self.columns.sentences, mask.separator)
-            return text, sentence_ranges(mask, key, sentences)
+            return text, masking.sentence_ranges(mask, key, sentences)
         text = text_of(values, self.columns)
         if isinstance(mask, Sentences):
-            return text, sentence_ranges(mask, key, split_sentences(text)) if text else []
+            return text, masking.sentence_ranges(mask, key, masking.split_sentences(text)) if text else []
         if isinstance(mask, Lines):
-            return text, line_ranges(mask, key, text)
+            return text, masking.line_ranges(mask, key, text)
         assert isinstance(mask, Spans) and self.columns.spans is not None
-        return text, merged(_own_spans(values, self.columns.spans), len(text))
+        return text, masking.merged(_own_spans(values, self.columns.spans), len(text))
 
     def _without_ranges(self, text: str, ranges: Sequence[Range]) -> Canvas:
         if not self._tokenizer().joins:
@@ -367,7 +357,7 @@ def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, li
 def _own_spans(values: Values, column: str) -> list[Range]:
     given = required(values, column)
     if not isinstance(given, list | tuple):
-        raise bad_mask(f"{column!r} must be a list of [start, end) pairs")
+        raise masking.bad_mask(f"{column!r} must be a list of [start, end) pairs")
     return [_pair(item, column) for item in given]
 
 
@@ -375,5 +365,5 @@ def _pair(item: Any, column: str) -> Range:
     if isinstance(item, Mapping):
         item = (item.get("start"), item.get("end"))
     if not isinstance(item, list | tuple) or len(item) != 2 or not all(is_id(number) for number in item):
-        raise bad_mask(f"{item!r} in {column!r} is not a [start, end) pair of characters")
+        raise masking.bad_mask(f"{item!r} in {column!r} is not a [start, end) pair of characters")
     return int(item[0]), int(item[1])
