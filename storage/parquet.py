@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -55,13 +55,6 @@ def read_parquet(data: bytes, *, columns: Sequence[str] | None = None) -> pa.Tab
     source = pa.BufferReader(data)
     with pq.ParquetFile(source, page_checksum_verification=True) as file:
         return file.read(columns=None if columns is None else list(columns), use_threads=THREADS)
-
-
-def parquet_groups(data: bytes) -> Iterator[pa.Table]:
-    """Yield the row groups of such a file one by one, every page checked. Raises as `read_parquet` does."""
-    with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
-        for group in range(file.num_row_groups):
-            yield file.read_row_group(group, use_threads=THREADS)
 
 
 def parquet_metadata(schema: pa.Schema) -> dict[str, str]:

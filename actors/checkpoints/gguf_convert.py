@@ -257,9 +257,7 @@ def _begin_with(path: Path, token_id: int | None) -> None:
     name = "" if token_id is None else str(core.id_to_token(token_id))
     begin = [] if token_id is None else [(name, token_id)]
     core.post_processor = TemplateProcessing(
-        single=[*([name] if name else []), "$A"],
-        pair=[*([name] if name else []), "$A", "$B"],
-        special_tokens=begin,
+        single=[*([name] if name else []), "$A"], pair=[*([name] if name else []), "$A", "$B"], special_tokens=begin
     )
     core.save(str(path))
 

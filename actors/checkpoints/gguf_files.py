@@ -1,7 +1,8 @@
 """Converts a GGUF file (llama.cpp's format) to a cached checkpoint folder, once, with draftmill.actors.checkpoints.gguf_convert.
 
 Weights are dequantised to exactly the numbers that the file encodes. Config, tokenizer and chat template come from the file.
-Does not import torch.
+Before anything else reads the file, its header is read here, and its tensor table compared with the file's size (ggml's
+docs/gguf.md, versions 2 and 3, little-endian). Does not import torch.
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import math
 import re
+import struct
 from functools import partial
 from pathlib import Path
+from typing import IO, Final
 
-from draftmill.actors.checkpoints.gguf_header import DamagedGGUF, check_gguf
 from draftmill.actors.checkpoints.made_folders import cache_folder, content_hash, made_once, run_maker
 from draftmill.storage.errors import UserError
+
+_SIZES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_TEXT, _ARRAY, _MOST_DIMENSIONS, _DEEPEST = 8, 9, 4, 8
+# Bytes and numbers of a block by ggml type, for the plain types; of others the table says only where they begin.
+_PLAIN: Final = {0: (4, 1), 1: (2, 1), 2: (18, 32), 3: (20, 32), 6: (22, 32), 7: (24, 32), 8: (34, 32), 30: (2, 1)}
+
 
 READER = 1
 """Version of the conversion, a part of the weights' hash; increase it when it gives other numbers or tokens."""
@@ -83,3 +92,97 @@ def weights_hash(content: str) -> str:
 def _convert(file: Path, content: str, field: str, folder: Path) -> None:
     what = f"converting {file.name} ({file.stat().st_size / 1e6:,.0f} MB) to safetensors"
     run_maker("draftmill.actors.checkpoints.gguf_convert", [str(file), str(folder), content], field=field, what=what)
+
+
+# ---- the header
+
+
+class DamagedGGUF(ValueError):
+    """The file is no GGUF file, of an unknown version, damaged, or cut off."""
+
+
+class _Short(Exception):
+    """The file ends within its header."""
+
+
+def check_gguf(file: Path) -> None:
+    """Raise DamagedGGUF unless magic, version and the tensor table fit the file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise DamagedGGUF(f"{file.name} is not a GGUF file: it does not begin with GGUF")
+        try:
+            needed = _needed(stream, size)
+        except _Short:
+            raise DamagedGGUF(
+                f"{file.name} is cut off or damaged: it ends within its header, after {_mb(size)}"
+            ) from None
+    if needed > size:
+        raise DamagedGGUF(f"{file.name} is cut off: it has {_mb(size)}, its table of tensors needs {_mb(needed)}")
+
+
+def _needed(stream: IO[bytes], size: int) -> int:
+    """The size that the file must have at least."""
+    (version,) = _unpacked(stream, "<I")
+    if version not in {2, 3}:
+        raise DamagedGGUF(f"its GGUF version is {version}; supported: 2, 3")
+    num_tensors, num_keys = _unpacked(stream, "<QQ")
+    alignment = 32
+    for _ in range(min(num_keys, size)):
+        key = _text(stream, size)
+        (kind,) = _unpacked(stream, "<I")
+        if key == b"general.alignment" and kind == 4:
+            (alignment,) = _unpacked(stream, "<I")
+        else:
+            _skip(stream, kind, size)
+    ends = [0]
+    for _ in range(min(num_tensors, size)):
+        _text(stream, size)
+        (dimensions,) = _unpacked(stream, "<I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise DamagedGGUF(f"its table of tensors is damaged: a tensor has {dimensions:,} dimensions")
+        shape = _unpacked(stream, f"<{dimensions}Q")
+        kind, offset = _unpacked(stream, "<IQ")
+        num_bytes, numbers = _PLAIN.get(kind, (0, 1))
+        ends.append(offset + math.prod(shape) // numbers * num_bytes)
+    return -(-stream.tell() // max(1, alignment)) * max(1, alignment) + max(ends)
+
+
+def _unpacked(stream: IO[bytes], layout: str) -> tuple[int, ...]:
+    data = stream.read(struct.calcsize(layout))
+    if len(data) < struct.calcsize(layout):
+        raise _Short
+    return struct.unpack(layout, data)
+
+
+def _text(stream: IO[bytes], size: int) -> bytes:
+    (length,) = _unpacked(stream, "<Q")
+    if length > size - stream.tell():
+        raise _Short
+    return stream.read(length)
+
+
+def _skip(stream: IO[bytes], kind: int, size: int, depth: int = 0) -> None:
+    if kind == _TEXT:
+        _text(stream, size)
+    elif kind == _ARRAY and depth < _DEEPEST:
+        inner, count = _unpacked(stream, "<IQ")
+        if inner in _SIZES:
+            _forward(stream, _SIZES[inner] * count, size)
+            return
+        for _ in range(min(count, size)):
+            _skip(stream, inner, size, depth + 1)
+    elif kind in _SIZES:
+        _forward(stream, _SIZES[kind], size)
+    else:
+        raise DamagedGGUF(f"its header is damaged: a value is of kind {kind}")
+
+
+def _forward(stream: IO[bytes], count: int, size: int) -> None:
+    if count > size - stream.tell():
+        raise _Short
+    stream.seek(count, 1)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size:,} bytes"

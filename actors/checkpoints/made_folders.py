@@ -31,7 +31,6 @@ SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
 
 _ROOT = Path(draftmill.__file__).parents[1]
-_CHUNK_BYTES = 2**22
 
 
 def cache_folder() -> Path:
@@ -134,7 +133,12 @@ def read_source(folder: Path) -> dict[str, Any] | None:
 
 def content_hash(file: Path) -> str:
     """SHA-256 of a file's content; cached by path, size and modification time, since models are large."""
-    return remembered("content", [file], lambda: _content_hash(file))
+
+    def compute() -> str:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    return remembered("content", [file], compute)
 
 
 def remembered(what: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
@@ -154,11 +158,3 @@ def remembered(what: str, files: Sequence[Path], compute: Callable[[], str]) -> 
     partial.write_text(found, encoding="ascii")
     partial.replace(memo)
     return found
-
-
-def _content_hash(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while data := stream.read(_CHUNK_BYTES):
-            digest.update(data)
-    return digest.hexdigest()

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from draftmill.actors.checkpoints.adapters import CONFIG, WEIGHTS
 from draftmill.actors.checkpoints.made_folders import SOURCE, read_source, refuse, write_source
+from draftmill.actors.checkpoints.models import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from draftmill.decoders.backbones.checkpoint import inspect_model, read_config
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
 from draftmill.decoders.backbones.families.table import find_family
@@ -68,7 +68,7 @@ def merged_model(plain: Any, adapter: Path) -> Any:
 def _check_names(held: dict[str, Any], adapter: Path) -> None:
     from safetensors import safe_open
 
-    with safe_open(adapter / WEIGHTS, framework="pt") as file:
+    with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
         # With an adapted embedding table, PEFT also stores a copy of the table itself.
         given = {name for name in file.keys() if ".base_layer." not in name}  # noqa: SIM118
     for names, what in (
@@ -110,7 +110,8 @@ def main(arguments: list[str]) -> int:
         return 2
     except (ValueError, TypeError, KeyError, OSError) as error:  # a damaged config or file
         reason = " ".join(str(error).split())[:400]
-        refuse(f"the adapter in {adapter} ({CONFIG}, {WEIGHTS}) can't be merged: {type(error).__name__}: {reason}")
+        files = f"{ADAPTER_CONFIG}, {ADAPTER_WEIGHTS}"
+        refuse(f"the adapter in {adapter} ({files}) can't be merged: {type(error).__name__}: {reason}")
         return 2
     return 0
 

@@ -1,21 +1,32 @@
 """Fetches checkpoints into local folders, and computes the hashes that identify them in a job.
 
 A path is `builtin:NAME`, a local folder, `s3://bucket/prefix` or a hub id; or a `*.gguf` file in one of the last three, which is
-converted. Only weights in safetensors or GGUF, JSON and tokenizer files are fetched, never code. Reads no tensor.
+converted. A LoRA adapter of PEFT is merged into its checkpoint. Both happen once, in another process, into a cached folder. Only
+weights in safetensors or GGUF, JSON and tokenizer files are fetched, never code. Reads no tensor, and does not import torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
+import json
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from draftmill.actors.checkpoints import adapters
 from draftmill.actors.checkpoints.gguf_files import gguf_folder, is_gguf
-from draftmill.actors.checkpoints.made_folders import cache_folder, made_whole, read_source, remembered
+from draftmill.actors.checkpoints.made_folders import (
+    cache_folder,
+    made_once,
+    made_whole,
+    read_source,
+    remembered,
+    run_maker,
+)
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options, Stat, Store, about
 from draftmill.storage.stores.store import open_store
@@ -23,6 +34,12 @@ from draftmill.storage.stores.store import open_store
 FIELD = "model.path"
 BUILTIN = Path(__file__).resolve().parents[2] / "decoders" / "builtin"
 PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "vocab.txt", "merges.txt", "*.jinja")
+
+ADAPTER_FIELD = "model.adapter"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+MERGER = 1
+"""Version of the merging, a part of the adapter's hash; increase it when merging gives other numbers."""
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)/(?P<file>[\w./-]+\.gguf)")
@@ -77,20 +94,18 @@ def _adapted(folder: Path, model: str, adapter: str, s3: S3Options | None) -> Pa
     """The folder of the model with the adapter merged into it; the adapter may be a local folder, on S3 or on the hub."""
     place = Path(adapter).expanduser()
     if adapter.startswith("s3://"):
-        place = _from_s3(adapter, s3, adapters.FIELD)
+        place = _from_s3(adapter, s3, ADAPTER_FIELD)
     elif not place.is_dir():
         if not _HUB_ID.fullmatch(adapter) or place.exists():
             raise UserError(
-                f"{adapter!r} is not a folder; allowed: a folder, s3://..., or a hub id", field=adapters.FIELD
+                f"{adapter!r} is not a folder; allowed: a folder, s3://..., or a hub id", field=ADAPTER_FIELD
             )
-        place = _from_hub(adapter, None, adapters.FIELD)
-    adapters.check_files(place, adapter, model)
-    files = [place / name for name in adapters.PATTERNS]
+        place = _from_hub(adapter, None, ADAPTER_FIELD)
+    _check_adapter(place, adapter, model)
+    files = [place / name for name in ADAPTER_FILES]
     digest = remembered("adapter", files, lambda: hash_files(place, files))
     held = sorted(file for file in folder.iterdir() if file.is_file())
-    return adapters.merged_folder(
-        folder, remembered("model", held, lambda: model_hash(folder)), place.resolve(), digest
-    )
+    return _merged_folder(folder, remembered("model", held, lambda: model_hash(folder)), place.resolve(), digest)
 
 
 def adapter_hash(folder: Path) -> str | None:
@@ -158,14 +173,9 @@ def user_error(error: Exception, field: str) -> UserError:
 def _builtin(path: str, field: str) -> Path:
     name = path.removeprefix("builtin:")
     if name not in builtin_models():
-        raise UserError(
-            f"{path!r} does not exist; allowed: {_listed(f'builtin:{one}' for one in builtin_models())}", field=field
-        )
+        known = ", ".join(f"builtin:{known}" for known in builtin_models()) or "none are installed"
+        raise UserError(f"{path!r} does not exist; allowed: {known}", field=field)
     return BUILTIN / name
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none are installed"
 
 
 def _gguf_file(path: str, revision: str | None, s3: S3Options | None, field: str) -> Path:
@@ -190,10 +200,8 @@ def _file_from_hub(repository: str, name: str, revision: str | None, field: str)
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{repository}/{name} is neither a local file nor a file on the hub: {reason}", field=field
-        ) from None
+        message = f"{repository}/{name} is neither a local file nor a file on the hub: {_first_line(error)}"
+        raise UserError(message, field=field) from None
 
 
 def _from_hub(path: str, revision: str | None, field: str) -> Path:
@@ -202,15 +210,13 @@ def _from_hub(path: str, revision: str | None, field: str) -> Path:
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(PATTERNS)))
     except (OSError, ValueError) as error:  # the hub's own errors, including connection errors, are OSErrors
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{path!r} is neither a local folder nor an accessible hub model: {reason}{_hint(path)}", field=field
-        ) from None
+        hint = f"; did you mean 'builtin:{path}'?" if path in builtin_models() else ""
+        message = f"{path!r} is neither a local folder nor an accessible hub model: {_first_line(error)}{hint}"
+        raise UserError(message, field=field) from None
 
 
-def _hint(path: str) -> str:
-    """What else may have been meant."""
-    return f"; did you mean 'builtin:{path}'?" if path in builtin_models() else ""
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = None) -> Path:
@@ -239,3 +245,64 @@ def _download(store: Store, prefix: str, found: list[Stat], folder: Path) -> Non
         with (folder / stat.name.removeprefix(prefix)).open("wb") as file:
             for start in range(0, stat.size, 2**26):
                 file.write(store.get_range(stat.name, start, 2**26, etag=stat.etag))
+
+
+# ---- adapters
+
+
+def _merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Path:
+    """The cache folder of the merged checkpoint; creates it if necessary.
+
+    `base_hash` and `digest` are the hashes of checkpoint and adapter. UserError if they can't be merged, or PEFT is missing.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise UserError(
+            "merging an adapter needs the package peft: pip install peft (the extra `adapter` of this project); or merge it "
+            "yourself (PeftModel.from_pretrained(model, adapter).merge_and_unload()), save the model, and set model.path to "
+            "its folder",
+            field=ADAPTER_FIELD,
+        )
+    versions = [importlib.metadata.version(name) for name in ("transformers", "peft")]
+    name = hashlib.sha256(repr((MERGER, base_hash, digest, versions)).encode()).hexdigest()[:16]
+    arguments = [str(base), base_hash, str(adapter), digest]
+
+    def make(folder: Path) -> None:
+        module, what = "draftmill.actors.checkpoints.merge_adapter", "merging the adapter into the model"
+        run_maker(module, [*arguments, str(folder)], field=ADAPTER_FIELD, what=what)
+
+    return made_once(cache_folder() / "models" / f"adapted-{name}", make)
+
+
+def _check_adapter(adapter: Path, named: str, model: str) -> None:
+    """Raise UserError unless the folder has an adapter in safetensors, for this model as far as the names show.
+
+    `model` is the model's path from the spec. Names are compared only if both are hub ids.
+    """
+    if not (adapter / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{named!r} is not an adapter: it has no {ADAPTER_CONFIG}", field=ADAPTER_FIELD)
+    if not (adapter / ADAPTER_WEIGHTS).is_file():
+        raise UserError(
+            f"{named!r} has no {ADAPTER_WEIGHTS}; other formats (.bin) are not supported", field=ADAPTER_FIELD
+        )
+    base = str(read_adapter(adapter, named).get("base_model_name_or_path") or "")
+    if _is_hub_id(base) and _is_hub_id(model) and base.lower() != model.lower():
+        raise UserError(
+            f"{named!r} was trained on {base!r}, not on {model!r}; allowed: an adapter of that model (to merge it anyway, "
+            "set model.path to a local folder)",
+            field=ADAPTER_FIELD,
+        )
+
+
+def read_adapter(adapter: Path, named: str) -> dict[str, Any]:
+    """The adapter's config; UserError if it is not a JSON object."""
+    try:
+        found = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{named!r}: {ADAPTER_CONFIG} can't be read: {error}", field=ADAPTER_FIELD) from None
+    if not isinstance(found, dict):
+        raise UserError(f"{named!r}: {ADAPTER_CONFIG} is not a JSON object", field=ADAPTER_FIELD)
+    return found
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()

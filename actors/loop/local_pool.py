@@ -16,7 +16,7 @@ from typing import Any
 from draftmill.actors.checkpoints.models import FIELD, user_error
 from draftmill.actors.faults import DeviceLostError
 from draftmill.actors.job import Allocation, Job, WorkerResources
-from draftmill.actors.loop.model_cache import ModelCache
+from draftmill.actors.loop.loading import ModelCache
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import Turns, build_runner
 from draftmill.actors.messages import Died, PoolEvent, Reported, Up, WorkUnit

@@ -16,9 +16,8 @@ from typing import Any
 
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.job import Job
-from draftmill.actors.loop.loading import build, load_networks, most_canvases
+from draftmill.actors.loop.loading import ModelCache, build, load_networks, most_canvases
 from draftmill.actors.loop.memory import fit, limit_gpu
-from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import LEAST_S, Failure, Receipt, TurnReport, WorkUnit
 from draftmill.actors.rows.stop_text import stops_of

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
@@ -51,10 +50,9 @@ class MetricBase(Settings):
         """The metric in messages."""
         return self.name or str(getattr(self, "kind", ""))
 
-    @abstractmethod
     def own_columns(self) -> tuple[str, ...]:
-        """The columns' names if the spec gives none."""
-        ...
+        """The columns' names if the spec gives none: the kind of a metric with one column."""
+        return (str(getattr(self, "kind", "")),)
 
     def columns(self) -> tuple[str, ...]:
         """The columns that the metric writes."""
@@ -77,9 +75,6 @@ class ExactMatch(MetricBase):
 
     needs_reference: ClassVar[bool] = True
     kind: Literal["exact_match", "normalised_match", "number_match"]
-
-    def own_columns(self) -> tuple[str, ...]:
-        return (self.kind,)
 
 
 RougeType = Annotated[str, Field(pattern=r"^rouge([1-9]|L|Lsum)$")]
@@ -111,9 +106,6 @@ class Bleu(MetricBase):
     lowercase: bool = Field(default=False, description="ignore case")
     tokenize: Literal["13a", "intl", "char", "none"] = Field(default="13a", description="sacrebleu's tokenizer")
 
-    def own_columns(self) -> tuple[str, ...]:
-        return ("bleu",)
-
 
 class Chrf(MetricBase):
     """chrF of the text as one sentence, 0 to 100, by sacrebleu."""
@@ -123,9 +115,6 @@ class Chrf(MetricBase):
     word_order: Annotated[int, Field(ge=0, le=4)] = Field(default=0, description="2 is chrF++")
     lowercase: bool = Field(default=False, description="ignore case")
 
-    def own_columns(self) -> tuple[str, ...]:
-        return ("chrf",)
-
 
 class EditSimilarity(MetricBase):
     """1 - Levenshtein distance / length of the longer one, over characters or words; of several references the best."""
@@ -133,9 +122,6 @@ class EditSimilarity(MetricBase):
     needs_reference: ClassVar[bool] = True
     kind: Literal["edit_similarity"]
     over: Literal["characters", "words"] = Field(default="characters", description="what is compared")
-
-    def own_columns(self) -> tuple[str, ...]:
-        return ("edit_similarity",)
 
 
 class Distinct(MetricBase):
@@ -158,9 +144,6 @@ class Entropy(MetricBase):
     needs_text: ClassVar[bool] = False
     kind: Literal["entropy"]
     over: Literal["tokens", "words"] = Field(default="tokens", description="what is counted")
-
-    def own_columns(self) -> tuple[str, ...]:
-        return ("entropy",)
 
 
 class Length(MetricBase):

@@ -1,4 +1,7 @@
-"""Metrics of texts that need no library: exact match, edit similarity, distinct-n, entropy, length."""
+"""Metrics of texts: exact match, edit similarity, distinct-n, entropy and length; ROUGE, BLEU and chrF by their libraries.
+
+rouge-score and sacrebleu are the extra `metrics`, and are imported when a metric needs them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Final
+from operator import eq
+from typing import Any, Final
 
 from draftmill.actors.metrics.base import MeasuredRow, RowByRow, Values, compared
-from draftmill.actors.metrics.settings import Distinct, EditSimilarity, Entropy, ExactMatch, Length
+from draftmill.actors.metrics.settings import Bleu, Chrf, Distinct, EditSimilarity, Entropy, ExactMatch, Length, Rouge
 
+PACKAGES: Final = {"rouge": "rouge_score", "bleu": "sacrebleu", "chrf": "sacrebleu"}
+"""The module that each kind of metric needs."""
+
+_WORD: Final = re.compile(r"\w+")
 _NUMBER: Final = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
@@ -20,12 +28,8 @@ _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 
 def exact_match(settings: ExactMatch) -> RowByRow:
     """Whether the text equals one of the references."""
-    same = {"exact_match": _equal, "normalised_match": _equal_normalised, "number_match": _equal_number}[settings.kind]
+    same = {"exact_match": eq, "normalised_match": _equal_normalised, "number_match": _equal_number}[settings.kind]
     return compared(lambda text, references: (float(any(same(text, one) for one in references)),))
-
-
-def _equal(text: str, reference: str) -> bool:
-    return text == reference
 
 
 def _equal_normalised(text: str, reference: str) -> bool:
@@ -128,3 +132,49 @@ def _parts(row: MeasuredRow, over: str) -> Sequence[str | int] | None:
     if over == "tokens":
         return row.tokens
     return None if row.text is None else row.text.split()
+
+
+# ---- n-grams in common with references
+
+
+class UnicodeWords:
+    """A tokenizer for rouge-score that keeps words of any script, in lower case."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words of a text."""
+        return _WORD.findall(text.lower())
+
+
+def rouge(settings: Rouge) -> RowByRow:
+    """One value per type; of several references the one with the best F."""
+    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+
+    tokenizer = UnicodeWords() if settings.words == "unicode" else None
+    scorer = RougeScorer(list(settings.types), use_stemmer=settings.stemmer, tokenizer=tokenizer)
+    field = {"f": "fmeasure", "precision": "precision", "recall": "recall"}[settings.score]
+
+    def score(text: str, references: Sequence[str]) -> Values:
+        found = scorer.score_multi(list(references), text)
+        return tuple(float(getattr(found[one], field)) for one in settings.types)
+
+    return compared(score)
+
+
+def bleu(settings: Bleu) -> RowByRow:
+    """Sentence BLEU."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    return _sentences(
+        BLEU(lowercase=settings.lowercase, tokenize=settings.tokenize, effective_order=True).sentence_score
+    )
+
+
+def chrf(settings: Chrf) -> RowByRow:
+    """Sentence chrF."""
+    from sacrebleu.metrics.chrf import CHRF
+
+    return _sentences(CHRF(word_order=settings.word_order, lowercase=settings.lowercase).sentence_score)
+
+
+def _sentences(score: Callable[[str, list[str]], Any]) -> RowByRow:
+    return compared(lambda text, references: (float(score(text, list(references)).score),))

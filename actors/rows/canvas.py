@@ -20,21 +20,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.ids import STAGE, check_ids, check_length, given_ids, is_id
-from draftmill.actors.rows.infilling import Infilling
-from draftmill.actors.rows.masking import (
-    Range,
-    bad_mask,
-    hole_length,
-    line_ranges,
-    marker_pattern,
-    masked_count,
-    masked_positions,
-    merged,
-    sentence_ranges,
-    split_sentences,
+from draftmill.actors.rows import masking
+from draftmill.actors.rows.fim import Infilling
+from draftmill.actors.rows.masking import Range
+from draftmill.actors.rows.row import (
+    STAGE,
+    Values,
+    check_ids,
+    check_length,
+    checked_text,
+    given_ids,
+    is_id,
+    required,
+    string_of,
+    text_of,
 )
-from draftmill.actors.rows.row import checked_text, missing, string_of, text_of
 from draftmill.actors.rows.row_settings import Asked, RowRules
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
@@ -54,7 +54,6 @@ from draftmill.actors.task import (
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
 from draftmill.storage.errors import RowError
 
-Values = Mapping[str, Any]
 Piece = str | int | NDArray[np.int32]
 
 
@@ -185,7 +184,7 @@ class CanvasMaker:
         try:
             check_ids(np.asarray(ids, dtype=np.int64), self.info)
             check_length(len(ids), self.info)
-            return Size(len(ids), masked_count(mask, len(ids)))
+            return Size(len(ids), masking.masked_count(mask, len(ids)))
         except RowError as error:
             return error
 
@@ -214,7 +213,7 @@ class CanvasMaker:
         mask = self._mask
         assert isinstance(mask, Random | Spans | SpanFraction)
         check_length(len(tokens), self.info)
-        punched, where = tokens.copy(), masked_positions(mask, key, len(tokens))
+        punched, where = tokens.copy(), masking.masked_positions(mask, key, len(tokens))
         punched[where] = HOLE
         return self._checked(punched, tokens[where])
 
@@ -235,23 +234,21 @@ class CanvasMaker:
     # ---- text
 
     def _marked_pieces(self, mask: Marker, values: Values) -> list[Piece]:
-        pieces = self._between(mask, values)
-        if not self._hides_reference:
-            return pieces
-        told = iter(self._references(values, len(pieces) // 2))
-        return [self._encode(next(told)) if index % 2 else piece for index, piece in enumerate(pieces)]
+        texts, lengths = self._marked(mask, values, mask.length)
+        holes: Sequence[Piece] = lengths
+        if self._hides_reference:
+            holes = [self._encode(text) for text in self._references(values, len(lengths))]
+        return [texts[0], *(piece for pair in zip(holes, texts[1:], strict=True) for piece in pair)]
 
-    def _between(self, mask: Marker, values: Values) -> list[Piece]:
-        """Texts, and between them the lengths of holes."""
+    def _marked(self, mask: Marker, values: Values, default: int) -> tuple[list[str], list[int]]:
+        """The texts around the holes, and the tokens of each hole: `default` unless its marker says how many."""
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
-            prefix, suffix = ("" if name is None else text_of(values, Columns(text=name)) for name in names)
-            return [prefix, mask.length, suffix]
-        text = text_of(values, self.columns)
-        parts = marker_pattern(mask.marker).split(text)
+            return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [default]
+        parts = masking.marker_pattern(mask.marker).split(text_of(values, self.columns))
         if len(parts) == 1:
             raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
-        return [hole_length(part, mask) if index % 2 else part or "" for index, part in enumerate(parts)]
+        return parts[::2], [masking.hole_length(written, mask, default) for written in parts[1::2]]
 
     @property
     def _hides_reference(self) -> bool:
@@ -260,11 +257,9 @@ class CanvasMaker:
     def _references(self, values: Values, count: int) -> list[str]:
         """The text of each of `count` holes: a text for a single hole, else a list of texts."""
         column = self.columns.reference or "reference"
-        found = values.get(column)
-        if found is not None and not isinstance(found, list | tuple):
+        found = required(values, column)
+        if not isinstance(found, list | tuple):
             found = [string_of(values, column)]
-        if found is None:
-            raise missing(values, column)
         if len(found) != count or not all(isinstance(item, str) for item in found):
             raise RowError("bad_mask", STAGE, f"{column!r} must give a text for each of the row's {count} holes")
         return [checked_text(item, column) for item in found]
@@ -281,14 +276,14 @@ class CanvasMaker:
         mask = self._mask
         if isinstance(mask, Sentences) and self.columns.sentences is not None:
             text, sentences = _own_sentences(values, self.columns.sentences, mask.separator)
-            return text, sentence_ranges(mask, key, sentences)
+            return text, masking.sentence_ranges(mask, key, sentences)
         text = text_of(values, self.columns)
         if isinstance(mask, Sentences):
-            return text, sentence_ranges(mask, key, split_sentences(text)) if text else []
+            return text, masking.sentence_ranges(mask, key, masking.split_sentences(text)) if text else []
         if isinstance(mask, Lines):
-            return text, line_ranges(mask, key, text)
+            return text, masking.line_ranges(mask, key, text)
         assert isinstance(mask, Spans) and self.columns.spans is not None
-        return text, merged(_own_spans(values, self.columns.spans), len(text))
+        return text, masking.merged(_own_spans(values, self.columns.spans), len(text))
 
     def _without_ranges(self, text: str, ranges: Sequence[Range]) -> Canvas:
         if not self._tokenizer().joins:
@@ -349,9 +344,7 @@ def _attempt(values: Values, columns: Columns, rules: RowRules | None) -> str | 
 
 
 def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, list[Range]]:
-    given = values.get(column)
-    if given is None:
-        raise missing(values, column)
+    given = required(values, column)
     if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
         raise RowError("bad_row", "read", f"{column!r} must be a list of strings")
     ranges, start = [], 0
@@ -362,11 +355,9 @@ def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, li
 
 
 def _own_spans(values: Values, column: str) -> list[Range]:
-    given = values.get(column)
-    if given is None:
-        raise missing(values, column)
+    given = required(values, column)
     if not isinstance(given, list | tuple):
-        raise bad_mask(f"{column!r} must be a list of [start, end) pairs")
+        raise masking.bad_mask(f"{column!r} must be a list of [start, end) pairs")
     return [_pair(item, column) for item in given]
 
 
@@ -374,5 +365,5 @@ def _pair(item: Any, column: str) -> Range:
     if isinstance(item, Mapping):
         item = (item.get("start"), item.get("end"))
     if not isinstance(item, list | tuple) or len(item) != 2 or not all(is_id(number) for number in item):
-        raise bad_mask(f"{item!r} in {column!r} is not a [start, end) pair of characters")
+        raise masking.bad_mask(f"{item!r} in {column!r} is not a [start, end) pair of characters")
     return int(item[0]), int(item[1])

@@ -1,28 +1,181 @@
-"""Renders a checkpoint's Jinja chat template in a sandbox, like transformers but without importing it.
+"""Renders a checkpoint's Jinja chat template in a sandbox, like transformers but without importing it, and within limits.
 
 A template sees only plain JSON values: other values of a row become placeholders that name their type, since the sandbox does
 not know the methods of rich objects. Source: `render_jinja_template` in transformers' utils/chat_template_utils.py;
 tests/actors/rows/test_tokenizer_files.py compares the two.
+
+A template is a program by the author of the checkpoint. Jinja's sandbox keeps it from the system, but not from endless loops and
+from texts of gigabytes. Here every pass of a loop and every call is a step, and no operation may make a text or a list that is
+longer than MOST_CHARS: what could make one at once is refused before, what makes one bit by bit as soon as it is too long.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, time
 from functools import cached_property
-from typing import Any, NoReturn, cast
+from itertools import islice
+from typing import Any, Final, NoReturn, cast
 
-from jinja2 import Template, TemplateError
+import jinja2
+from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import CallBlock, Concat, Const, Filter, For, Node, Template, TemplateData
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from draftmill.actors.rows.row import Messages
-from draftmill.actors.rows.template_limits import LimitedEnvironment
 from draftmill.actors.task import today
+
+MOST_STEPS: Final = 1_000_000
+MOST_CHARS: Final = 2**26
+"""A row has at most 64 MiB, too (storage/inputs/rows.py)."""
+_MOST_POWER: Final = 4096
+_WIDE: Final = re.compile(r"\d{6,}|\*")
+# Filters and methods that copy one argument for each part of another.
+_PRODUCTS: Final = ("replace", "join", "indent", "translate", "expandtabs")
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Counts the steps of each rendering; `start` begins one. Several threads may render."""
+
+    intercepted_binops = frozenset(["*", "**", "%", "+"])
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(finalize=self._printed, **settings)
+        self._local = threading.local()
+        self.filters = {name: self.limited(name, call) for name, call in self.filters.items()}
+        self.filters |= {_STEPS: self._stepped, _CHECKED: self._checked}
+
+    def start(self) -> None:
+        """A rendering begins."""
+        self._local.steps = self._local.chars = 0
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(For)):
+            chars = Const(sum(len(data.data) for data in loop.find_all(TemplateData)))
+            loop.iter = Filter(loop.iter, _STEPS, [chars], [], None, None, lineno=loop.lineno)
+        return _wrapped(tree)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as Jinja names them
+        """See SandboxedEnvironment: calls of functions, methods and macros."""
+        __self._step(1)
+        _check_arguments(getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None), args, kwargs)
+        return __self._checked(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for text, times in ((left, right), (right, left)):
+                if isinstance(text, str | list | tuple) and isinstance(times, int):
+                    _refuse_beyond(len(text) * times)
+            if isinstance(left, int) and isinstance(right, int):
+                _refuse_beyond(left.bit_length() + right.bit_length())
+        elif operator == "**" and max(abs(left), abs(right)) > _MOST_POWER:
+            raise SecurityError(f"a chat template computes {left} ** {right}; allowed: up to {_MOST_POWER}")
+        elif operator == "%" and isinstance(left, str) and _WIDE.search(left):
+            raise SecurityError(f"a chat template formats with {left[:50]!r}; allowed: widths of up to 5 digits")
+        elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            _refuse_beyond(len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
+
+    def limited(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that counts as a step and makes no long text."""
+
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            self._step(1)
+            given = args[1:] if hasattr(call, "jinja_pass_arg") else args
+            _check_arguments(name, given[0] if given else None, given[1:], kwargs)
+            return self._checked(call(*args, **kwargs))
+
+        if hasattr(call, "jinja_pass_arg"):
+            limited.jinja_pass_arg = call.jinja_pass_arg  # type: ignore[attr-defined]
+        return limited
+
+    def _step(self, count: int) -> None:
+        self._local.steps = getattr(self._local, "steps", 0) + count
+        if self._local.steps > MOST_STEPS:
+            raise SecurityError(f"a chat template takes more than {MOST_STEPS:,} steps; is one of its loops endless?")
+
+    def _print(self, chars: int) -> None:
+        self._local.chars = getattr(self._local, "chars", 0) + chars
+        _refuse_beyond(self._local.chars)
+
+    def _printed(self, value: Any) -> Any:
+        """What a template prints; counted once for each block that prints it."""
+        self._print(len(value) if isinstance(value, str) else 1)
+        return value
+
+    def _stepped(self, values: Any, chars: int) -> Any:
+        """What a loop goes through; its passes are counted as it begins, and `chars` of text for each."""
+        if not hasattr(values, "__len__") and isinstance(values, Iterable):
+            values = list(islice(values, MOST_STEPS + 1))
+        passes = len(values) if hasattr(values, "__len__") else 1
+        self._step(passes)
+        self._print(passes * chars)
+        return values
+
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, str | bytes | list | tuple):
+            _refuse_beyond(len(value))
+        return value
+
+
+_STEPS: Final = "draftmill_steps"
+_CHECKED: Final = "draftmill_checked"
+
+
+def _wrapped(tree: Template) -> Template:
+    """Put a check around each `~`, which is no operator that can be intercepted."""
+    found = list(tree.find_all(Concat))
+    for node in found:
+        parent = next(one for one in _all(tree) if any(child is node for child in one.iter_child_nodes()))
+        checked = Filter(node, _CHECKED, [], [], None, None, lineno=node.lineno)
+        for name in parent.fields:
+            held = getattr(parent, name)
+            if held is node:
+                setattr(parent, name, checked)
+            elif isinstance(held, list):
+                setattr(parent, name, [checked if one is node else one for one in held])
+    return tree
+
+
+def _all(tree: Any) -> Iterable[Any]:
+    yield tree
+    for child in tree.iter_child_nodes():
+        yield from _all(child)
+
+
+def _check_arguments(name: str, subject: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse numbers that make long texts, as those of `center`, and products of texts."""
+    given = [*args, *kwargs.values()]
+    if name in {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice", "tojson"}:
+        for value in given:
+            if isinstance(value, int) and value > MOST_STEPS:
+                raise SecurityError(f"a chat template calls {name} with {value:,}; allowed: up to {MOST_STEPS:,}")
+    if name in {"format", "format_map"} and isinstance(subject, str) and _WIDE.search(subject):
+        raise SecurityError(f"a chat template formats with {subject[:50]!r}; allowed: widths of up to 5 digits")
+    if name in _PRODUCTS:
+        sizes = [len(value) for value in (subject, *given) if isinstance(value, str | list | tuple)]
+        sizes += [value for value in given if isinstance(value, int)]
+        if name == "replace" and isinstance(subject, str) and len(given) > 1 and isinstance(given[0], str):
+            sizes = [subject.count(given[0]), len(str(given[1]))]
+        product = 1
+        for size in sizes[:2]:
+            product *= max(1, size)
+        _refuse_beyond(product)
+
+
+def _refuse_beyond(length: int) -> None:
+    if length > MOST_CHARS:
+        raise SecurityError(f"a chat template makes a text of {length:,} characters; allowed: up to {MOST_CHARS:,}")
+
 
 # Names of a message's reasoning in the input; chat templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -64,18 +217,14 @@ class ChatTemplate:
         )
 
     @cached_property
-    def _template(self) -> Template:
+    def _template(self) -> jinja2.Template:
         return _environment().from_string(self.source)
 
 
 def _environment() -> LimitedEnvironment:
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = environment.limited("tojson", _to_json)
-    environment.globals |= {
-        "raise_exception": _raise,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
+    environment.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
     return environment
 
 

@@ -1,26 +1,31 @@
-"""Selects the maker that turns the rows of a task into canvases."""
+"""Selects the maker that turns the rows of a task into canvases: holes, prompts, holes to score, holes to fill in the middle.
+
+Pure: no files, no model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from draftmill.actors.rows.canvas import Canvas, CanvasMaker, Size
-from draftmill.actors.rows.fim import fills_in_middle, template_of
-from draftmill.actors.rows.fim_maker import FimMaker
-from draftmill.actors.rows.ids import STAGE, check_scored
+from draftmill.actors.rows.canvas import Canvas, CanvasMaker, Size, runs
+from draftmill.actors.rows.fim import IDS, Infilling, Template, fills_in_middle, template_of
+from draftmill.actors.rows.masking import Range, masked_positions
 from draftmill.actors.rows.prompts import PromptMaker
-from draftmill.actors.rows.row import Values
-from draftmill.actors.rows.row_settings import RowRules
+from draftmill.actors.rows.row import STAGE, Values, check_scored, given_ids, text_of
+from draftmill.actors.rows.row_settings import Asked, RowRules
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.task import Columns, Complete, Infill, Score, Side, Task
+from draftmill.actors.task import Columns, Complete, Infill, Marker, Score, Side, SpanFraction, Spans, Task
 from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import RowError
+
+DEFAULT_LIMIT: Final = 128
 
 
 class Maker(Protocol):
@@ -105,3 +110,67 @@ class ScoreMaker:
 
 def _nothing() -> RowError:
     return RowError("empty_text", STAGE, "there is nothing to score: the mask hides no token")
+
+
+@dataclass(frozen=True, slots=True)
+class FimMaker(CanvasMaker):
+    """Makes the holes of a causal model that fills in the middle.
+
+    The masks are those of canvas.py, but the holes' lengths are unknown here: a hole ends with an end token, or at the limit
+    given by `task.max_new_tokens` (by default DEFAULT_LIMIT) or by its own marker, such as `<mask:12>`.
+    """
+
+    template: Template
+
+    def _made(self, values: Values, key: int, asked: Asked) -> Canvas:
+        """The canvas of the row's first hole, with the whole row; RowError if the row does not fit the mask or the model."""
+        task = self.task
+        if asked.max_new_tokens is not None:
+            task = task.model_copy(update={"max_new_tokens": asked.max_new_tokens})
+        pieces, limits = replace(self, task=task)._row(values, key)
+        row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
+        if row.room is not None and row.room < 1:
+            raise RowError(
+                "too_long",
+                STAGE,
+                f"a hole of up to {max(limits)} tokens leaves no room for text; the model takes {self.info.max_length}",
+            )
+        tokens = row.ask([]).canvas
+        return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row)
+
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+        """Return the size of each row's longest canvas, or its error; rows are (values, key)."""
+        return [self._size(values, key) for values, key in rows]
+
+    def _row(self, values: Values, key: int) -> tuple[list[IDS], list[int]]:
+        """The visible pieces, and the maximum tokens of each hole."""
+        mask = self.task.mask
+        if isinstance(mask, SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
+            ids = self._ids(values)
+            hidden = np.zeros(len(ids), dtype=np.bool_)
+            hidden[masked_positions(mask, key, len(ids))] = True
+            ranges = list(runs(hidden))
+            return [ids[start:end] for start, end in _visible(ranges, len(ids))], [self._limit] * len(ranges)
+        if isinstance(mask, Marker):
+            texts, limits = self._marked(mask, values, self._limit)
+        else:
+            text, ranges = self._hidden_text(values, key)
+            texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [self._limit] * len(ranges)
+        behind = [self._checked_ids(self._tokenizer().encode_behind(text)) for text in texts[1:]]
+        return [self._encode(texts[0]), *behind], limits
+
+    @property
+    def _limit(self) -> int:
+        assert isinstance(self.task, Infill), "holes that are filled, not scored"
+        return DEFAULT_LIMIT if self.task.max_new_tokens is None else self.task.max_new_tokens
+
+    def _ids(self, values: Values) -> NDArray[np.int32]:
+        if self.columns.tokens is not None:
+            return given_ids(values, self.columns.tokens, self.info, nulls=False)
+        return self._encode(text_of(values, self.columns))
+
+
+def _visible(ranges: Sequence[Range], size: int) -> list[Range]:
+    """The gaps before, between and after sorted, disjoint ranges: one more than there are ranges."""
+    edges = [0, *(edge for pair in ranges for edge in pair), size]
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.ids import STAGE
+from draftmill.actors.rows.row import STAGE
 from draftmill.actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
 from draftmill.decoders.draws.keys import MASK, uniforms
 from draftmill.storage.errors import RowError
@@ -141,10 +141,10 @@ def marker_pattern(marker: str) -> re.Pattern[str]:
     return re.compile(f"{re.escape(marker)}()")
 
 
-def hole_length(written: str, mask: Marker) -> int:
-    """Tokens of a hole; `written` is the length in its marker: '' or ':12'."""
+def hole_length(written: str, mask: Marker, default: int) -> int:
+    """Tokens of a hole; `written` is the length in its marker: '' (the default) or ':12'."""
     if not written:
-        return mask.length
+        return default
     if len(written) > 10 or int(written[1:]) == 0:
         raise bad_mask(f"{mask.marker[:-1]}{written}{mask.marker[-1]}: a hole has at least one token")
     return int(written[1:])

@@ -6,6 +6,7 @@ value; otherwise the row fails, and the error names the key. No key is ignored s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -22,57 +23,24 @@ HONOURED: Final = frozenset(
 """Keys of a body that are supported."""
 
 _NO_EFFECT: Final = frozenset(
-    {
-        "model",
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "stream_options",
-        "parallel_tool_calls",
-        "prediction",
-        "safety_identifier",
-        "prompt_cache_key",
-        "priority",
-        "request_id",
-    }
+    {"model", "user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "prediction"}
+    | {"safety_identifier", "prompt_cache_key", "priority", "request_id"}
 )
 """Keys that have no effect on the text."""
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("echo", "stream", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("continue_final_message", "return_tokens_as_token_ids", "return_token_ids"), (False,)),
+    **dict.fromkeys(("spaces_between_special_tokens", "add_generation_prompt", "detokenize"), (True,)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "documents"), ([],)),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "suffix": ("",),
-    "stream": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "detokenize": (True,),
 }
 """Keys that can change the answer, with their neutral values; null is always neutral."""
 
@@ -141,6 +109,4 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return (
-        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value)
-    )
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.rows.canvas import Canvas, finish_row
-from draftmill.actors.rows.infilling import TextPart
+from draftmill.actors.rows.fim import TextPart
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
@@ -144,25 +144,16 @@ def _holed(canvas: Canvas) -> NDArray[np.int32]:
     return tokens
 
 
-def counted(outcome: Outcome) -> dict[str, Any]:
+_COUNTS = (
+    *("nfe", "nfe_draft", "nfe_kinds", "iterations", "proposed", "accepted", "accept_hist"),
+    *("wait_s", "prefill_s", "decode_s", "total_s", "device_s", "batch_rows", "pad_fraction"),
+)
+
+
+def counts_of(outcome: Outcome) -> dict[str, Any]:
     """The columns with the decoder's counts and times."""
-    return {
-        "nfe": outcome.nfe,
-        "nfe_draft": outcome.nfe_draft,
-        "nfe_kinds": outcome.nfe_kinds,
-        "iterations": outcome.iterations,
-        "proposed": outcome.proposed,
-        "accepted": outcome.accepted,
-        "accept_hist": outcome.accept_hist,
-        "wait_s": outcome.wait_s,
-        "prefill_s": outcome.prefill_s,
-        "decode_s": outcome.decode_s,
-        "total_s": outcome.total_s,
-        "device_s": outcome.device_s,
-        "batch_rows": outcome.batch_rows,
-        "pad_fraction": outcome.pad_fraction,
-        "started_at": datetime.fromtimestamp(outcome.started_at_s, UTC),
-    }
+    columns = {name: getattr(outcome, name) for name in _COUNTS}
+    return columns | {"started_at": datetime.fromtimestamp(outcome.started_at_s, UTC)}
 
 
 def failed(error: RowError) -> dict[str, Any]:

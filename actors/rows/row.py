@@ -1,4 +1,4 @@
-"""Reads a row's id, key, text, prompt and messages from its columns. Pure; knows no masks."""
+"""Reads a row's id, key, text, prompt, messages and token ids from its columns. Pure; problems raise RowError."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from draftmill.actors.task import Columns, Complete, Score
+from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.storage.errors import RowError, listed
 from draftmill.storage.inputs.lines import is_openai_request
@@ -17,6 +21,8 @@ Messages = list[dict[str, Any]]
 """A conversation: each message with its `role`, and mostly its `content`."""
 
 MAX_ID_CHARS = 4096
+STAGE = "tokenize"
+"""Where the errors of texts and tokens happen; the others are of the stage `read`."""
 
 
 def missing(values: Values, column: str) -> RowError:
@@ -25,18 +31,23 @@ def missing(values: Values, column: str) -> RowError:
     return RowError("missing_column", "read", f"the column {column!r} {what}"[:1000])
 
 
+def required(values: Values, column: str) -> Any:
+    """The value in a column; RowError if there is none."""
+    value = values.get(column)
+    if value is None:
+        raise missing(values, column)
+    return value
+
+
 def row_id(values: Values, columns: Columns) -> str | None:
     """Return the row's own id; None if it has none and needs none (the id is then made of file and row number).
 
     Raises RowError if the spec names a column and the row has no valid value there.
     """
-    column = columns.id or "id"
-    value = values.get(column)
-    if value is None and columns.id is None:
+    if columns.id is None and values.get("id") is None:
         return None
-    if value is None:
-        raise missing(values, column)
-    value = decoded(value, column)
+    column = columns.id or "id"
+    value = decoded(required(values, column), column)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise RowError("bad_row", "read", f"the id {value!r} is neither a string nor a whole number"[:1000])
     text = str(value)
@@ -51,9 +62,7 @@ def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) 
     A named column overrides the `seed` of an OpenAI request.
     """
     if columns.seed is not None:
-        seed = values.get(columns.seed)
-        if seed is None:
-            raise missing(values, columns.seed)
+        seed = required(values, columns.seed)
     else:
         body = values.get("body") if is_openai_request(values) else None
         seed = body.get("seed") if isinstance(body, dict) else None
@@ -71,9 +80,7 @@ def text_of(values: Values, columns: Columns) -> str:
 
 def string_of(values: Values, column: str) -> str:
     """Return the text in a column; RowError if there is none."""
-    value = decoded(values.get(column), column)
-    if value is None:
-        raise missing(values, column)
+    value = decoded(required(values, column), column)
     if not isinstance(value, str):
         raise RowError("bad_row", "read", f"the column {column!r} holds {type(value).__name__}, not text")
     return checked_text(value, column)
@@ -113,9 +120,7 @@ def _asks_nothing(body: Any) -> RowError:
 
 def messages_of(values: Values, column: str) -> Messages:
     """Return the conversation in a column; RowError if there is none."""
-    given = values.get(column)
-    if given is None:
-        raise missing(values, column)
+    given = required(values, column)
     fine = isinstance(given, list) and all(
         isinstance(item, dict) and isinstance(item.get("role"), str) for item in given
     )
@@ -180,3 +185,48 @@ def id_hashes(ids: Iterable[str]) -> bytes:
     """blake2b of each id, 16 bytes each, one after the other: planning finds an id that occurs twice by these."""
     hashed = hashlib.blake2b
     return b"".join([hashed(text.encode(), digest_size=16).digest() for text in ids])
+
+
+def is_id(value: Any) -> bool:
+    """Whether a value is an integer of Python or numpy; bool does not count."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def given_ids(values: Values, column: str, info: ModelInfo, *, nulls: bool) -> NDArray[np.int32]:
+    """Return the row's own ids, int32; with `nulls`, each null becomes HOLE."""
+    given = required(values, column)
+    if not isinstance(given, list | tuple | np.ndarray):
+        raise RowError("bad_tokens", STAGE, f"{column!r} is {type(given).__name__}, not a list of ids")
+    for token in given:
+        if not is_id(token) and not (nulls and token is None):
+            hint = "" if nulls else " (null is allowed only with mask kind given)"
+            raise RowError("bad_tokens", STAGE, f"{token!r} is not a token id{hint}")
+    check_ids(np.asarray([0 if token is None else min(int(token), 2**62) for token in given], dtype=np.int64), info)
+    return np.asarray([HOLE if token is None else int(token) for token in given], dtype=np.int32)
+
+
+def check_ids(ids: NDArray[np.int64], info: ModelInfo) -> NDArray[np.int32]:
+    """Return the ids as int32; RowError if the model lacks one of them."""
+    wrong = ids[(ids < 0) | (ids >= info.vocab_size)]
+    if len(wrong):
+        raise RowError("bad_tokens", STAGE, f"id {wrong[0]}; the model's ids are 0 to {info.vocab_size - 1}")
+    return ids.astype(np.int32)
+
+
+def check_scored(tokens: NDArray[np.int32], scored: NDArray[np.int64], info: ModelInfo) -> None:
+    """Raise RowError if a token to score has no probability, or if a given one is the mask, which would be filled."""
+    without = tokens[scored][np.isin(tokens[scored], info.suppressed)]
+    if len(without):
+        raise RowError(
+            "bad_tokens", STAGE, f"id {without[0]} is never generated by the model, so it has no probability"
+        )
+    if info.mask_id is not None and bool((tokens == info.mask_id).any()):
+        raise RowError(
+            "bad_tokens", STAGE, f"id {info.mask_id} is the model's mask, which is not allowed in a text to score"
+        )
+
+
+def check_length(length: int, info: ModelInfo) -> None:
+    """Raise RowError if a canvas is longer than the model allows."""
+    if info.max_length is not None and length > info.max_length:
+        raise RowError("too_long", STAGE, f"{length} tokens; the model's limit is {info.max_length}")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.messages import Effort, Tally
-from draftmill.actors.rows.infilling import AskedHole, Infilling, TextPart, together
+from draftmill.actors.rows.fim import AskedHole, Infilling, TextPart, together
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
 from draftmill.decoders.draws.keys import hole_key
 from draftmill.storage.errors import RowError
@@ -133,17 +133,14 @@ def tally_of(samples: Iterable[Sample]) -> Tally:
     """Sum up samples that have ended."""
     samples = list(samples)
     fine = [sample.outcome for sample in samples if sample.error is None and sample.outcome is not None]
+    counts = ("nfe", "nfe_draft", "iterations", "proposed", "accepted")
     return Tally(
         rows=len(samples),
         ok=len(fine),
         failed=len(samples) - len(fine),
         prompt_tokens=sum(sample.num_given for sample in samples if sample.error is None),
         new_tokens=sum(len(outcome.tokens) for outcome in fine),
-        nfe=sum(outcome.nfe for outcome in fine),
-        nfe_draft=sum(outcome.nfe_draft for outcome in fine),
-        iterations=sum(outcome.iterations for outcome in fine),
-        proposed=sum(outcome.proposed for outcome in fine),
-        accepted=sum(outcome.accepted for outcome in fine),
+        **{name: sum(getattr(outcome, name) for outcome in fine) for name in counts},
     )
 
 

@@ -1,7 +1,9 @@
 """Converts text to token ids and back, exactly: by default nothing is added, cleaned up or parsed as a special token.
 
-Wraps the tokenizer and the chat template of a Hugging Face checkpoint. The `tokenizers` library alone reads a tokenizer.json;
-transformers, which takes seconds to import, is imported only for older formats.
+Wraps the tokenizer and the chat template of a Hugging Face checkpoint. tokenizer.json is the tokenizer; the other files name the
+special tokens, may add tokens, and hold the chat template. They are read here like transformers does: transformers itself, which
+takes seconds to import, is imported only for older formats. Source: `PreTrainedTokenizerBase._from_pretrained` and
+`TokenizersBackend` in transformers; tests/actors/rows/test_tokenizer_files.py compares the results.
 """
 
 from __future__ import annotations
@@ -9,19 +11,28 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Core
+
 from draftmill.actors.checkpoints.made_folders import read_source
 from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from draftmill.actors.rows.chat import ChatTemplate
+
+Token = str | AddedToken
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
+# Settings of tokenizer_config.json with which transformers changes the tokenizer by its own rules.
+_NOT_OURS = ("fix_mistral_regex", "fast_tokenizer_files")
 
 _FIELD = "model.tokenizer"
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -39,12 +50,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        core: tokenizers.Tokenizer,
-        *,
-        bos_id: int | None = None,
-        eos_id: int | None = None,
-        chat: ChatTemplate | None = None,
+        self, core: Core, *, bos_id: int | None = None, eos_id: int | None = None, chat: ChatTemplate | None = None
     ) -> None:
         # Disable settings of the checkpoint's file: truncation, padding, and parsing of special tokens in the text.
         core.no_truncation()
@@ -125,7 +131,7 @@ class Tokenizer:
         return ids, self.decode(ids)
 
     @cached_property
-    def _parsing(self) -> tokenizers.Tokenizer:
+    def _parsing(self) -> Core:
         # A copy: parsing is a setting of the whole tokenizer, and changing it would affect `encode`.
         return type(self._core).from_str(self._core.to_str())
 
@@ -164,48 +170,28 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
     return Tokenizer(core, bos_id=bos_id(folder) if bos is None else bos, eos_id=eos, chat=chat)
 
 
-Parts = tuple["tokenizers.Tokenizer", int | None, int | None, "ChatTemplate | None"]
-"""A tokenizer, its begin and end tokens, and its chat template."""
-
-
-def _read(place: Path, trust_remote_code: bool) -> Parts:
-    """Read tokenizer.json if there is one; leave other formats to transformers, whose import takes seconds.
+def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int | None, ChatTemplate | None]:
+    """A tokenizer, its begin and end tokens, and its chat template: from tokenizer.json if there is one, else by transformers.
 
     AutoTokenizer chooses by the model's type, and for some types replaces the file's pre-tokenizer with that family's own. A
     model with another vocabulary than its family's would then get other tokens than in its training.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from draftmill.actors.rows.chat import ChatTemplate
-    from draftmill.actors.rows.tokenizer_files import NotPlain, read_files
 
     try:
         files = read_files(place)
     except NotPlain:
-        return _read_by_transformers(place, trust_remote_code)
+        inner = _load(place, trust_remote_code)
+        try:
+            chat = ChatTemplate(inner.get_chat_template(), inner.special_tokens_map)
+        except ValueError:  # it has no template, or several without a default
+            chat = None
+        return inner.backend_tokenizer, inner.bos_token_id, inner.eos_token_id, chat
     except Exception as error:  # the library raises anything for a damaged file, bare Exception included
         raise _damaged(place, error) from error
     chat = None if files.template is None else ChatTemplate(files.template, files.names)
     return files.core, files.id_of("bos_token"), files.id_of("eos_token"), chat
-
-
-def _read_by_transformers(place: Path, trust_remote_code: bool) -> Parts:
-    inner = _load(place, trust_remote_code)
-    return inner.backend_tokenizer, inner.bos_token_id, inner.eos_token_id, _chat_of(inner)
-
-
-def _chat_of(inner: Any) -> ChatTemplate | None:
-    from draftmill.actors.rows.chat import ChatTemplate
-
-    try:
-        source = inner.get_chat_template()
-    except ValueError:  # it has no template, or several without a default
-        return None
-    return ChatTemplate(source, inner.special_tokens_map)
-
-
-def _damaged(place: Path, error: Exception) -> UserError:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    return UserError(f"the tokenizer in {place} can't be loaded: {reason[0]}", field=_FIELD)
 
 
 def _load(place: Path, trust_remote_code: bool) -> Any:
@@ -216,7 +202,7 @@ def _load(place: Path, trust_remote_code: bool) -> Any:
     try:
         if (place / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(str(place), local_files_only=True)
-        if (known := _KNOWN_AS.get(_class_named(place))) is not None:
+        if known := _KNOWN_AS.get(str(read_object(place / "tokenizer_config.json").get("tokenizer_class"))):
             return getattr(transformers, known).from_pretrained(str(place), local_files_only=True)
         inner: Any = AutoTokenizer.from_pretrained(
             str(place), trust_remote_code=trust_remote_code, local_files_only=True
@@ -228,7 +214,146 @@ def _load(place: Path, trust_remote_code: bool) -> Any:
     return inner
 
 
-def _class_named(place: Path) -> str:
-    """The tokenizer class that tokenizer_config.json names; empty if it names none."""
-    file = place / "tokenizer_config.json"
-    return str(json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class", "")) if file.is_file() else ""
+def _damaged(place: Path, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return UserError(f"the tokenizer in {place} can't be loaded: {reason[0]}", field=_FIELD)
+
+
+class NotPlain(Exception):
+    """Only transformers can read the files, if at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer; its special tokens by name ({bos_token: <s>}), all in its vocabulary; its chat template, if it has one."""
+
+    core: Core
+    names: dict[str, str]
+    template: str | None
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a special token; None if the tokenizer has none of that name."""
+        token = self.names.get(name)
+        return None if token is None else self.core.token_to_id(token)
+
+
+def read_files(place: Path) -> TokenizerFiles:
+    """Read the tokenizer in a folder. Raises NotPlain, or whatever the libraries raise for a damaged file."""
+    path = place / "tokenizer.json"
+    if not path.is_file():
+        raise NotPlain("no tokenizer.json")
+    config = read_object(place / "tokenizer_config.json")
+    if any(name in config for name in _NOT_OURS):
+        raise NotPlain("settings that change the tokenizer")
+    if _OLD_EXTRA in config and not config.get(_EXTRA):
+        config[_EXTRA] = config.pop(_OLD_EXTRA)
+    core = Core.from_file(str(path))
+    added = _added(place, config, core)
+    named = _named(config, core, {str(token): token for token in added})
+    _add(core, added, list(named.values()), _extra(config))
+    return TokenizerFiles(core, {name: str(token) for name, token in named.items()}, _template(place, config))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty if the file is missing; ValueError if it holds anything else."""
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
+    return found
+
+
+def _added(place: Path, config: dict[str, Any], core: Core) -> list[AddedToken]:
+    """The tokens that tokenizer_config.json or older files add, by id; names in older files are written to `config`."""
+    listed = config.get("added_tokens_decoder")
+    if listed is not None:
+        return [AddedToken(**listed[key]) for key in sorted(listed, key=int)]
+    for key, value in read_object(place / "special_tokens_map.json").items():
+        config[key] = [*_listed(config), *map(_as_special, value)] if key == _EXTRA else _as_special(value)
+    special = {str(config[name]) for name in _NAMED if config.get(name)} | set(map(str, _listed(config)))
+    older = read_object(place / "added_tokens.json")
+    tokens = {
+        number: AddedToken(text, normalized=text not in special, special=text in special)
+        for text, number in older.items()
+    }
+    tokens |= core.get_added_tokens_decoder()
+    return [tokens[number] for number in sorted(tokens)]
+
+
+def _as_special(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return AddedToken(**{key: flag for key, flag in value.items() if key not in {"special", "__type"}}, special=True)
+
+
+def _named(config: Mapping[str, Any], core: Core, added: Mapping[str, AddedToken]) -> dict[str, Token]:
+    """The special tokens that have a name, the well-known ones first."""
+    others = [name for name in config if name.endswith("_token") and name not in _NAMED]
+    found: dict[str, Token] = {}
+    for name in (*_NAMED, *others):
+        token = _token(config.get(name))
+        if token is not None:
+            found[name] = added.get(str(token), token) if name in _NAMED else token
+        elif name in _NAMED and config.get(name) is not None:
+            raise NotPlain(f"{name} is not a token")
+    if core.padding is not None and "pad_token" not in config:
+        found["pad_token"] = core.padding["pad_token"]
+    extra = config.get(_EXTRA)
+    return found | (dict(extra) if isinstance(extra, dict) else {})
+
+
+def _token(value: Any) -> Token | None:
+    """A token from its representation in the files; None if the value is not a token."""
+    if isinstance(value, dict) and value.get("__type") == "AddedToken":
+        return AddedToken(**{key: flag for key, flag in value.items() if key != "__type"})
+    return value if isinstance(value, str | AddedToken) else None
+
+
+def _extra(config: Mapping[str, Any]) -> list[Token]:
+    """The special tokens without a name."""
+    listed = config[_EXTRA] if _EXTRA in config else config.get(_OLD_EXTRA)
+    found = [] if isinstance(listed, dict) else [_token(value) for value in listed or ()]
+    if None in found:
+        raise NotPlain(f"{_EXTRA} has an item that is not a token")
+    return [token for token in found if token is not None]
+
+
+def _listed(config: Mapping[str, Any]) -> list[Any]:
+    listed = config.get(_EXTRA) or []
+    return [] if isinstance(listed, dict) else list(listed)
+
+
+def _add(core: Core, added: Iterable[AddedToken], named: Sequence[Token], extra: Iterable[Token]) -> None:
+    """Add the tokens that tokenizer.json lacks or has with other flags; marks special tokens of the vocabulary as special."""
+    held = core.get_added_tokens_decoder().values()
+    same, texts = {repr(token) for token in held}, {token.content for token in held}
+    new: list[Token] = [token for token in added if repr(token) not in same]
+    texts |= {str(token) for token in new}
+    for token in (*named, *extra):
+        if str(token) not in texts and token not in new:  # of duplicates with different flags, the later one counts
+            new.append(token)
+    names, tokens = set(map(str, named)), [_special(token) for token in new]
+    for token in tokens:
+        token.special = token.special or token.content in names
+    if tokens:
+        core.add_tokens(tokens)
+
+
+def _special(token: Token) -> AddedToken:
+    return AddedToken(token, special=True) if isinstance(token, str) else token
+
+
+def _template(place: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template; of several, the one named default. Separate files override tokenizer_config.json."""
+    files = {file.stem: file for file in sorted(place.glob("additional_chat_templates/*.jinja"))}
+    if (place / "chat_template.jinja").is_file():
+        files = {"default": place / "chat_template.jinja"} | files
+    held: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()} or config.get("chat_template")
+    if isinstance(held, list):
+        held = {one["name"]: one["template"] for one in held}
+    if isinstance(held, dict):
+        held = held.get("default")
+    if held is not None and not isinstance(held, str):
+        raise NotPlain("chat_template is not a text")
+    return held

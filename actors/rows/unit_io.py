@@ -17,7 +17,7 @@ from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.requests import named_model
-from draftmill.actors.rows.results import counted, decoded, failed, infilled
+from draftmill.actors.rows.results import counts_of, decoded, failed, infilled
 from draftmill.actors.rows.row import Values, row_id, row_key
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.actors.rows.stop_text import stop_strings
@@ -155,13 +155,7 @@ class RowUnitIO:
             wanted.setdefault(row.file, {})[row.row, row.offset] = None
         files = ((self._job.files[number], list(places)) for number, places in wanted.items())
         for number, (file, places) in zip(wanted, fetched_ahead(files, s3=self._job.s3), strict=True):
-            rows = read_rows(
-                file,
-                places,
-                columns=self._columns,
-                chunk_chars=self._job.chunk_chars,
-                s3=self._job.s3,
-            )
+            rows = read_rows(file, places, columns=self._columns, chunk_chars=self._job.chunk_chars, s3=self._job.s3)
             found |= {(number, row.row): row for row in rows}
         return [found[row.file, row.row] for row in planned]
 
@@ -239,7 +233,7 @@ class RowUnitIO:
         if self._keep is not None:
             row[KEEP] = sample.note.keep
         if sample.outcome is not None:
-            row |= counted(sample.outcome)
+            row |= counts_of(sample.outcome)
         if sample.error is not None:
             return row | failed(sample.error)
         return row | said

@@ -1,7 +1,8 @@
 """Runs one Python program in a sandbox: no network, no files but its own folder, bounded time, memory and output.
 
 Two kinds: `kernel` (Landlock, seccomp, limits; no package and no privilege needed) and `bwrap` (user namespaces by bubblewrap,
-with the same seccomp filter and limits). Not a virtual machine: the program runs on the same kernel.
+with the same seccomp filter and limits). Not a virtual machine: the program runs on the same kernel. `find_sandbox` first tries
+to break out of a kind, and no code runs where neither holds.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
 from draftmill.actors.sandbox.seccomp import MACHINES, filter_for
+from draftmill.storage.errors import UserError
 
 Kind = Literal["kernel", "bwrap"]
 
@@ -55,6 +57,33 @@ MOST_FILES: Final = 4096
 OUTPUT_SHOWN: Final = 2000
 SPARE_TASKS: Final = 32
 """Threads that a program may have, and processes of the same user that may start at the same time."""
+
+
+Wanted = Literal["auto", "kernel", "bwrap"]
+
+_BREAKOUT = """
+import collections, json, math, os, random, re, socket, threading
+def refused(call, what):
+    try:
+        call()
+    except OSError:
+        return
+    raise SystemExit(what)
+refused(lambda: socket.socket(), "a socket could be made")
+refused(lambda: open({outside!r}, "w"), "a file outside could be made")
+refused(lambda: open({secret!r}).read(), "a file outside could be read")
+refused(lambda: open({secret!r}, "a"), "a file outside could be changed")
+refused(lambda: os.chmod({secret!r}, 0), "the mode of a file outside could be changed")
+refused(lambda: os.kill(os.getppid(), 0), "a signal could be sent")
+refused(lambda: os.setsid(), "the program could leave its group")
+refused(lambda: os.fork() or os._exit(0), "the program could fork")
+if os.getuid() == 0:
+    raise SystemExit("the program is root")
+open("inside", "w").write("x")
+thread = threading.Thread(target=print)
+thread.start()
+thread.join()
+"""
 
 
 class SandboxError(RuntimeError):
@@ -140,30 +169,13 @@ class Sandbox:
 
     def command(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> list[str]:
         """The command line of one program: the launcher, behind bubblewrap or alone. `pipes`: the report's, and the token's."""
-        launcher = [
-            interpreter(),
-            "-I",
-            "-S",
-            "-B",
-            "-c",
-            launcher_source(),
-            json.dumps(self.policy(folder, limits, pipes)),
-        ]
+        launcher = [interpreter(), "-I", "-S", "-B", "-c", launcher_source()]
+        launcher.append(json.dumps(self.policy(folder, limits, pipes)))
         if self.kind == "kernel":
             return launcher
-        bound = [part for path in readable() for part in ("--ro-bind-try", path, path)]
         return [
-            *(
-                "bwrap",
-                "--unshare-all",
-                "--die-with-parent",
-                "--new-session",
-                "--uid",
-                str(NOBODY),
-                "--gid",
-                str(NOBODY),
-            ),
-            *bound,
+            *f"bwrap --unshare-all --die-with-parent --new-session --uid {NOBODY} --gid {NOBODY}".split(),
+            *(part for path in readable() for part in ("--ro-bind-try", path, path)),
             *("--dev", "/dev", "--proc", "/proc", "--bind", str(folder), str(folder), "--chdir", str(folder), "--"),
             *launcher,
         ]
@@ -224,13 +236,8 @@ def _is_open(path: Path) -> bool:
 
 def environment(folder: Path) -> dict[str, str]:
     """The whole environment of a program. Hashes are fixed, so that it runs alike each time."""
-    return {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(folder),
-        "TMPDIR": str(folder),
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-    }
+    fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    return fixed | {"HOME": str(folder), "TMPDIR": str(folder)}
 
 
 @lru_cache(maxsize=1)
@@ -310,6 +317,39 @@ def _opened(remove: Callable[..., Any], path: str, _: Any) -> None:
             remove(path)
 
 
-def described(limits: Limits) -> dict[str, Any]:
-    """The limits in JSON form."""
-    return asdict(limits)
+# ---- the self-test
+
+
+def find_sandbox(wanted: Wanted = "auto", *, field: str = "sandbox") -> Sandbox:
+    """The sandbox to use: `kernel` where it holds, else `bwrap`; UserError with the reasons where neither does."""
+    kinds: tuple[Kind, ...] = ("kernel", "bwrap") if wanted == "auto" else (wanted,)
+    reasons = []
+    for kind in kinds:
+        reason = problem(kind)
+        if reason is None:
+            return Sandbox(kind)
+        reasons.append(f"{kind}: {reason}")
+    raise UserError(f"no sandbox holds on this machine, so no code is run ({'; '.join(reasons)})", field=field)
+
+
+@lru_cache(maxsize=4)
+def problem(kind: Kind) -> str | None:
+    """Why this kind of sandbox does not hold here; None if it does. Tried once per process."""
+    if not supported():
+        return "only Linux on x86_64 and aarch64 is supported"
+    if kind == "bwrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        place.chmod(0o777)
+        secret = place / "secret"
+        secret.write_text("secret")
+        secret.chmod(0o666)
+        program = _BREAKOUT.format(outside=str(place / "made"), secret=str(secret))
+        try:
+            ran = Sandbox(kind).run(program, Limits(timeout_s=60))
+        except (SandboxError, OSError) as error:
+            return str(error)
+        if ran.passed and not (place / "made").exists() and secret.read_text() == "secret":
+            return None
+        return (ran.output.strip().splitlines() or ["the self-test did not end"])[-1]

@@ -35,7 +35,7 @@ from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.rows import InputFile
 
 if TYPE_CHECKING:
-    from draftmill.actors.loop.model_cache import ModelCache
+    from draftmill.actors.loop.loading import ModelCache
     from draftmill.actors.ray.pool import Spare
     from draftmill.actors.rows.text import Tokenizer
     from draftmill.decoders.base import ModelInfo
@@ -144,7 +144,7 @@ class LocalBackend(Backend):
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
         from draftmill.actors.loop.local_pool import LocalPool
-        from draftmill.actors.loop.model_cache import ModelCache
+        from draftmill.actors.loop.loading import ModelCache
 
         if self._keep and self._model_cache is None:
             self._model_cache = ModelCache()

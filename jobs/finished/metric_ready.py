@@ -11,10 +11,9 @@ from typing import Any
 
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
-from draftmill.actors.metrics.overlaps import PACKAGES
-from draftmill.actors.metrics.own import load_function
-from draftmill.actors.metrics.registry import ReadyMetric
+from draftmill.actors.metrics.registry import ReadyMetric, load_function
 from draftmill.actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expanded, needs_reference
+from draftmill.actors.metrics.texts import PACKAGES
 from draftmill.actors.rows.text import has_tokenizer
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import where
@@ -147,7 +146,7 @@ def _judge(metric: Judge, field: str, s3: S3Options) -> tuple[dict[str, Any], di
 
 
 def _programs(metric: PassAtK, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    from draftmill.actors.sandbox.self_test import find_sandbox
+    from draftmill.actors.sandbox.sandbox import find_sandbox
 
     found = find_sandbox(metric.sandbox, field=f"{field}.sandbox")
     return {}, {"sandbox": found.kind, "samples": spec.sampling.n}

@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 
 from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.job import WorkerResources
-from draftmill.actors.loop.loading import build, load_networks, most_canvases
+from draftmill.actors.loop.loading import ModelCache, build, load_networks, most_canvases
 from draftmill.actors.loop.memory import fit
-from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.actors.rows.canvas import Canvas, runs
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.row import row_id, row_key

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from draftmill.actors.loop.model_cache import ModelCache
+from draftmill.actors.loop.loading import ModelCache
 from draftmill.jobs.driving.totals import ratio
 from draftmill.jobs.finished.passes import units_done
 from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample

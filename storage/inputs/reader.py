@@ -18,19 +18,9 @@ from threading import Lock
 import pyarrow as pa
 
 from draftmill.storage.errors import UserError
+from draftmill.storage.inputs import lines
 from draftmill.storage.inputs.fields import lifted, types_in
 from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS
-from draftmill.storage.inputs.lines import (
-    BOM,
-    Reader,
-    Start,
-    csv_reader,
-    jsonl_rows,
-    likely_delimiter,
-    piece_reader,
-    txt_rows,
-    whole_rows,
-)
 from draftmill.storage.inputs.row_groups import Columns
 from draftmill.storage.inputs.rows import FIELD, WHOLE, InputFile, Row, Slice, failed
 from draftmill.storage.inputs.sources import (
@@ -78,7 +68,7 @@ def iterate(
                     _refuse_json_array(file, stream)
                 else:
                     stream.seek(part.offset)
-                rows = _reader(file, chunk_chars)(stream, Start(part.row, part.offset))
+                rows = _reader(file, chunk_chars)(stream, lines.Start(part.row, part.offset))
                 yield from _with_fields(rows if part.end is None else _before(part.end, rows), columns)
 
 
@@ -170,18 +160,18 @@ def _projection(columns: Mapping[str, str] | None) -> Columns:
 
 def _refuse_json_array(file: InputFile, stream: BufferedReader) -> None:
     """Raise UserError if a .json file holds one array, since each of its lines would fail."""
-    if ".json" in PurePosixPath(file.name.lower()).suffixes and stream.peek(1).lstrip(BOM).lstrip()[:1] == b"[":
+    if ".json" in PurePosixPath(file.name.lower()).suffixes and stream.peek(1).lstrip(lines.BOM).lstrip()[:1] == b"[":
         raise UserError(f"{file.uri} holds a JSON array; give one object a line (jq -c '.[]')", field=FIELD)
 
 
-def _reader(file: InputFile, chunk_chars: int | None) -> Reader:
+def _reader(file: InputFile, chunk_chars: int | None) -> lines.Reader:
     if chunk_chars is None and file.uri.startswith(f"{STDLIB}/"):
         chunk_chars = STDLIB_CHUNK_CHARS
     if file.format in {"txt", "text"} and chunk_chars is not None:
-        return piece_reader(chunk_chars)
+        return lines.piece_reader(chunk_chars)
     if file.format == "csv":
-        return csv_reader(_delimiter_of(file))
-    return {"jsonl": jsonl_rows, "txt": txt_rows, "text": whole_rows}[file.format]
+        return lines.csv_reader(_delimiter_of(file))
+    return {"jsonl": lines.jsonl_rows, "txt": lines.txt_rows, "text": lines.whole_rows}[file.format]
 
 
 def column_types(file: InputFile, columns: Iterable[str], s3: S3Options | None) -> dict[str, pa.DataType] | None:
@@ -201,7 +191,7 @@ def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
     for file in files:
         if file.format == "csv":
             with open_stream(file, s3=s3) as stream:
-                other = likely_delimiter(stream, _delimiter_of(file))
+                other = lines.likely_delimiter(stream, _delimiter_of(file))
             if other is not None:
                 named = "tab" if other == "\t" else other
                 return f"; the header of {file.name} looks delimited by {other!r}: set input.delimiter to '{named}'"
@@ -210,20 +200,20 @@ def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
 
 
 def _pick_stream_rows(
-    file: InputFile, wanted: Sequence[tuple[int, int | None]], reader: Reader, s3: S3Options | None
+    file: InputFile, wanted: Sequence[tuple[int, int | None]], reader: lines.Reader, s3: S3Options | None
 ) -> Iterator[Row]:
     """Seek to each row if all have offsets, else read from the front to the last of them."""
     if any(offset is None for _, offset in wanted):
         numbers = {row for row, _ in wanted}
         with open_stream(file, s3=s3) as front:
-            rows = (row for row in reader(front, Start()) if row.row in numbers)
+            rows = (row for row in reader(front, lines.Start()) if row.row in numbers)
             yield from islice(rows, len(numbers))
         return
     stream = _UNPACKED.open(file, s3) if file.compression is not None else _seekable(file, s3, stamp_of(file))
     for row, offset in wanted:
         assert offset is not None
         stream.seek(offset)
-        yield from islice(reader(stream, Start(row, offset)), 1)
+        yield from islice(reader(stream, lines.Start(row, offset)), 1)
 
 
 @lru_cache(maxsize=64)

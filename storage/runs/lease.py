@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -83,20 +83,23 @@ class Lease:
     def check(self) -> None:
         """Return if the store's current lease is ours and has not expired; else raise LeaseLost."""
         if self.clock() >= self.expires_at_s or not self._is_ours():
-            raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) is no longer ours")
+            raise self._lost("is no longer ours")
 
     def _is_ours(self) -> bool:
         found, _ = _read(self.store)
         return found is not None and (found.owner, found.epoch) == (self.owner, self.epoch)
 
+    def _lost(self, how: str) -> LeaseLost:
+        return LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) {how}")
+
     def _write(self, expires_at_s: float) -> None:
         if not self._is_ours():  # a store that ignores conditions would not report a conflict
-            raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) was taken over")
+            raise self._lost("was taken over")
         content = _Content(self.owner, self.epoch, expires_at_s)
         try:
             stat = self.store.replace(LEASE, content.json(), etag=self.etag)
         except Conflict:
-            raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) was taken over") from None
+            raise self._lost("was taken over") from None
         self.etag, self.expires_at_s = stat.etag, expires_at_s
 
 
@@ -107,7 +110,7 @@ class _Content:
     expires_at_s: float
 
     def json(self) -> bytes:
-        return json.dumps({"owner": self.owner, "epoch": self.epoch, "expires_at_s": self.expires_at_s}).encode()
+        return json.dumps(asdict(self)).encode()
 
 
 def acquire(store: Store, owner: str, ttl_s: float, clock: Callable[[], float] = time.time) -> Lease:
@@ -127,7 +130,8 @@ def acquire(store: Store, owner: str, ttl_s: float, clock: Callable[[], float] =
         else:
             stat = store.replace(LEASE, content.json(), etag=stat.etag)
     except (AlreadyExists, Conflict):
-        raise _held(store) from None
+        found, _ = _read(store)
+        raise (LeaseHeld(found.owner, found.expires_at_s) if found else LeaseHeld("unknown", 0.0)) from None
     return Lease(store, owner, content.epoch, content.expires_at_s, ttl_s, clock, stat.etag)
 
 
@@ -184,11 +188,6 @@ def _machine() -> str:
         return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino:x}"
     except OSError:
         return "-"
-
-
-def _held(store: Store) -> LeaseHeld:
-    found, _ = _read(store)
-    return LeaseHeld(found.owner, found.expires_at_s) if found else LeaseHeld("unknown", 0.0)
 
 
 def _read(store: Store) -> tuple[_Content | None, Stat | None]:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -101,10 +102,8 @@ def record_set(store: Store, metric_set: MetricSet) -> None:
     ]
     data = (json.dumps({"metrics": described}, sort_keys=True) + "\n").encode()
     failpoint("metrics.before_set")
-    try:
+    with suppress(AlreadyExists):
         store.create(f"metrics/set-{metric_set.name}.json", data)
-    except AlreadyExists:
-        return
 
 
 def commit_metrics(

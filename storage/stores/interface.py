@@ -1,7 +1,7 @@
 """The Store interface: a few verbs over named bytes, and their types and errors.
 
 Each verb's first sentence is its guarantee. Names are relative, with `/` between parts (`data/unit-00000017.parquet`).
-Knows no particular store (local.py, memory.py, s3.py) and nothing of what the bytes mean.
+Knows no particular store (local.py, s3.py, store.py) and nothing of what the bytes mean.
 """
 
 from __future__ import annotations

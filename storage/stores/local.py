@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -132,7 +132,7 @@ class LocalStore:
             else:
                 yield name
 
-    def _entries(self, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
+    def _entries(self, folder: str) -> Sequence[tuple[str, os.DirEntry[str]]]:
         """What is directly in a folder, but temporary files, in the order of names; nothing if there is no such folder."""
         place = self.root / folder
         with suppress(NotFound), translated(place):

@@ -14,7 +14,7 @@ import yaml
 
 from draftmill.actors.measuring.measure_pool import MeasurePool
 from draftmill.actors.metrics import registry
-from draftmill.actors.sandbox.self_test import problem
+from draftmill.actors.sandbox.sandbox import problem
 from draftmill.decoders.common_settings import Sampling
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.metric_files import measured_units, read_metric_errors, read_metrics

@@ -14,9 +14,8 @@ from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from draftmill.actors.checkpoints import made_folders
-from draftmill.actors.checkpoints.adapters import check_files
 from draftmill.actors.checkpoints.merge_adapter import MergeRefused, merge
-from draftmill.actors.checkpoints.models import BUILTIN, adapter_hash, fetch_model, model_hash
+from draftmill.actors.checkpoints.models import BUILTIN, _check_adapter, adapter_hash, fetch_model, model_hash
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
 from draftmill.jobs.spec.job_spec import check_spec
@@ -135,10 +134,10 @@ def test_an_adapter_that_is_not_there_is_refused() -> None:
 def test_an_adapter_of_another_hub_model_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/Base"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    check_files(tmp_path, "a", "owner/base")
-    check_files(tmp_path, "a", str(tmp_path))
+    _check_adapter(tmp_path, "a", "owner/base")
+    _check_adapter(tmp_path, "a", str(tmp_path))
     with pytest.raises(UserError, match=r"trained on 'owner/Base', not on 'owner/other'"):
-        check_files(tmp_path, "a", "owner/other")
+        _check_adapter(tmp_path, "a", "owner/other")
 
 
 def test_without_peft_the_message_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

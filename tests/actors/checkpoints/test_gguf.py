@@ -19,8 +19,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from draftmill.actors.checkpoints.gguf_convert import ConversionRefused, convert, narrowed
-from draftmill.actors.checkpoints.gguf_files import by_hand, gguf_folder, weights_hash
-from draftmill.actors.checkpoints.gguf_header import check_gguf
+from draftmill.actors.checkpoints.gguf_files import by_hand, check_gguf, gguf_folder, weights_hash
 from draftmill.actors.checkpoints.made_folders import content_hash, made_once, read_source
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash
 from draftmill.actors.rows.text import load_tokenizer

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from draftmill.actors.job import ModelPlace
-from draftmill.actors.loop.loading import Networks, load_networks
-from draftmill.actors.loop.model_cache import ModelCache
+from draftmill.actors.loop.loading import ModelCache, Networks, load_networks
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
 from draftmill.storage.stores.interface import S3Options

@@ -10,8 +10,8 @@ import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
 
 from draftmill.actors.metrics.base import MeasuredRow
-from draftmill.actors.metrics.overlaps import bleu, chrf, rouge
 from draftmill.actors.metrics.settings import Bleu, Chrf, Rouge
+from draftmill.actors.metrics.texts import bleu, chrf, rouge
 
 TEXT, REFERENCE = "the cat sat on the mat", "the cat was on the mat"
 

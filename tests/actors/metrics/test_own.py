@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from draftmill.actors.metrics.base import MeasuredRow
-from draftmill.actors.metrics.own import load_function, own_metric
+from draftmill.actors.metrics.registry import load_function, own_metric
 from draftmill.actors.metrics.settings import OwnMetric
 from draftmill.storage.errors import UserError
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from draftmill.actors.metrics.base import MeasuredRow
-from draftmill.actors.metrics.programs import Programs, fenced, program_of
+from draftmill.actors.metrics.registry import Programs, fenced, program_of
 from draftmill.actors.metrics.settings import PassAtK
-from draftmill.actors.sandbox.sandbox import Ran, Sandbox
-from draftmill.actors.sandbox.self_test import problem
+from draftmill.actors.sandbox.sandbox import Ran, Sandbox, problem
 
 holds = pytest.mark.skipif(problem("kernel") is not None, reason=f"no kernel sandbox here: {problem('kernel')}")
 

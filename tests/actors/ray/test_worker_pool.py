@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.job import Allocation
+from draftmill.actors.job import Allocation, WorkerResources
 from draftmill.actors.messages import Died, PoolEvent, Receipt, Reported, Up
-from draftmill.actors.ray.pool import RayPool, WorkerResources, is_running
+from draftmill.actors.ray.pool import RayPool, is_running
 from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
 pytestmark = pytest.mark.ray

@@ -13,10 +13,8 @@ from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Core
 
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.fim import template_of
-from draftmill.actors.rows.fim_maker import FimMaker
-from draftmill.actors.rows.infilling import Infilling, TextPart, cut, together
-from draftmill.actors.rows.makers import maker_for
+from draftmill.actors.rows.fim import Infilling, TextPart, cut, template_of, together
+from draftmill.actors.rows.makers import FimMaker, maker_for
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Fim, Infill
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep

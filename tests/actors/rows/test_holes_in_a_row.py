@@ -8,8 +8,7 @@ import numpy as np
 
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Receipt, WorkUnit
-from draftmill.actors.rows.fim import Template
-from draftmill.actors.rows.infilling import Infilling
+from draftmill.actors.rows.fim import Infilling, Template
 from draftmill.actors.rows.samples import Sample
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.keys import hole_key

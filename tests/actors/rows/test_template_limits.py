@@ -8,7 +8,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from draftmill.actors.rows import template_limits
+from draftmill.actors.rows import chat as template_limits
 from draftmill.actors.rows.chat import ChatTemplate
 
 SAID: Any = [{"role": "user", "content": "Hello"}]

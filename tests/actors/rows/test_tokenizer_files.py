@@ -14,8 +14,7 @@ from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
 from draftmill.actors.rows import text
-from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.rows.tokenizer_files import NotPlain, read_files
+from draftmill.actors.rows.text import NotPlain, Tokenizer, load_tokenizer, read_files
 from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import byte_level
 

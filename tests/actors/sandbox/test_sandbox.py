@@ -22,9 +22,8 @@ import psutil
 import pytest
 
 from draftmill.actors.sandbox import sandbox as code
-from draftmill.actors.sandbox.sandbox import Limits, Sandbox, SandboxError
+from draftmill.actors.sandbox.sandbox import Limits, Sandbox, SandboxError, find_sandbox, problem
 from draftmill.actors.sandbox.seccomp import AARCH64, MACHINES, SINCE_5_1, X86_64, filter_for
-from draftmill.actors.sandbox.self_test import find_sandbox, problem
 from draftmill.storage.errors import UserError
 
 SHORT = Limits(timeout_s=3.0, memory_mb=1024)
@@ -304,7 +303,7 @@ def test_the_self_test_finds_the_kernel_sandbox() -> None:
 )
 def test_it_holds_for_an_ordinary_user_too(tmp_path: Path) -> None:
     program = "import sys; sys.path.insert(0, {root!r})\n"
-    program += "from draftmill.actors.sandbox.self_test import problem\nprint(problem('kernel'))\n"
+    program += "from draftmill.actors.sandbox.sandbox import problem\nprint(problem('kernel'))\n"
     root = str(Path(code.__file__).parents[3])
     done = subprocess.run(
         ["/usr/bin/python3.11", "-c", program.format(root=root)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftmill.actors.ray.pool import WorkerResources
+from draftmill.actors.job import WorkerResources
 from draftmill.jobs.driving.allocation import NodeRoom, allocate, lacking
 from draftmill.jobs.exit_codes import hopeless, most_failed, too_many_failed
 from draftmill.jobs.spec.job_spec import ErrorSettings

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.actors.planning import cutting_inputs, survey_items, survey_pool
+from draftmill.actors.planning import survey_items, survey_pool
 from draftmill.actors.planning.survey_items import Item
 from draftmill.jobs.driving import backend as surveys
 from draftmill.jobs.driving.allocation import NodeRoom
@@ -112,7 +112,7 @@ KINDS: list[tuple[Callable[[Path], None], dict[str, Any]]] = [
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of a few rows, cut in this process; the tasks' own sizes are those of their processes."""
-    monkeypatch.setattr(cutting_inputs, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(survey_pool, "CHUNK_BYTES", 4000)
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: P
 
 
 def _no_sandbox() -> bool:
-    from draftmill.actors.sandbox.self_test import problem
+    from draftmill.actors.sandbox.sandbox import problem
 
     return problem("kernel") is not None
 

@@ -27,7 +27,7 @@ import psutil
 from draftmill.storage.runs.unit_table import PlanTable, parts_of
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
-from draftmill.storage.parquet import parquet_groups, read_parquet
+from draftmill.storage.parquet import read_parquet
 from draftmill.storage.stores.store import open_store
 
 folder = Path(sys.argv[1])
@@ -35,7 +35,6 @@ before = psutil.Process().num_threads()
 """
 READS = {
     "a unit's file": "assert read_parquet((folder / 'unit').read_bytes()).num_rows == 300",
-    "its groups": "assert sum(group.num_rows for group in parquet_groups((folder / 'unit').read_bytes())) == 300",
     "a unit of the plan": """
 table = PlanTable(open_store(str(folder)), parts_of(json.loads((folder / "parts").read_text())))
 assert len(table.unit_rows(3)) == 4
