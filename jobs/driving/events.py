@@ -46,15 +46,27 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class Unfailing(io.TextIOBase):
-    """Stands for stdout or stderr where what is printed is for people: nobody's pipe and no full disk may end the work.
+class _Stand(io.TextIOBase):
+    """Stands for stdout or stderr; libraries may ask for the stream's file descriptor and encoding."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # the class says that it could be set
+        return self._stream.encoding
+
+
+class Unfailing(_Stand):
+    """A stream for people: nobody's pipe and no full disk may end the work.
 
     After the first text that can't be written nothing more is tried; `lost` says why.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.lost: str | None = None
+    lost: str | None = None
 
     def write(self, text: str) -> int:
         """Print, if that is possible; whole lines at once, so that it is soon known whether they can be read."""
@@ -64,8 +76,10 @@ class Unfailing(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Print what is buffered, if that is possible."""
         self._try(self._stream.flush)
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
     def _try(self, printing: Callable[[], object]) -> None:
         if self.lost is not None:
@@ -75,19 +89,6 @@ class Unfailing(io.TextIOBase):
         except OSError as error:
             self.lost = error.strerror or type(error).__name__
             silence(self._stream)
-
-    def isatty(self) -> bool:
-        """Whether a terminal shows it."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The file descriptor, for libraries that ask for it."""
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # the class says that it could be set
-        """The encoding, for libraries that ask for it."""
-        return self._stream.encoding
 
 
 def silence(stream: TextIO) -> None:
@@ -119,14 +120,15 @@ def lost_streams() -> list[str]:
     return [f"{name} can't be written any more, the run goes on: {why}" for name, why in reasons.items() if why]
 
 
-class JsonStream(io.TextIOBase):
-    """Stands for stdout or stderr: every line that is printed becomes the event `output`.
+class JsonStream(_Stand):
+    """A stream of which every printed line becomes the event `output`.
 
     `facts` are in each event of this stream, such as the run's name. Events that are made as such are written by `emit`.
     """
 
     def __init__(self, stream: TextIO, level: Level) -> None:
-        self._stream, self._level = stream, level
+        super().__init__(stream)
+        self._level = level
         self.facts: dict[str, Any] = {}
         self._begun = threading.local()  # threads print at the same time, each its own lines
 
@@ -162,12 +164,7 @@ class JsonStream(io.TextIOBase):
         return getattr(self._begun, "text", "")
 
     def isatty(self) -> bool:
-        """A log is no terminal."""
         return False
-
-    def fileno(self) -> int:
-        """The file descriptor, for libraries that ask for it."""
-        return self._stream.fileno()
 
 
 @contextmanager

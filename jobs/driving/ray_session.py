@@ -83,13 +83,9 @@ class RayDidNotStart(StoreError):
     """A Ray of our own did not start in STARTS attempts."""
 
 
-def _silence(message: str) -> None:
-    return None
-
-
 @contextmanager
 def ray_session(
-    address: str | None, *, num_cpus: int | None = None, note: Callable[[str], None] = _silence
+    address: str | None, *, num_cpus: int | None = None, note: Callable[[str], None] = lambda message: None
 ) -> Iterator[None]:
     """For the duration of the block, connect to `address`, or start a local Ray (with `num_cpus`, default all).
 
@@ -135,6 +131,8 @@ def ray_is_ours_to_start(address: str | None) -> bool:
 
 
 def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
+    import ray
+
     for name, value in _LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Workers inherit neither our sys.path nor our working folder, only the PYTHONPATH that is set when Ray starts.
@@ -154,7 +152,8 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
                 )
             return
         except Exception as error:  # on a busy machine Ray raises a plain Exception
-            _clear_away()
+            with suppress(Exception):
+                ray.shutdown()
             reason = " ".join(str(error).split()) or type(error).__name__
             took = f"attempt {attempt} of {STARTS}, {time.monotonic() - began_s:.0f} s"
             if attempt == STARTS:
@@ -174,7 +173,7 @@ def _only_what_jobs_use() -> Iterator[None]:
     methods = {} if node is None else {name: inside(replace(NODE, name=f"{NODE.name}.{name}")) for name in _UNUSED}
     kept = {name: method for name, method in methods.items() if method is not None}
     for name in kept:
-        setattr(node, name, _start_nothing)
+        setattr(node, name, lambda *_, **__: None)
     try:
         yield
     finally:
@@ -190,36 +189,20 @@ def metrics_port() -> int | None:
     return int(text) if text else None
 
 
-def _start_nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _clear_away() -> None:
-    """Clean up after a failed start."""
-    import ray
-
-    with suppress(Exception):
-        ray.shutdown()
-
-
 def _connect(address: str) -> None:
     if address == "auto" and JOB_CONFIG in os.environ:
         address = own_address() or address
     if check_reachable(address):
         check_head(address)
+    # Our package alone is shipped, without anything beside it (an environment, runs, data). Ray matches the folder itself as ".".
+    excludes = ["/[!.]*", "/.?*", "!/draftmill", "!/draftmill/**", "__pycache__"]
+    code = None if _code_is_there() else {"working_dir": str(ROOT), "excludes": excludes}
     try:
         with warnings.catch_warnings(action="ignore"):  # Ray's client warns before it raises
-            _init(address=address, runtime_env=None if _code_is_there() else _shipped_code())
+            _init(address=address, runtime_env=code)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"no Ray cluster answers at {address}: {reason}", field="--ray-address") from None
-
-
-def _shipped_code() -> dict[str, Any]:
-    """Ship our package as one folder, without anything else next to it (an environment, runs, data)."""
-    # Ray matches the folder itself as ".", which must not be excluded.
-    excludes = ["/[!.]*", "/.?*", "!/draftmill", "!/draftmill/**", "__pycache__"]
-    return {"working_dir": str(ROOT), "excludes": excludes}
 
 
 def _code_is_there() -> bool:

@@ -24,8 +24,7 @@ class Totals:
     `started_on` counts the workers that came up, by what they compute with.
     `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this
     session's receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet.
-    `errors` counts the failed samples of the receipts by kind. `exact` says whether the receipts'
-    results are bit-identical in any batch; None before the first receipt.
+    `exact` says whether the receipts' results are bit-identical in any batch; None before the first receipt.
     """
 
     units: int
@@ -43,7 +42,6 @@ class Totals:
     decoded: Tally = field(default_factory=Tally)
     committed: Tally = field(default_factory=Tally)
     waiting: dict[str, int] = field(default_factory=dict)
-    errors: Counter[str] = field(default_factory=Counter)
     effort: Effort = field(default_factory=Effort)
     deaths: int = 0
     exact: bool | None = None
@@ -76,7 +74,6 @@ class Totals:
         """Add a committed unit; call once per unit."""
         self.units_done += 1
         self.committed += receipt.tally
-        self.errors.update(receipt.error_kinds)
         if receipt.committed is not None:
             exact = receipt.committed.exact
             self.exact = exact if self.units_done == 1 else all_exact((self.exact, exact))

@@ -8,7 +8,7 @@ The states of a unit:
 * waiting   no worker holds it, and it may be leased now
 * held      one worker holds a lease on it, or two if an idle worker took a copy at the end of the job
 * resting   the store or a machine failed; the unit becomes waiting again after a pause
-* bisection   it killed its workers or kept raising; probes look for the guilty rows (jobs/schedule/bisection.py)
+* bisection   it killed its workers or kept raising; probes look for the guilty rows (jobs/schedule/unit_leases.py)
 * done      its file is committed; only the unit's number is kept
 
 A unit that was once suspected stays `alone`: its worker holds nothing else, so that no other unit is blamed for its failures.
@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Verdict
-from draftmill.jobs.schedule.bisection import MAX_ROUNDS, Bisection, Cause, Range
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
@@ -49,7 +48,18 @@ from draftmill.jobs.schedule.events import (
     WorkerUp,
 )
 from draftmill.jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
-from draftmill.jobs.schedule.unit_leases import COPIES, Limits, SchedulerState, Unit, UnitLease, Worker
+from draftmill.jobs.schedule.unit_leases import (
+    COPIES,
+    MAX_ROUNDS,
+    Bisection,
+    Cause,
+    Limits,
+    Range,
+    SchedulerState,
+    Unit,
+    UnitLease,
+    Worker,
+)
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes
 
 DEFAULT = Limits()
