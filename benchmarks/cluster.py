@@ -55,8 +55,7 @@ from draftmill.jobs.plan.packing import auto_unit_rows, cut, longest_first, wind
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes
-from draftmill.storage.runs.unit_facts import CommittedUnit
-from draftmill.storage.runs.unit_facts import unit_name
+from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
 from draftmill.storage.stores.store import MemoryStore
 
 SPEEDS = ((0.5, 2000.0), (0.3, 1000.0), (0.2, 400.0))

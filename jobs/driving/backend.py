@@ -143,8 +143,8 @@ class LocalBackend(Backend):
         return Allocation((resources,), (1,))
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
-        from draftmill.actors.loop.local_pool import LocalPool
         from draftmill.actors.loop.loading import ModelCache
+        from draftmill.actors.loop.local_pool import LocalPool
 
         if self._keep and self._model_cache is None:
             self._model_cache = ModelCache()

@@ -47,9 +47,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of
 from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to_json
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
-from draftmill.storage.inputs.rows import InputFile
-from draftmill.storage.inputs.rows import Row
-from draftmill.storage.inputs.rows import default_id
+from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
 from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store

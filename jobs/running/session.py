@@ -33,9 +33,8 @@ from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import done_units, read_record, read_unit, record_commit, write_manifest
-from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.runs.lease import Lease, this_process
-from draftmill.storage.runs.unit_facts import CommittedUnits
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.parallel import parallel_map
 

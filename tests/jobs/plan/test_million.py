@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from draftmill.storage.runs.unit_facts import unit_name
-from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits
+from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits, unit_name
 
 CODE = """
 import json, resource
