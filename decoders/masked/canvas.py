@@ -27,6 +27,8 @@ Other positions are read from the cache. It is rebuilt at the start of each bloc
 wherever blocks begin. In the latter case a block that ended since the last forward runs once more, so that its last token is not
 read as the mask that it was. A model with a shift reads a position from the row before it, so that row runs with the window.
 
+Nodes (`Node`) are canvases with drafts in them, all of which run in one forward; ssd.py draws them.
+
 Source of windows: Wu et al., "Fast-dLLM" (2025), section 3.2, whose caches live as long as a block; the interval in tokens is
 that of the SSD paper, section 4.1, which does not specify how to treat a finished block.
 """
@@ -34,9 +36,8 @@ that of the SSD paper, section 4.1, which does not specify how to treat a finish
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import Any
 
@@ -45,12 +46,9 @@ from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE, Outcome, TraceStep
 from draftmill.decoders.draws import keys
-from draftmill.decoders.engine.algorithm import Algorithm, Wanted, no_prompt
-from draftmill.decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding, Ints, Span, runs_of
+from draftmill.decoders.engine.asks import FAR, MOST_STRETCHES, NO_DRAFT, TARGET, Answer, Ask, Ints, Span, runs_of
 from draftmill.decoders.engine.ends import EOS, STOP, Stops, ending
 from draftmill.decoders.engine.samples import Sample
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.settings import MaskedSettings
 
 Pick = tuple[float, int, int, float]
 """(-how sure, position, token, log-probability under the model itself): so pairs of tuples compare as the surest first."""
@@ -270,38 +268,163 @@ class Windows:
         return self._s.decided - self.made_at
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How masks are read: through which cache, how sure a token is (Algorithm.notes, or `random`), whether steps draw anew."""
+# ---- nodes -------------------------------------------------------------------------------------------------------------
 
-    caching: Caching
-    confidence: str
-    fresh: bool
+Visible = list[tuple[int, int, int]]
+"""What a node sees: positions [low, high) stand in the columns from the third number on."""
 
 
-def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
-    """How the settings ask for masks to be read."""
-    return Reading(
-        Caching(settings.cache, settings.refresh, setup.info.shift), settings.confidence, fresh=settings.draws_anew
-    )
+@dataclass(slots=True)
+class Node:
+    """A canvas with some drafts; it continues the node `before`. `drafts` are the numbers of its drafts, `gone` those that they
+    have among the masks of the canvas. `block` is that of its first mask, `visible` what it sees. `asked` are the stretches
+    that it answers: (block, from position, to position, how many picks, whether these are all of the block's masks)."""
+
+    drafts: list[int]
+    before: int
+    gone: list[int]
+    block: int = 0
+    visible: Visible = field(default_factory=list)
+    asked: list[tuple[int, int, int, int, bool]] = field(default_factory=list)
+
+    def nth_mask(self, holes: Sequence[int], number: int) -> int:
+        """The position of its mask with this number, or of its last one."""
+        at = min(number, len(holes) - len(self.gone) - 1)
+        for index in self.gone:
+            at += index <= at
+        return holes[at]
+
+    def masks(self, holes: Sequence[int], low: int, high: int) -> list[int]:
+        """Its masks at positions [low, high)."""
+        first, end = bisect_left(holes, low), bisect_left(holes, high)
+        gone = self.gone[bisect_left(self.gone, first) : bisect_left(self.gone, end)]
+        found = list(holes[first:end])
+        for index in reversed(gone):
+            del found[index - first]
+        return found
 
 
-def algorithm_of(
-    decode: Callable[..., Decoding], setup: Setup, settings: MaskedSettings, *, knows_logprob: bool
-) -> Algorithm:
-    """What decoders of masked diffusion share. Dream's code takes its confidences from the distribution that it draws from,
-    LLaDA's from the model's own."""
-    notes: tuple[Wanted, ...] = () if settings.confidence == "random" else (settings.confidence,)
-    cached = settings.cache != "none"
-    return Algorithm(
-        decode=decode,
-        kind="masked",
-        sample=partial(Canvas, block_length=settings.block_length),
-        has_prompt=no_prompt,
-        keeps=cached,
-        nodes=cached,
-        notes=notes,
-        warped=setup.info.family == "dream",
-        fresh=settings.draws_anew,
-        knows_logprob=knows_logprob,
-    )
+def build_tree(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed: bool) -> list[Node]:
+    """The chain of canvases with 0, 1, .. drafts (position, token); if `mixed`, also those without the last but one."""
+    where, num = [bisect_left(holes, position) for position, _ in drafts], len(drafts)
+    chain = [Node(list(range(count)), max(count - 1, 0), sorted(where[:count])) for count in range(num + 1)]
+    if not mixed:
+        return chain
+    others = [Node([*range(i), i + 1], i, sorted([*where[:i], where[i + 1]])) for i in range(num - 1)]
+    return chain + others
+
+
+class NodeLayout:
+    """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node. Each node answers its `best`
+    surest masks in each of the first blocks that hold `count` of its masks."""
+
+    def __init__(
+        self, s: Canvas, drafts: Sequence[tuple[int, int]], shift: int, *, count: int, best: int, fresh: bool
+    ) -> None:
+        self._s, self._drafts, self._count, self._best, self._fresh = s, drafts, count, best, fresh
+        self._shift, self.asked = shift, CanvasAsk(shift)
+        self._column = s.length  # nodes stand beside the canvas
+
+    def place(self, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, cached: bool) -> None:
+        """Place all nodes of a round; the root runs `runs`."""
+        s = self._s
+        for number, node in enumerate(nodes):
+            node.block = s.block(node.nth_mask(s.holes, 0))
+            if not cached:  # a whole canvas of its own
+                first = self.asked.run(self._canvas(node), 0, s.length, column=0, below=s.length, node=number)
+                self._ask(node, [(first, 0, s.length)])
+            elif not number:  # the canvas itself, in its own columns
+                node.visible = [(0, s.length, 0)]
+                self._run(0, node, runs, beside=False)
+            else:
+                before = nodes[node.before]
+                self._add_node(number, node, before, windows.between(before.block, node.block))
+
+    def _add_node(self, number: int, node: Node, before: Node, runs: Sequence[Positions]) -> None:
+        """A node beside the canvas, which sees what the node before it sees, except what it runs itself."""
+        node.visible, column = before.visible, self._column
+        for low, high in runs:
+            node.visible = overlaid(node.visible, low, high, column)
+            column += high - low
+        self._run(number, node, runs, beside=True)
+
+    def _run(self, number: int, node: Node, runs: Sequence[Positions], *, beside: bool) -> None:
+        sees, parts, canvas = columns_of(node.visible), [], self._canvas(node)
+        for low, high in runs:
+            column = self._column if beside else low
+            first = self.asked.run(canvas, low, high, column=column, node=number, sees=sees)
+            if beside:
+                self._column += high - low
+            # The positions that these rows predict.
+            parts.append((first, low + self._shift if low else 0, high + self._shift))
+        self._ask(node, parts)
+
+    def _canvas(self, node: Node) -> Ints:
+        """The tokens of a node, HOLE at masks."""
+        if not node.drafts:
+            return self._s.canvas
+        canvas = self._s.canvas.copy()
+        for index in node.drafts:
+            position, token = self._drafts[index]
+            canvas[position] = token
+        return canvas
+
+    def _ask(self, node: Node, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Ask about a node's masks: `parts` are spans, and the positions [low, high) that each can tell."""
+        s, block = self._s, node.block
+        end = s.end_of(s.block(node.nth_mask(s.holes, self._count - 1)))
+        while (start := s.origin + block * s.size if block else 0) < end:
+            stop = s.end_of(block)
+            total = len(node.masks(s.holes, start, stop))
+            for first, can_low, can_high in parts if total else ():
+                low, high = max(start, can_low), min(stop, can_high)
+                if low < high and (masks := node.masks(s.holes, low, high)):
+                    best = min(self._best, len(masks))
+                    draw = s.revealed + len(node.gone) if self._fresh else 0
+                    self.asked.read(first, masks, best=best, draw=draw)
+                    node.asked.append((block, low, high, best, len(masks) == total))
+            block += 1
+
+
+def overlaid(visible: Visible, low: int, high: int, column: int) -> Visible:
+    """A visible in which the positions [low, high) stand in the columns from `column` on."""
+    found: Visible = []
+    for first, end, at in visible:
+        if first < low:
+            found.append((first, min(end, low), at))
+        if end > high:
+            start = max(first, high)
+            found.append((start, end, at + start - first))
+    return sorted([*found, (low, high, column)])
+
+
+def columns_of(visible: Visible) -> list[int]:
+    """The columns of a visible as stretches [low, high), the empty ones last. Drafts reach two blocks. So five stretches are
+    the most: what is before the first block, between the two and behind the second, and each block where it was last run."""
+    found: list[list[int]] = []
+    for low, high in sorted((at, at + end - first) for first, end, at in visible if first < end):
+        if found and found[-1][1] == low:
+            found[-1][1] = high
+        else:
+            found.append([low, high])
+    assert len(found) <= MOST_STRETCHES, f"a node sees {len(found)} stretches of columns"
+    return [number for stretch in found for number in stretch] + [0] * 2 * (MOST_STRETCHES - len(found))
+
+
+def evicted(visible: Visible, window: Positions) -> list[int]:
+    """What stands beside the canvas and is not run by the next forward's window: (from column, to column, count) each."""
+    copies: list[int] = []
+    for first, end, at in visible:
+        for low, high in ((first, min(end, window[0])), (max(first, window[1]), end)):
+            if low < high and at != first:
+                copies += (at + low - first, low, high - low)
+    return copies
+
+
+def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[list[Pick]]]:
+    """The picks of each stretch of each node."""
+    ends, found = 0, list[list[list[Pick]]]()
+    for node in nodes:
+        first, ends = ends, ends + len(node.asked)
+        found.append(list(picks[first:ends]))
+    return found

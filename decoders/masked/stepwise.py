@@ -21,19 +21,29 @@ section 3.3.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.algorithm import Algorithm, Wanted, no_prompt
 from draftmill.decoders.engine.asks import Answer, Ask, Decoding
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, Pick, Reading, Windows, algorithm_of, reading_of
-from draftmill.decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
+from draftmill.decoders.masked.canvas import Caching, Canvas, CanvasAsk, Pick, Windows
+from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
 
 # The end time of Dream's schedule.
 _LAST_TIME: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How masks are read: through which cache, how sure a token is (Algorithm.notes, or `random`), whether steps draw anew."""
+
+    caching: Caching
+    confidence: str
+    fresh: bool
 
 
 Quota = Callable[[int], int]
@@ -147,3 +157,31 @@ def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
     """How the engine runs `factor`."""
     decode = partial(by_confidence, reading=reading_of(setup, settings), count=partial(within, settings.factor))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
+
+
+def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
+    """How the settings ask for masks to be read."""
+    return Reading(
+        Caching(settings.cache, settings.refresh, setup.info.shift), settings.confidence, fresh=settings.draws_anew
+    )
+
+
+def algorithm_of(
+    decode: Callable[..., Decoding], setup: Setup, settings: MaskedSettings, *, knows_logprob: bool
+) -> Algorithm:
+    """What decoders of masked diffusion share. Dream's code takes its confidences from the distribution that it draws from,
+    LLaDA's from the model's own."""
+    notes: tuple[Wanted, ...] = () if settings.confidence == "random" else (settings.confidence,)
+    cached = settings.cache != "none"
+    return Algorithm(
+        decode=decode,
+        kind="masked",
+        sample=partial(Canvas, block_length=settings.block_length),
+        has_prompt=no_prompt,
+        keeps=cached,
+        nodes=cached,
+        notes=notes,
+        warped=setup.info.family == "dream",
+        fresh=settings.draws_anew,
+        knows_logprob=knows_logprob,
+    )

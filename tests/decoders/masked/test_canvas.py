@@ -12,9 +12,8 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, Windows
+from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, NodeLayout, Windows
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.masked.ssd import NodeLayout
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all
