@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.jobs.analysis.case import WIDE, Case, Course, Spread, at_least
-from draftmill.jobs.analysis.comparison_text import number
+from draftmill.jobs.analysis.compare import number
 from draftmill.jobs.analysis.statistics import LEVEL, Interval
 
 if TYPE_CHECKING:

@@ -13,10 +13,8 @@ from lm_eval.api.model import LM
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
-from draftmill.jobs.harness.encoding import Encoder, Scored
-from draftmill.jobs.harness.generation import Generation, generation_of
-from draftmill.jobs.harness.rows import Asked, Instance, Rows, numbered
-from draftmill.jobs.harness.runs import Done, Row, Runs
+from draftmill.jobs.harness.requests import Encoder, Generation, Scored, generation_of
+from draftmill.jobs.harness.runs import Asked, Done, Instance, Row, Rows, Runs, numbered
 from draftmill.jobs.harness.spec import EvalSpec
 from draftmill.storage.errors import UserError
 

@@ -11,8 +11,17 @@ from dataclasses import dataclass
 
 from draftmill.actors.loop.model_cache import ModelCache
 from draftmill.jobs.driving.totals import ratio
-from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample
-from draftmill.jobs.forecasting.trial import SAMPLE_ROWS, TRIAL_ROWS, TRIAL_S, first_canvases, take_sample, try_out
+from draftmill.jobs.forecasting.trial import (
+    SAMPLE_ROWS,
+    TRIAL_ROWS,
+    TRIAL_S,
+    Trial,
+    TrialRow,
+    TrialSample,
+    first_canvases,
+    take_sample,
+    try_out,
+)
 from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
@@ -133,14 +142,14 @@ def _estimated(sample: TrialSample) -> Work:
 def _trials(cases: Sequence[SweepCase], trial_s: float) -> list[Trial | str]:
     """A trial of each case, or why there is none; the networks stay in memory from case to case."""
     model_cache = ModelCache()
-    canvases: dict[int, list[Made]] = {}
+    canvases: dict[int, list[TrialRow]] = {}
     for group in plan_groups([case.prepared for case in cases]):
         made = first_canvases(cases[group[0]].prepared, TRIAL_ROWS)
         canvases |= dict.fromkeys(group, made)
     return [_trial(case, canvases[number], trial_s, model_cache) for number, case in enumerate(cases)]
 
 
-def _trial(case: SweepCase, canvases: Sequence[Made], trial_s: float, model_cache: ModelCache) -> Trial | str:
+def _trial(case: SweepCase, canvases: Sequence[TrialRow], trial_s: float, model_cache: ModelCache) -> Trial | str:
     if not canvases:
         return "every sampled row fails"
     try:

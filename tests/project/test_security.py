@@ -157,7 +157,7 @@ def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(
     def careless() -> int:
         raise RuntimeError(f"\x1b[2J denied: {' '.join(planted.values())}")
 
-    monkeypatch.setattr("draftmill.jobs.commands.catalog.print_catalog", careless)
+    monkeypatch.setattr("draftmill.actors.checkpoints.models.builtin_models", careless)
     assert main(["models"]) == 1
     LineDisplay(sys.stderr).note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
     said = capsys.readouterr().err

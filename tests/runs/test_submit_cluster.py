@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands.submit import followed
 from draftmill.jobs.submitting.address import reached
 from draftmill.jobs.submitting.client import RayJobs
+from draftmill.jobs.submitting.submit import followed
 from draftmill.storage.failpoints import VARIABLE
 from tests.runs.jobs_of_tests import GOLDEN, VOCABULARY, rows_of, write_namesakes
 from tests.runs.local_pool import without_ray

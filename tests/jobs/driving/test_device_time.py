@@ -8,10 +8,10 @@ import pytest
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.commands.status import cost_lines
 from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.device_time import DeviceSums, DeviceTime
 from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.running.status import cost_lines
 from draftmill.jobs.watching.cost import cost_rows, hours_text, purposes_of
 from draftmill.storage.stores.store import open_store
 

@@ -13,17 +13,15 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands import submit as submit_module
-from draftmill.jobs.commands.submit import followed, started
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
-from draftmill.jobs.submitting import following
+from draftmill.jobs.submitting import submit as submit_module
 from draftmill.jobs.submitting.address import Cluster
 from draftmill.jobs.submitting.client import Unreachable
-from draftmill.jobs.submitting.following import Follower, LogTail, end_of
 from draftmill.jobs.submitting.names import RUN, stem_of
 from draftmill.jobs.submitting.package import Shipment
 from draftmill.jobs.submitting.request import Request
-from draftmill.jobs.submitting.stopping import jobs_of, stop_jobs
+from draftmill.jobs.submitting.stop import jobs_of, stop_jobs
+from draftmill.jobs.submitting.submit import Follower, LogTail, end_of, followed, started
 from draftmill.storage.errors import UserError
 from tests.jobs.submitting.fake_cluster import FakeCluster, FakeJob
 
@@ -45,8 +43,8 @@ def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "POLL_S", 0.001)
-    monkeypatch.setattr("draftmill.jobs.commands.submit.POLL_S", 0.001)
+    monkeypatch.setattr(submit_module, "POLL_S", 0.001)
+    monkeypatch.setattr("draftmill.jobs.submitting.submit.POLL_S", 0.001)
 
 
 def test_a_run_has_names_of_its_own_that_grow_by_one():

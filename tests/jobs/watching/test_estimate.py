@@ -12,7 +12,7 @@ from draftmill.actors.messages import Receipt, Tally
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.device_time import DeviceSums, DeviceTime
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.forecasting.forecast import price_text
+from draftmill.jobs.forecasting.validate import price_text
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.waiting import UnitSize
 from draftmill.jobs.spec.job_spec import check_spec

@@ -1,15 +1,26 @@
-"""A comparison as text for a terminal, as Markdown, and as JSON data. All three show the same figures."""
+"""`draftmill compare`: compares finished runs of the same samples, pair by pair, with a baseline. Writes nothing."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from draftmill.jobs.analysis.comparison import Comparison, Comparisons, MetricFigure, RatioFigure, RunFigures
+from draftmill.jobs.analysis.comparison import (
+    Comparison,
+    Comparisons,
+    MetricFigure,
+    RatioFigure,
+    RunFigures,
+    compare_runs,
+)
+from draftmill.jobs.analysis.runs import find_runs
 from draftmill.jobs.analysis.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
+from draftmill.jobs.exit_codes import OK
 from draftmill.storage.errors import printable
+from draftmill.storage.stores.interface import S3Options
 
 Table = list[list[str]]
 """A header and rows of cells."""
@@ -243,3 +254,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Form = Literal["text", "json", "markdown"]
+
+
+def compare(
+    places: Sequence[str], *, form: Form = "text", baseline: str | None = None, s3: S3Options | None = None
+) -> int:
+    """Print the comparison; a sweep's directory stands for its cases, `baseline` names one run. Returns the exit code.
+
+    Raises UserError if a place has no finished run, or if the runs did not decode the same samples.
+    """
+    found = find_runs(places, s3=s3)
+    compared = compare_runs(found.runs, unfinished=found.unfinished, baseline=baseline)
+    if form == "json":
+        print(json.dumps(as_data(compared), indent=1))
+    else:
+        print((as_markdown if form == "markdown" else as_text)(compared), end="")
+    return OK
