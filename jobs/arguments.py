@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from draftmill.jobs.spec.job_spec import JobSpec
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
-ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 
 # ---- options and commands as data
@@ -250,7 +249,7 @@ def _run(arguments: argparse.Namespace) -> int:
     "submit",
     "run a job on a cluster through Ray's job API, and follow it; idempotent",
     *SPEC,
-    _address(f"${ADDRESS_VARIABLE}"),
+    _address("$RAY_API_SERVER_ADDRESS"),
     LOGICAL_DATE,
     option(
         "--if-running",
@@ -278,9 +277,8 @@ def _run(arguments: argparse.Namespace) -> int:
 )
 def _submit(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.submitting.request import SubmitOptions, requirements
-    from draftmill.jobs.submitting.submit import address_of, submit
+    from draftmill.jobs.submitting.submit import submit
 
-    address = address_of(arguments.address, os.environ.get(ADDRESS_VARIABLE))
     options = SubmitOptions(
         code=arguments.code,
         working_dir=arguments.working_dir,
@@ -294,7 +292,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         run=("--if-running", arguments.if_running),
     )
     date, wait = arguments.logical_date, not arguments.no_wait
-    return submit(arguments.spec, arguments.set, address, options, logical_date=date, wait=wait)
+    return submit(arguments.spec, arguments.set, arguments.address, options, logical_date=date, wait=wait)
 
 
 @command(

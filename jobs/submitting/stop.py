@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -18,10 +17,14 @@ from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import at_date, load_spec, with_logical_date
-from draftmill.jobs.submitting.address import reached
-from draftmill.jobs.submitting.client import JobClient, NoSuchJob, RayJobs
-from draftmill.jobs.submitting.names import RUN, is_over, run_of
-from draftmill.jobs.submitting.tokens import token_headers
+from draftmill.jobs.submitting.cluster import (
+    RUN,
+    NoSuchJob,
+    RayJobs,
+    is_over,
+    run_of,
+    say,
+)
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
 from draftmill.storage.stores.interface import S3Options, Store
@@ -34,7 +37,7 @@ SPARE_S = 30.0
 Say = Callable[[str], None]
 
 
-def jobs_of(client: JobClient, target: str, run: str | None) -> list[Any]:
+def jobs_of(client: RayJobs, target: str, run: str | None) -> list[Any]:
     """The cluster's jobs that a target means: the one of this name, or all of the run directory `run`; UserError if none."""
     jobs = client.jobs()
     named = [job for job in jobs if job.submission_id == target]
@@ -44,7 +47,7 @@ def jobs_of(client: JobClient, target: str, run: str | None) -> list[Any]:
     return found
 
 
-def stop_jobs(client: JobClient, jobs: Sequence[Any], say: Say, *, wait: bool) -> bool:
+def stop_jobs(client: RayJobs, jobs: Sequence[Any], say: Say, *, wait: bool) -> bool:
     """Ask the jobs that are not over to end; returns whether all are over (True at once without `wait`)."""
     running = [job for job in jobs if not is_over(job)]
     if not running:
@@ -64,7 +67,7 @@ def patience_s(job: Any) -> float:
         return 3.0
 
 
-def _ends(client: JobClient, name: str, limit_s: float, say: Say) -> bool:
+def _ends(client: RayJobs, name: str, limit_s: float, say: Say) -> bool:
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:
         try:
@@ -142,11 +145,10 @@ def stop(
     if address is None:
         if target.startswith("draftmill-") and not Path(target).exists():
             raise UserError("missing; a submitted job is stopped by its cluster", field="--address")
-        is_over = stop_driver(open_store(run, s3=options), _say, limit_s=wait_s) or not wait_s
+        is_over = stop_driver(open_store(run, s3=options), say, limit_s=wait_s) or not wait_s
     else:
-        headers = token_headers()
-        client = RayJobs(reached(address, headers), headers)
-        is_over = stop_jobs(client, jobs_of(client, target, run), _say, wait=wait_s > 0)
+        client = RayJobs(address)
+        is_over = stop_jobs(client, jobs_of(client, target, run), say, wait=wait_s > 0)
     return OK if is_over else UNEXPECTED
 
 
@@ -162,7 +164,3 @@ def _run_of(
             spec = at_date(spec, datetime.now(UTC))
         return run_of(spec), spec.s3.options()
     return absolute(target.rstrip("/")), s3
-
-
-def _say(message: str) -> None:
-    print(f"draftmill: {message}", file=sys.stderr, flush=True)

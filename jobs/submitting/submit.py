@@ -6,6 +6,7 @@ The same command again follows the job while it runs; when it has ended, it star
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import sys
 import tempfile
@@ -25,13 +26,26 @@ from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden, with_logical_date
 from draftmill.jobs.spec.spec_file import read_mapping
-from draftmill.jobs.submitting.address import FIELD, Cluster, reached
-from draftmill.jobs.submitting.client import Exists, JobClient, NotReady, RayJobs, Unreachable
-from draftmill.jobs.submitting.names import RUN, SPEC, digest_of, is_over, next_name, numbered, run_of, stem_of
+from draftmill.jobs.submitting.cluster import (
+    FIELD,
+    RUN,
+    SPEC,
+    Exists,
+    NotReady,
+    RayJobs,
+    Unreachable,
+    digest_of,
+    is_over,
+    next_name,
+    numbered,
+    run_of,
+    say,
+    stem_of,
+)
 from draftmill.jobs.submitting.request import Request, SubmitOptions, request_of
-from draftmill.jobs.submitting.tokens import token_headers
 from draftmill.storage.errors import StoreError, UserError
 
+ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 POLL_S = 1.0
 AGAIN_PER_S = 1_000_000
 """Characters of log that broken connections may bring again per second on average: a long log waits for its next connection,
@@ -69,7 +83,7 @@ def end_of(info: Any) -> End:
 class LogTail(threading.Thread):
     """Reads a job's log as it is written, in a thread that ends with the process; `taken` hands over what has come."""
 
-    def __init__(self, client: JobClient, name: str) -> None:
+    def __init__(self, client: RayJobs, name: str) -> None:
         super().__init__(name="log", daemon=True)
         self._client, self._job = client, name
         self._texts: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -97,7 +111,7 @@ class LogTail(threading.Thread):
 class Follower:
     """Shows a job's log through `show` until the job is over. Texts that a broken connection repeats are shown once."""
 
-    client: JobClient
+    client: RayJobs
     name: str
     show: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -163,7 +177,7 @@ READY_S = 60.0
 def submit(
     path: str,
     overrides: Sequence[str],
-    address: str,
+    address: str | None,
     options: SubmitOptions,
     *,
     logical_date: str | None = None,
@@ -171,8 +185,12 @@ def submit(
 ) -> int:
     """Submit a spec and follow it, or follow the job that runs for the same run directory; returns the exit code.
 
-    Without `wait`, prints the job's name and returns 0 once the cluster has it. UserError if the spec can't run there.
+    `address` None: that of RAY_API_SERVER_ADDRESS. Without `wait`, prints the job's name and returns 0 once the cluster has it.
+    UserError if the spec can't run there.
     """
+    address = address or os.environ.get(ADDRESS_VARIABLE)
+    if not address:
+        raise UserError(f"missing; allowed: http://HOST:8265, or set {ADDRESS_VARIABLE}", field=FIELD)
     data = {"name": Path(path).stem} | read_mapping(Path(path))
     spec = check_overridden(data, overrides)
     if logical_date is not None:
@@ -181,17 +199,15 @@ def submit(
         spec = at_date(spec, datetime.now(UTC))
         data["output"]["logical_date"] = spec.output.logical_date
     request = request_of(data, options)
-    headers = token_headers()
-    cluster = reached(address, headers)
-    client = RayJobs(cluster, headers)
-    name = started(client, cluster, spec, request)
+    client = RayJobs(address)
+    name = start(client, spec, request)
     if not wait:
         print(name)
         return OK
-    return followed(client, cluster, name)
+    return follow(client, name)
 
 
-def started(client: JobClient, cluster: Cluster, spec: JobSpec, request: Request) -> str:
+def start(client: RayJobs, spec: JobSpec, request: Request) -> str:
     """The name of the job that runs for the spec's run directory: one that is there already, or a new one."""
     run = run_of(spec)
     stem = stem_of(spec.name, run, spec.s3.endpoint)
@@ -208,7 +224,7 @@ def started(client: JobClient, cluster: Cluster, spec: JobSpec, request: Request
             return str(running[-1].submission_id)
         name = next_name(stem, jobs)
         try:
-            _send(client, cluster, name, request, metadata)
+            _send(client, name, request, metadata)
         except Exists:  # another submission of the same run was faster
             continue
         return name
@@ -217,10 +233,10 @@ def started(client: JobClient, cluster: Cluster, spec: JobSpec, request: Request
 def _say_running(job: Any, metadata: dict[str, str]) -> None:
     other = (job.metadata or {}).get(SPEC) != metadata[SPEC]
     changed = "; it was submitted with other settings, which stay in force until it has ended" if other else ""
-    _say(f"{job.submission_id} runs already for this run directory{changed}")
+    say(f"{job.submission_id} runs already for this run directory{changed}")
 
 
-def _send(client: JobClient, cluster: Cluster, name: str, request: Request, metadata: dict[str, str]) -> None:
+def _send(client: RayJobs, name: str, request: Request, metadata: dict[str, str]) -> None:
     environment = dict(request.environment)
     with tempfile.TemporaryDirectory(prefix="draftmill-") as folder:
         what = "nothing is shipped"
@@ -238,18 +254,18 @@ def _send(client: JobClient, cluster: Cluster, name: str, request: Request, meta
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(POLL_S)
-    _say(f"submitted {name} to {cluster.url} (Ray {cluster.ray}; {what})")
+    say(f"submitted {name} to {client.cluster.url} (Ray {client.cluster.ray}; {what})")
 
 
-def followed(client: JobClient, cluster: Cluster, name: str) -> int:
+def follow(client: RayJobs, name: str) -> int:
     """Show the job's log until it has ended; returns its exit code. An interrupt ends the following, not the job."""
     try:
         with interruptible():
             end = Follower(client, name, _show).follow()
     except KeyboardInterrupt:
-        _say(
+        say(
             f"not following any more; {name} goes on. Follow it again: the same command. "
-            f"Stop it: draftmill stop {name} --address {cluster.url}"
+            f"Stop it: draftmill stop {name} --address {client.cluster.url}"
         )
         return INTERRUPTED
     except Unreachable as error:
@@ -257,22 +273,10 @@ def followed(client: JobClient, cluster: Cluster, name: str) -> int:
             f"{error}; what became of {name} is unknown: submit it again to follow or resume it"
         ) from None
     if end.message:
-        _say(end.message)
+        say(end.message)
     return end.code
 
 
 def _show(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _say(message: str) -> None:
-    print(f"draftmill: {message}", file=sys.stderr, flush=True)
-
-
-def address_of(given: str | None, default: str | None) -> str:
-    """The address on the command line, else Ray's own variable; UserError if there is neither."""
-    address = given or default
-    if not address:
-        raise UserError("missing; allowed: http://HOST:8265, or set RAY_API_SERVER_ADDRESS", field=FIELD)
-    return address

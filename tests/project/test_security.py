@@ -295,7 +295,7 @@ ALLOWED = {
     "actors/checkpoints/made_folders.py": "subprocess",
     "actors/sandbox/sandbox.py": "subprocess",
     "jobs/watching/notify.py": "subprocess",  # starts the commands of `notify`, as the spec has them, without a shell
-    "jobs/submitting/package.py": "zipfile",  # writes an archive; the test below holds that it opens none
+    "jobs/submitting/request.py": "zipfile",  # writes an archive; the test below holds that it opens none
 }
 
 
@@ -310,7 +310,7 @@ def test_the_sources_load_no_pickle_run_no_string_and_unpack_no_archive() -> Non
 
 
 def test_the_package_of_a_submission_is_written_and_no_archive_is_read() -> None:
-    tree = ast.parse((ROOT / "jobs/submitting/package.py").read_text())
+    tree = ast.parse((ROOT / "jobs/submitting/request.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "zipfile" in ast.unparse(node.func)]
     opened = [ast.unparse(node.args[1]) for node in calls if ast.unparse(node.func) == "zipfile.ZipFile"]
     assert opened == ["'w'"]
