@@ -19,6 +19,7 @@ from draftmill.jobs.analysis.comparison import (
 from draftmill.jobs.analysis.runs import find_runs
 from draftmill.jobs.analysis.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
 from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.formatting import table_lines
 from draftmill.storage.errors import printable
 from draftmill.storage.stores.interface import S3Options
 
@@ -50,10 +51,10 @@ HOW: Final = (
 
 def as_text(found: Comparisons) -> str:
     """The comparison for a terminal."""
-    parts = [f"runs{_which(found)}\n{_aligned(runs_table(found.runs))}"]
+    parts = [f"runs{_which(found)}\n{_lines(runs_table(found.runs))}"]
     for one in found.against:
         alike = equal_text(one)
-        parts.append(f"{heading(one)}\n{_aligned(comparison_table(one))}" + (f"\n  {alike}" if alike else ""))
+        parts.append(f"{heading(one)}\n{_lines(comparison_table(one))}" + (f"\n  {alike}" if alike else ""))
     return printable("\n\n".join([*parts, "\n".join(notes(found))])) + "\n"
 
 
@@ -212,10 +213,8 @@ def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]
     return [name, number(figure.baseline), number(figure.run), change, figure.verdict]
 
 
-def _aligned(table: Table) -> str:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
+def _lines(table: Table) -> str:
+    return "\n".join(table_lines(table))
 
 
 def _markdown(table: Table) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.formatting import counted
+from draftmill.jobs.formatting import counted, table_lines
 from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
 from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
 from draftmill.storage.errors import UserError
@@ -41,11 +41,7 @@ def found_in(store: Store, s3: S3Options | None) -> list[FoundRun]:
 
 def lines_of(found: Sequence[RunFacts]) -> list[str]:
     """A line for each run."""
-    rows = [[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in found]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return table_lines([[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in found])
 
 
 def _date(facts: RunFacts) -> str:

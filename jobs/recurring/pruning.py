@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.exit_codes import INTERRUPTED, OK
 from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
-from draftmill.jobs.formatting import counted, size_text
+from draftmill.jobs.formatting import counted, size_text, table_lines
 from draftmill.jobs.recurring.base_lease import Held, base_lease, run_lease
 from draftmill.jobs.recurring.known_ids import IDS, ok_ids
 from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
@@ -217,9 +217,8 @@ def lines_of(store: Store, keep: Keep, found: Sequence[Candidate], *, verb: str 
     """A line for each run: why it stays, or what goes."""
     if not found:
         return [f"{store.url}: no runs"]
-    width = max(len(one.facts.name) for one in found)
     head = f"{store.url}: {counted(len(found), 'run')}; to be kept: {keep.text}"
-    return [head, *(f"  {one.facts.name:<{width}}  {_what(one, verb)}" for one in found)]
+    return [head, *table_lines([[one.facts.name, _what(one, verb)] for one in found])]
 
 
 def _what(one: Candidate, verb: str) -> str:

@@ -310,7 +310,7 @@ class Shipment:
 
 def code_files(data: Any, root: Path = ROOT) -> dict[str, Path]:
     """The files of our package by name, with those builtin models that the spec's mapping names."""
-    named = {value.removeprefix("builtin:") for value in _strings(data) if value.startswith("builtin:")}
+    named = set(re.findall(r"builtin:([\w.-]+)", yaml.safe_dump(data)))
     found: dict[str, Path] = {}
     for folder, _, files in os.walk(root / PACKAGE, followlinks=True):  # a checkout's package has links
         for path in (Path(folder, file) for file in files if "__pycache__" not in folder):
@@ -379,14 +379,3 @@ def _matcher(patterns: Iterable[str]) -> Any:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines()
-
-
-def _strings(data: Any) -> Iterator[str]:
-    if isinstance(data, str):
-        yield data
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from _strings(value)
-    elif isinstance(data, list | tuple):
-        for value in data:
-            yield from _strings(value)

@@ -22,18 +22,20 @@ from draftmill.jobs.forecasting.trial import (
     take_sample,
     try_out,
 )
-from draftmill.jobs.formatting import counted, duration, rate_text
+from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.jobs.spec.sweep_spec import Sweep, described
 from draftmill.jobs.sweeping.cases import SweepCase, in_order, loads_of
-from draftmill.jobs.sweeping.table import ABSENT, table
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.commit import done_units
 
 ALL_TRIALS_S = 60.0
 SHORTEST_TRIAL_S = 1.0
 """The trials of all cases together take about ALL_TRIALS_S, but each at least SHORTEST_TRIAL_S and at most TRIAL_S."""
+
+ABSENT = "-"
+"""A figure of a case that had no trial."""
 
 COLUMNS = ("case", "loads", "samples", "new tokens", "tokens/s", "time")
 
@@ -88,7 +90,7 @@ def dry_run_lines(made: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
                 f"~{duration(work.tokens / rate)}" if rate else ABSENT,
             ]
         )
-    yield from table(rows)
+    yield from table_lines(rows, right=True)
     yield from notes
     yield f"time      ~{duration(seconds)} on one worker{_without(rows)}; divide by the number of workers"
     yield from _sources(works.values(), trial_s)
