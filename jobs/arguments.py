@@ -716,8 +716,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     description="Prints a file that runs the job elsewhere or on a schedule. Each option says to which kinds it applies.",
 )
 def _manifest(arguments: argparse.Namespace) -> int:
+    from draftmill.jobs.manifests.manifest import manifest
     from draftmill.jobs.manifests.options import Options
-    from draftmill.jobs.manifests.write import manifest
 
     given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
