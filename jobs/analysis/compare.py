@@ -192,7 +192,13 @@ def _run_cell(name: str, value: Any) -> str:
 
 def _ratio_row(label: str, figure: RatioFigure) -> list[str]:
     change = f"x {number(figure.ratio.value)}{interval_text(figure.ratio)}"
-    return [label, _figure_text(figure.baseline), _figure_text(figure.run), change, figure.verdict]
+    return [label, _figure_text(figure.baseline), _figure_text(figure.run), change, _verdict_text(figure)]
+
+
+def _verdict_text(figure: RatioFigure | MetricFigure) -> str:
+    if figure.better is None or figure.verdict not in {"higher", "lower"}:
+        return figure.verdict
+    return f"{figure.verdict}, {'better' if figure.verdict == figure.better else 'worse'}"
 
 
 def _figure_text(value: float) -> str:
@@ -210,7 +216,7 @@ def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]
         )
     if figure.pairs < num_compared:
         change += f", {figure.pairs:,} pairs have it"
-    return [name, number(figure.baseline), number(figure.run), change, figure.verdict]
+    return [name, number(figure.baseline), number(figure.run), change, _verdict_text(figure)]
 
 
 def _lines(table: Table) -> str:

@@ -161,6 +161,12 @@ def test_wheel_holds_the_builtin_models(wheel_names: set[str]) -> None:
     assert files <= wheel_names
 
 
+def test_wheel_holds_the_templates(wheel_names: set[str]) -> None:
+    files = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.j2")}
+    assert "jobs/analysis/report.html.j2" in files
+    assert {f"draftmill/{name}" for name in files} <= wheel_names
+
+
 def test_the_map_names_every_file_but_tests_and_no_other() -> None:
     """Only the names: a docstring may change and the map follow later."""
     parts = re.split(r"^## (.+)/$", (ROOT / "docs" / "map.md").read_text(), flags=re.MULTILINE)
