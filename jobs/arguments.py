@@ -157,12 +157,6 @@ SPEC = (option("spec", "SPEC.yaml"), SET)
 LOGICAL_DATE = option(
     "--logical-date", "D", "the date for {date:...} in output.path, in UTC (2026-11-22, or with a time); default: now"
 )
-IF_RUNNING = option(
-    "--if-running",
-    help="if another driver works on this job: end with exit code 0, wait until it has ended, or end with 4 (fail)",
-    choices=["skip", "wait", "fail"],
-    default="fail",
-)
 DRIVER = (
     option("--ray-address", "ADDR", "a running Ray cluster; default: start Ray on this machine"),
     flag("--local", "one worker in this process, without Ray: for small jobs"),
@@ -195,6 +189,15 @@ BASELINE = option(
     "CASE",
     "the run or case with which all others are compared; default: the first run, and in a sweep for each case the first "
     "one that differs in a single setting",
+)
+
+
+def _if_running(help: str) -> Option:
+    return option("--if-running", help=help, choices=["skip", "wait", "fail"], default="fail")
+
+
+IF_RUNNING = _if_running(
+    "if another driver works on this job: end with exit code 0, wait until it has ended, or end with 4 (fail)"
 )
 
 
@@ -251,12 +254,7 @@ def _run(arguments: argparse.Namespace) -> int:
     *SPEC,
     _address("$RAY_API_SERVER_ADDRESS"),
     LOGICAL_DATE,
-    option(
-        "--if-running",
-        help="as for `run`: another driver has the run",
-        choices=["skip", "wait", "fail"],
-        default="fail",
-    ),
+    _if_running("as for `run`: another driver has the run"),
     flag("--no-wait", "print the job's name and return"),
     option("--code", help="ship draftmill's code, or use the cluster's (ship)", choices=["ship", "installed"]),
     option("--working-dir", "FOLDER", "a folder that the job needs: rows, models, metrics"),

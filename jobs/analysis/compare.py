@@ -99,16 +99,16 @@ def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Tabl
 
 def comparison_table(one: Comparison) -> Table:
     """A run's figures against the baseline's; those that are equal are in `equal_text`."""
-    rows = [["figure", "baseline", "run", "change", "verdict"]]
+    rows, total = [["figure", "baseline", "run", "change", "verdict"]], one.pairs.num_compared
     if one.equal is not None:
         what = "equal texts" if one.equal_by == "text" else "equal texts (tokens)"
-        rows.append([what, "", "", share_text(one.equal, one.pairs.num_compared), ""])
+        rows.append([what, "", "", f"{one.equal:,} of {total:,} ({one.equal / total:.1%})" if total else "0 of 0", ""])
     for name, ratio in one.ratios.items():
         if ratio.verdict != "equal":
             rows.append(_ratio_row(RATIO_LABELS[name], ratio))
     for name, metric in one.metrics.items():
         if metric.verdict != "equal":
-            rows.append(_metric_row(name, metric, one.pairs.num_compared))
+            rows.append(_metric_row(name, metric, total))
     return rows
 
 
@@ -135,22 +135,18 @@ def notes(found: Comparisons) -> list[str]:
     return lines
 
 
-def counts_text(one: Comparison) -> str:
-    """How many pairs there are, and what has none."""
+def heading(one: Comparison) -> str:
+    """What is compared with what, how many pairs there are, and what has none."""
     pairs = one.pairs
     failed = pairs.failed_first + pairs.failed_second + pairs.failed_both
     split = (
         f" ({pairs.failed_first:,} in the baseline, {pairs.failed_second:,} in the run, {pairs.failed_both:,} in both)"
     )
     return (
-        f"{pairs.both:,} pairs, {pairs.only_first:,} only in the baseline, {pairs.only_second:,} only in the run; "
+        f"{one.run} against {one.baseline}: {pairs.both:,} pairs, "
+        f"{pairs.only_first:,} only in the baseline, {pairs.only_second:,} only in the run; "
         f"{failed:,} failed{split if failed else ''}, {pairs.num_compared:,} compared"
     )
-
-
-def share_text(part: int, total: int) -> str:
-    """A count as a part of a total."""
-    return f"{part:,} of {total:,} ({part / total:.1%})" if total else "0 of 0"
 
 
 def number(value: float | None) -> str:
@@ -168,16 +164,6 @@ def interval_text(interval: Interval) -> str:
     if interval.low is None or interval.high is None:
         return ""
     return f" [{number(interval.low)}, {number(interval.high)}]"
-
-
-def p_text(p: float) -> str:
-    """A p-value."""
-    return f"p = {p:.4f}" if p >= 1e-4 else f"p = {p:.1e}"
-
-
-def heading(one: Comparison) -> str:
-    """What is compared with what, and how many pairs there are."""
-    return f"{one.run} against {one.baseline}: {counts_text(one)}"
 
 
 def _run_cell(name: str, value: Any) -> str:
@@ -206,10 +192,8 @@ def _figure_text(value: float) -> str:
 
 
 def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]:
-    sign = "+" if figure.difference.value > 0 else ""
-    change = (
-        f"{sign}{number(figure.difference.value)}{interval_text(figure.difference)}, {p_text(figure.p)} ({figure.test})"
-    )
+    sign, p = "+" if figure.difference.value > 0 else "", f"{figure.p:.4f}" if figure.p >= 1e-4 else f"{figure.p:.1e}"
+    change = f"{sign}{number(figure.difference.value)}{interval_text(figure.difference)}, p = {p} ({figure.test})"
     if figure.only_baseline is not None:
         change += (
             f"; pairs in which only the baseline has 1: {figure.only_baseline:,}, only the run: {figure.only_run:,}"
@@ -234,6 +218,7 @@ def _escaped(text: str) -> str:
 
 def _comparison_data(one: Comparison) -> dict[str, Any]:
     pairs = one.pairs
+    share = one.equal / pairs.num_compared if one.equal is not None and pairs.num_compared else None
     return {
         "run": one.run,
         "baseline": one.baseline,
@@ -243,15 +228,10 @@ def _comparison_data(one: Comparison) -> dict[str, Any]:
         "only_in_baseline": pairs.only_first,
         "only_in_run": pairs.only_second,
         "failed": {"baseline": pairs.failed_first, "run": pairs.failed_second, "both": pairs.failed_both},
-        "equal": None if one.equal is None else _equal_data(one, one.equal),
+        "equal": None if one.equal is None else {"count": one.equal, "share": share, "by": one.equal_by},
         "ratios": {name: _plain(asdict(figure)) for name, figure in one.ratios.items()},
         "metrics": {name: _plain(asdict(figure)) for name, figure in one.metrics.items()},
     }
-
-
-def _equal_data(one: Comparison, equal: int) -> dict[str, Any]:
-    total = one.pairs.num_compared
-    return {"count": equal, "share": equal / total if total else None, "by": one.equal_by}
 
 
 def _plain(value: Any) -> Any:

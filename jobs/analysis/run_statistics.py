@@ -180,18 +180,8 @@ def _mean(place: int) -> Any:
 
 
 def _read_details(run: FinishedRun) -> _Details:
-    names = [
-        "status",
-        "error_kind",
-        "error",
-        "id",
-        "worker",
-        "started_at",
-        "wait_s",
-        "prefill_s",
-        "decode_s",
-        "accept_hist",
-    ]
+    results = ["id", "status", "error_kind", "error", "accept_hist"]
+    names = [*results, "worker", "started_at", "wait_s", "prefill_s", "decode_s"]
     histogram = np.zeros(0, np.int64)
     errors: Counter[str] = Counter()
     examples: dict[str, tuple[str, str]] = {}

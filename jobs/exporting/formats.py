@@ -72,7 +72,6 @@ class LineSink(Sink):
         self._keep = keep
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         for row in plain_rows(table, self._keep):
             self._file.write(json_line(row))
 
@@ -90,7 +89,6 @@ class CsvSink(Sink):
         self._write([[name for column in columns for name in (inner if column == KEEP else [column])]])
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         self._write([[_field(value) for value in self._flat(row)] for row in plain_rows(table, self._keep)])
 
     def _flat(self, row: Mapping[str, Any]) -> Iterator[Any]:
@@ -119,20 +117,18 @@ class ParquetSink(Sink):
         self._largest = 0  # bytes of a row group in the file
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         self._held.append(table)
         self._bytes += table.nbytes
         if self._bytes >= self._group_bytes:
             self._flush()
 
     def close(self) -> None:
-        """See Sink."""
         if self._held:
             self._flush()
         self._writer.close()
 
     def abandon(self) -> None:
-        """See Sink. An open writer would try to finish the file when it is garbage-collected, and print an error."""
+        """An open writer would try to finish the file when it is garbage-collected, and print an error."""
         with suppress(OSError, ValueError, StoreError, pa.ArrowException):
             self._writer.close()
         self._writer.is_open = False
@@ -171,7 +167,6 @@ class PartsSink(Sink):
         self.count += 1
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         self._sink.add(table)
         self._rows += table.num_rows
         if self._sink.is_full(self._file_bytes):
@@ -179,12 +174,10 @@ class PartsSink(Sink):
             self._begin()
 
     def close(self) -> None:
-        """See Sink."""
         if self._rows or not self.count:
             self._put()
 
     def abandon(self) -> None:
-        """See Sink."""
         self._sink.abandon()
 
 
@@ -243,7 +236,6 @@ class OpenAISink(Sink):
         self._held: dict[str, list[Mapping[str, Any]]] = {}
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         for row in plain_rows(table, self._keep):
             samples = self._held.setdefault(row["id"], [])
             samples.append(row)
@@ -251,7 +243,6 @@ class OpenAISink(Sink):
                 self._write(self._held.pop(row["id"]))
 
     def close(self) -> None:
-        """See Sink."""
         for samples in self._held.values():
             self._write(samples)
         self._held.clear()

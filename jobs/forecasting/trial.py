@@ -39,26 +39,13 @@ from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.reader import InputFile, Row, default_id, iterate
 
 SAMPLE_ROWS = 512
-
-
 TRIAL_ROWS = 64
-
-
 TRIAL_S = 5.0
-
-
-FIRST_FLOP = 2e10
-
-
-LONGEST_FLOP = 2e11
+FIRST_FLOP, LONGEST_FLOP = 2e10, 2e11
 """Limits of the trial's first forward and of its longest canvas, at 2 FLOP per token and parameter: under a second, and a few
 seconds, on one slow core. A forward can't be interrupted, so its size is bounded."""
 
-
-QUICK_S = 0.5
-
-
-LEAST_TOKENS = 16
+QUICK_S, LEAST_TOKENS = 0.5, 16
 """After a step that took less than QUICK_S, the next one may admit twice as many tokens. The first budget is at least
 LEAST_TOKENS."""
 

@@ -179,7 +179,8 @@ def one_shape(job: Job) -> Shape:
 def _shape(job: Job, workers: WorkerShape) -> Shape:
     """The nodes for one shape. Where no option says what a node has, it has what its share of the workers needs."""
     options = job.options
-    worker_gpus = _gpus(job, workers)
+    # `auto` is one a process if the model or the nodes are said to have one.
+    worker_gpus = workers.gpus_if(job.spec.model.device.startswith("cuda") or bool(options.gpus_per_node))
     _check_room(job, workers, worker_gpus)
     nodes = 1 if options.kind == "slurm" and options.nodes is None else options.nodes
     room = _room(job, workers, worker_gpus)
@@ -207,11 +208,6 @@ def _check_room(job: Job, workers: WorkerShape, worker_gpus: float) -> None:
     ):
         if has is not None and has < needs:
             raise UserError(f"{has} is too few: a worker needs {needs:g} ({key})", field=field)
-
-
-def _gpus(job: Job, workers: WorkerShape) -> float:
-    """The GPUs of a worker; `auto` is one a process if the model or the nodes are said to have one."""
-    return workers.gpus_if(job.spec.model.device.startswith("cuda") or bool(job.options.gpus_per_node))
 
 
 def _room(job: Job, workers: WorkerShape, worker_gpus: float) -> int | None:

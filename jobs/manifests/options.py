@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+from zoneinfo import available_timezones
 
 from draftmill.jobs.manifests.templates import check_printable
 from draftmill.jobs.spec.dated_path import read_date, written
@@ -321,16 +321,13 @@ def _parse(text: str, part: str, field: Field) -> tuple[int, ...]:
         if match is None or (match[1] == "*" and match[2]) or (match[3] and match[1] != "*" and not match[2]):
             raise _wrong(text, f"{piece!r} is not a {field.name}; allowed: *, N, A-B, */N, A-B/N, and lists of them")
         low = field.low if match[1] == "*" else _number(text, match[1], field)
-        high = _last(field) if match[1] == "*" else _number(text, match[2], field) if match[2] else low
+        last = 6 if field.names is DAYS else field.high
+        high = last if match[1] == "*" else _number(text, match[2], field) if match[2] else low
         step = int(match[3] or 1)
         if low > high or step == 0:
             raise _wrong(text, f"{piece!r} is not a {field.name}: it has no value")
         chosen.update(range(low, high + 1, step))
     return tuple(sorted(chosen))
-
-
-def _last(field: Field) -> int:
-    return 6 if field.names is DAYS else field.high
 
 
 def _number(text: str, word: str, field: Field) -> int:
@@ -347,26 +344,14 @@ def _wrong(text: str, why: str) -> UserError:
 
 
 def check_time_zone(name: str) -> str:
-    """Return the name of a time zone; UserError if there is none of that name."""
-    if not re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*", name) or name == "Local" or not _is_zone(name):
+    """Return the name of a time zone; UserError if there is none of that name, as far as this machine knows their names."""
+    known = available_timezones()
+    if (
+        not re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*", name)
+        or name == "Local"
+        or (known and name not in known)
+    ):
         raise UserError(
             f"{name[:80]!r} is not a time zone; allowed: names like UTC or Europe/Berlin", field="--time-zone"
         )
     return name
-
-
-def _is_zone(name: str) -> bool:
-    try:
-        ZoneInfo(name)
-    except (ZoneInfoNotFoundError, ValueError, OSError):
-        return not _has_zones()
-    return True
-
-
-def _has_zones() -> bool:
-    """Whether this machine has a database of time zones; without one a name can't be checked."""
-    try:
-        ZoneInfo("UTC")
-    except (ZoneInfoNotFoundError, OSError):
-        return False
-    return True

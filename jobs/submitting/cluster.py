@@ -36,6 +36,7 @@ from draftmill.storage.errors import StoreError, UserError
 
 FIELD = "--address"
 PORT = 8265
+USUAL_PORT = f"its port is usually {PORT}, not that of --ray-address"
 ANSWER_S = 15.0
 OLDEST_RAY = (2, 40)
 """The oldest Ray that this project runs on (pyproject.toml)."""
@@ -76,7 +77,7 @@ def reach(address: str, headers: dict[str, str]) -> Cluster:
     answer = _asked(f"{url}/api/version", url, headers)
     version = answer.get("ray_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
-        raise UserError(f"{url} answers, but it is not a Ray dashboard; {_usual()}", field=FIELD)
+        raise UserError(f"{url} answers, but it is not a Ray dashboard; {USUAL_PORT}", field=FIELD)
     if (found := re.match(r"(\d+)\.(\d+)", version)) and tuple(map(int, found.groups())) < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise UserError(f"the cluster at {url} runs Ray {version}; {oldest} or newer is needed", field=FIELD)
@@ -96,13 +97,9 @@ def _asked(query: str, url: str, headers: dict[str, str]) -> Any:
     except (OSError, http.client.HTTPException) as error:
         is_http = not isinstance(error, http.client.HTTPException)
         reason = getattr(error, "reason", error) if is_http else "no HTTP"
-        raise UserError(f"{url} did not answer as a Ray dashboard does ({reason}); {_usual()}", field=FIELD) from None
+        raise UserError(f"{url} did not answer as a Ray dashboard does ({reason}); {USUAL_PORT}", field=FIELD) from None
     except ValueError:
-        raise UserError(f"{url} answers, but it is not a Ray dashboard; {_usual()}", field=FIELD) from None
-
-
-def _usual() -> str:
-    return f"its port is usually {PORT}, not that of --ray-address"
+        raise UserError(f"{url} answers, but it is not a Ray dashboard; {USUAL_PORT}", field=FIELD) from None
 
 
 def _refusal(code: int, url: str, *, has_token: bool) -> str:
@@ -110,7 +107,7 @@ def _refusal(code: int, url: str, *, has_token: bool) -> str:
         return f"the cluster at {url} refuses the token of {TOKEN} or {TOKEN_PATH}"
     if code in {401, 403}:
         return f"the cluster at {url} asks for a token: set {MODE}=token, and {TOKEN_PATH} or {TOKEN}"
-    return f"{url} answers with HTTP {code}, so it is not a Ray dashboard; {_usual()}"
+    return f"{url} answers with HTTP {code}, so it is not a Ray dashboard; {USUAL_PORT}"
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

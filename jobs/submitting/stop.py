@@ -54,11 +54,11 @@ def stop_jobs(client: RayJobs, jobs: Sequence[Any], say: Say, *, wait: bool) -> 
         say(f"nothing to stop: {jobs[-1].submission_id} has ended ({jobs[-1].status})")
     for job in running:
         client.stop(str(job.submission_id))
-        say(f"stopping {job.submission_id}: running units may finish, within {patience_s(job):.0f} s")
-    return not wait or all(_ends(client, str(job.submission_id), patience_s(job) + SPARE_S, say) for job in running)
+        say(f"stopping {job.submission_id}: running units may finish, within {_patience_s(job):.0f} s")
+    return not wait or all(_ends(client, str(job.submission_id), _patience_s(job) + SPARE_S, say) for job in running)
 
 
-def patience_s(job: Any) -> float:
+def _patience_s(job: Any) -> float:
     """Seconds from the request to stop until Ray kills the driver."""
     variables = (job.runtime_env or {}).get("env_vars") or {}
     try:
