@@ -35,7 +35,7 @@ from benchmarks.real import chat_prompts, row, shown
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import HOLE, Request
-from draftmill.jobs.commands.evaluate import evaluate
+from draftmill.jobs.harness.evaluate import evaluate
 from draftmill.jobs.harness.options import EvalOptions
 from draftmill.jobs.running.session import RunOptions
 from recipes.corpus import encode, split, standard_library

@@ -27,8 +27,8 @@ import yaml
 
 from draftmill.decoders.base import EngineStats
 from draftmill.decoders.engine.engine import Engine
-from draftmill.jobs.commands.evaluate import evaluate
 from draftmill.jobs.driving.run_log import read_sessions
+from draftmill.jobs.harness.evaluate import evaluate
 from draftmill.jobs.harness.options import EvalOptions
 from draftmill.jobs.running.session import RunOptions
 from draftmill.storage.stores.store import open_store

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _works(arguments: argparse.Namespace) -> bool:
     """Whether the command does work, or follows it: then what it prints is for people. Else it is what the command is for."""
-    return getattr(arguments, "resumes", False) or getattr(arguments, "follows", False)
+    return bool(arguments.resumes or arguments.follows)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -53,8 +53,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except (UserError, StoreError) as error:
         return _complain(arguments, error, code_of(error))
     except KeyboardInterrupt:
-        resumes = getattr(arguments, "resumes", False)  # the other commands leave nothing to resume
-        print(f"draftmill: interrupted{'; run it again to resume' if resumes else ''}", file=sys.stderr)
+        resume = "; run it again to resume" if arguments.resumes else ""  # the other commands leave nothing to resume
+        print(f"draftmill: interrupted{resume}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the user gets one line for any error
         if isinstance(error, BrokenPipeError) and not _works(arguments):

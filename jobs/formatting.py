@@ -1,8 +1,8 @@
-"""Notes to the user during long steps, and counts, rates, sizes and times as text."""
+"""Notes to the user during long steps; counts, rates, sizes, times and tables as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -40,6 +40,21 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def table_lines(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Rows of cells as indented lines with aligned columns; with `right` all but the first are aligned to the right.
+
+    Short rows are filled up with dashes.
+    """
+    count = max(map(len, rows), default=0)
+    full = [[*row, *["-"] * (count - len(row))] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    sides = ["<", *[">" if right else "<"] * (count - 1)]
+    return [
+        "  " + "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in full
+    ]
 
 
 def device_text(facts: Mapping[str, Any]) -> str:

@@ -33,15 +33,20 @@ Orders = Annotated[
 ]
 
 
+Better = Literal["higher", "lower"]
+
+
 class MetricBase(Settings):
     """What every metric has: `name` is the column of a metric with one column, else the beginning of its columns' names.
 
-    `needs_reference` and `needs_text` say what a row must have. Settings in `changes_nothing` don't decide values.
+    `needs_reference` and `needs_text` say what a row must have. Settings in `changes_nothing` don't decide values. `better` says
+    which values are the better ones, None if that depends on the purpose.
     """
 
     needs_reference: ClassVar[bool] = False
     needs_text: ClassVar[bool] = True
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name"})
+    better: ClassVar[Better | None] = None
 
     name: Column | None = Field(default=None, description="the metric's column, or the beginning of its columns' names")
 
@@ -74,6 +79,7 @@ class ExactMatch(MetricBase):
     """1 if the text equals a reference, else 0: as they are, normalised as for SQuAD, or by the last number as for GSM8K."""
 
     needs_reference: ClassVar[bool] = True
+    better: ClassVar[Better | None] = "higher"
     kind: Literal["exact_match", "normalised_match", "number_match"]
 
 
@@ -85,6 +91,7 @@ class Rouge(MetricBase):
     """ROUGE of the text against the reference, by the package rouge-score; of several references the best F counts."""
 
     needs_reference: ClassVar[bool] = True
+    better: ClassVar[Better | None] = "higher"
     kind: Literal["rouge"]
     types: RougeTypes = Field(default=("rouge1", "rouge2", "rougeL"), description="each is a column")
     score: Literal["f", "precision", "recall"] = Field(default="f", description="which value of ROUGE")
@@ -102,6 +109,7 @@ class Bleu(MetricBase):
     """BLEU of the text as one sentence, 0 to 100, by sacrebleu (effective order, exponential smoothing)."""
 
     needs_reference: ClassVar[bool] = True
+    better: ClassVar[Better | None] = "higher"
     kind: Literal["bleu"]
     lowercase: bool = Field(default=False, description="ignore case")
     tokenize: Literal["13a", "intl", "char", "none"] = Field(default="13a", description="sacrebleu's tokenizer")
@@ -111,6 +119,7 @@ class Chrf(MetricBase):
     """chrF of the text as one sentence, 0 to 100, by sacrebleu."""
 
     needs_reference: ClassVar[bool] = True
+    better: ClassVar[Better | None] = "higher"
     kind: Literal["chrf"]
     word_order: Annotated[int, Field(ge=0, le=4)] = Field(default=0, description="2 is chrF++")
     lowercase: bool = Field(default=False, description="ignore case")
@@ -120,6 +129,7 @@ class EditSimilarity(MetricBase):
     """1 - Levenshtein distance / length of the longer one, over characters or words; of several references the best."""
 
     needs_reference: ClassVar[bool] = True
+    better: ClassVar[Better | None] = "higher"
     kind: Literal["edit_similarity"]
     over: Literal["characters", "words"] = Field(default="characters", description="what is compared")
 
@@ -202,6 +212,7 @@ class PassAtK(MetricBase):
     """
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "sandbox", "allow_code_execution"})
+    better: ClassVar[Better | None] = "higher"
     kind: Literal["pass_at_k"]
     k: Ks = Field(default=(1,), description="the k of pass@k, at most sampling.n")
     program: Annotated[str, Field(min_length=1)] = Field(default=HUMANEVAL, description="Python with {text} and {NAME}")
@@ -274,6 +285,20 @@ KINDS: Final[Mapping[str, type[MetricBase]]] = {
     kind: one for one in get_args(Metric) for kind in get_args(one.model_fields["kind"].annotation)
 }
 """The settings class of each kind."""
+
+_HIGHER = ("acc", "bleu", "chrf", "edit_similarity", "is_greedy", "logprob", "pass", "rouge")
+_LOWER = ("perplexity", "bits_per_byte")
+
+
+def better_of(kind: str | None, column: str) -> Better | None:
+    """Which values of a metric's column are better, None if unknown. Of a judge and of one's own metrics, its name says it."""
+    known = KINDS.get(kind or "")
+    if known is not None and known not in {Judge, OwnMetric}:
+        return known.better
+    if any(part in column for part in _LOWER):
+        return "lower"
+    return "higher" if "match" in column or column.endswith("_logprob") or column.startswith(_HIGHER) else None
+
 
 _PASS = re.compile(r"pass@(k|[1-9]\d{0,5})")
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.actors.metrics.settings import Better
 from draftmill.jobs.analysis.rows import By, RunRows, positions, read_rows, row_numbers
-from draftmill.jobs.analysis.runs import FinishedRun
-from draftmill.jobs.analysis.same_work import check_same_work, same_tokenizer
+from draftmill.jobs.analysis.runs import FinishedRun, check_same_work, same_tokenizer
 from draftmill.jobs.analysis.statistics import (
     ALPHA,
     Floats,
@@ -26,8 +26,6 @@ from draftmill.storage.errors import UserError
 
 Verdict = Literal["higher", "lower", "equal", "not distinguishable"]
 Test = Literal["McNemar", "sign flips"]
-
-RATIOS: Final = ("nfe", "nfe_draft", "tokens", "nfe_per_token", "device_s_per_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +50,20 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class RatioFigure:
-    """A figure of a run divided by the baseline's, over all pairs."""
+    """A figure of a run divided by the baseline's, over all pairs. `better` says which values are better."""
 
     baseline: float
     run: float
     ratio: Interval
     verdict: Verdict
+    better: Better | None
 
 
 @dataclass(frozen=True, slots=True)
 class MetricFigure:
     """A metric over the `pairs` that have it in both runs: both means, and the mean of run minus baseline.
+
+    `better` says which values are better, None if that is not known.
 
     `only_baseline` and `only_run` count, for a metric of zeros and ones, the pairs in which it is 1 in one run only.
     """
@@ -74,6 +75,7 @@ class MetricFigure:
     test: Test
     p: float
     verdict: Verdict
+    better: Better | None = None
     only_baseline: int | None = None
     only_run: int | None = None
 
@@ -216,13 +218,16 @@ def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, 
     statistics += [_mean(8 + 2 * number) for number in range(len(names))]
     intervals = bootstrap(sums_GS, statistics)
     ratios = {
-        name: _ratio_figure(sums_GS.sum(axis=0), _PLACES[name], interval)
-        for name, interval in zip(RATIOS, intervals, strict=False)
+        name: _ratio_figure(sums_GS.sum(axis=0), name, interval)
+        for name, interval in zip(_PLACES, intervals, strict=False)
         if np.isfinite(interval.value)
     }
     metrics = {
-        name: _metric_figure(pairs, baseline.metrics[name], rows.metrics[name], interval, sums_GS[:, 8 + 2 * number])
-        for number, (name, interval) in enumerate(zip(names, intervals[len(RATIOS) :], strict=True))
+        name: replace(
+            _metric_figure(pairs, baseline.metrics[name], rows.metrics[name], interval, sums_GS[:, 8 + 2 * number]),
+            better=rows.better.get(name),
+        )
+        for number, (name, interval) in enumerate(zip(names, intervals[len(_PLACES) :], strict=True))
         if sums_GS[:, 9 + 2 * number].any()
     }
     return ratios, metrics
@@ -267,11 +272,11 @@ def _mean(place: int) -> Statistic:
     return lambda sums: sums[..., place] / sums[..., place + 1]
 
 
-def _ratio_figure(sums: Floats, places: tuple[int, int | None], ratio: Interval) -> RatioFigure:
-    above, below = places
+def _ratio_figure(sums: Floats, name: str, ratio: Interval) -> RatioFigure:
+    above, below = _PLACES[name]
     baseline = float(_figure(sums, above, below))
     run = float(_figure(sums, above + 4, None if below is None else below + 4))
-    return RatioFigure(baseline, run, ratio, verdict(ratio, 1.0))
+    return RatioFigure(baseline, run, ratio, verdict(ratio, 1.0), None if name == "tokens" else "lower")
 
 
 def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:

@@ -1,31 +1,38 @@
-"""Puts a report together: what was run, tables, and plots of one run or of a sweep's cases, as one HTML page."""
+"""`draftmill report`: one HTML file about a finished run, or about the cases of a sweep: what was run, tables, and five plots.
+
+The page is report.html.j2, beside this file; here is what it is filled with.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from draftmill.jobs.analysis import page, plots
-from draftmill.jobs.analysis.case import Case, read_case
+from draftmill.jobs.analysis import plots
+from draftmill.jobs.analysis.compare import comparison_table, equal_text, heading, notes, number, runs_table
 from draftmill.jobs.analysis.comparison import Comparisons, baselines_of, compare_runs
-from draftmill.jobs.analysis.comparison_text import comparison_table, equal_text, heading, notes, number, runs_table
-from draftmill.jobs.analysis.runs import FinishedRun, Found
-from draftmill.jobs.analysis.same_work import check_same_work
+from draftmill.jobs.analysis.run_statistics import RunStatistics, read_statistics
+from draftmill.jobs.analysis.runs import SWEEP, FinishedRun, Found, check_same_work, find_runs
 from draftmill.jobs.analysis.statistics import LEVEL
-from draftmill.jobs.analysis.svg import inline_svg, plotting
 from draftmill.jobs.driving.cost import PURPOSES, cost_rows, hours_text, money_cells, purposes_of
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
+from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.summary import is_small
 from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
+from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.store import open_store
 
-QUALITY_PLOTS: Final = 8
-"""The number of metrics, by name, that get a plot; tables have all."""
+MADE_BY: Final = '<meta name="generator" content="draftmill report">'
+"""How a report is recognized, to be replaced by a newer one."""
 
 EFFICIENCY: Final = {
     "token_padding_eff": "padding efficiency (useful token rows, of those computed)",
@@ -36,6 +43,54 @@ EFFICIENCY: Final = {
 }
 
 
+def report(
+    place: str, out: str, *, baseline: str | None = None, overwrite: bool = False, s3: S3Options | None = None
+) -> int:
+    """Write the report on `place` to the local file `out`; returns the exit code.
+
+    `baseline` is the case with which the others are compared. An earlier report is replaced.
+
+    Raises UserError if there is no finished run, if the file exists and is something else, or if
+    matplotlib is missing.
+    """
+    target = _checked_target(out, overwrite=overwrite)
+    store = open_store(place, s3=s3)
+    found = find_runs([place], s3=s3)
+    is_sweep = store.exists(SWEEP)
+    title = place.rstrip("/").rpartition("/")[2] if is_sweep else found.runs[0].plan.spec.name
+    content = report_page(found, f"{'Sweep' if is_sweep else 'Run'}: {title}", baseline=baseline)
+    _write_whole(target, content.encode())
+    print(f"{out}: {len(content.encode()):,} bytes")
+    return OK
+
+
+def _checked_target(out: str, *, overwrite: bool) -> Path:
+    """The file to write; UserError if it can't be written, before anything is read."""
+    target = Path(os.path.expanduser(out))
+    if "://" in out:
+        raise UserError(f"{out!r} is not a local file", field="--out")
+    if target.is_dir() or not target.parent.is_dir():
+        raise UserError(f"{out!r} is a folder, or in a folder that does not exist; allowed: a file", field="--out")
+    if target.exists() and not overwrite and not _is_report(target):
+        raise UserError(f"{out!r} exists and is not a report; --overwrite replaces it", field="--out")
+    return target
+
+
+def _is_report(target: Path) -> bool:
+    with target.open("rb") as file:
+        return MADE_BY.encode() in file.read(1000)
+
+
+def _write_whole(target: Path, data: bytes) -> None:
+    """The file appears whole, or not at all."""
+    half = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        half.write_bytes(data)
+        half.replace(target)
+    finally:
+        half.unlink(missing_ok=True)
+
+
 def report_page(found: Found, title: str, *, baseline: str | None = None) -> str:
     """The page of these runs; several are the cases of a sweep, with their short names.
 
@@ -43,13 +98,48 @@ def report_page(found: Found, title: str, *, baseline: str | None = None) -> str
     """
     if not found.runs:
         raise UserError(f"no finished run to report on; not finished: {', '.join(found.unfinished)}")
-    with plotting():
+    with plots.plotting():
         runs = [replace(run, name=run.short or run.name) for run in found.runs]
         compared = [] if len(runs) == 1 else comparisons_of(runs, chosen_name(found.runs, baseline))
-        cases = [read_case(run) for run in runs]
+        cases = [read_statistics(run) for run in runs]
         sections = list(_sections(cases, compared))
-    top = page.cards(_key_figures(cases[0])) if len(cases) == 1 else ""
-    return page.page(title, _lead(cases, found.unfinished), top, sections, _foot(cases))
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+    )
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        lead=_lead(cases, found.unfinished),
+        cards=list(_key_figures(cases[0])) if len(cases) == 1 else [],
+        sections=[section for section in sections if section["parts"]],
+        foot=_foot(cases),
+    )
+
+
+Part = dict[str, Any]
+"""A part of a section, as the template shows it: its `kind`, and what such a part has."""
+
+
+def _table(title: str, rows: Sequence[Sequence[str]], *, words: Sequence[int] = ()) -> Part:
+    """A table with a header row; the first cell of each row is its heading, `words` are columns of text."""
+    return {"kind": "table", "title": title, "rows": rows, "words": words}
+
+
+def _facts(title: str, pairs: Iterable[tuple[str, object]]) -> Part:
+    return {"kind": "facts", "title": title, "pairs": list(pairs)}
+
+
+def _note(text: str) -> Part:
+    return {"kind": "note", "text": text}
+
+
+def _details(title: str, data: Any) -> Part:
+    """Data as YAML that the reader can open."""
+    return {"kind": "details", "title": title, "text": yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}
 
 
 def chosen_name(runs: Sequence[FinishedRun], baseline: str | None) -> str | None:
@@ -84,36 +174,30 @@ def _same_work(one: FinishedRun, other: FinishedRun) -> bool:
     return True
 
 
-def _sections(cases: Sequence[Case], compared: Sequence[Comparisons]) -> Iterator[tuple[str, str, str]]:
-    numbers = itertools.count(1)
-
-    def drawn(*made: plots.Plot | None) -> list[str]:
-        return [_figure(plot, f"plot{next(numbers)}") for plot in made if plot is not None]
-
-    names = sorted({name for case in cases for name in case.metrics})
-    quality = drawn(*(plots.quality_plots(cases, names[:QUALITY_PLOTS]) if len(cases) > 1 else []))
-    tasks = {case.run.plan.spec.task.kind for case in cases}
-    iterating = [] if tasks == {"score"} else [plots.acceptance_plot(cases)]
+def _sections(cases: Sequence[RunStatistics], compared: Sequence[Comparisons]) -> Iterator[dict[str, Any]]:
     for name, title, parts in (
-        ("results", "Results", [_results(cases), _costs(cases), _metrics(cases)]),
-        ("quality", "Quality against cost", [*quality, *drawn(plots.cost_plot(cases))]),
+        ("results", "Results", [_results(cases), *_costs(cases), *_metrics(cases)]),
+        ("quality", "Quality against cost", _figures("quality", plots.quality_plot(cases))),
         ("pairs", "Paired comparison", [part for one in compared for part in _comparison(one)]),
-        ("acceptance", "Acceptance", drawn(*iterating)),
-        ("effort", "Forwards", drawn(plots.length_plot(cases), plots.mask_plot(cases))),
-        ("time", "Time", drawn(plots.course_plot(cases), plots.times_plot(cases))),
-        ("errors", "Errors", [*drawn(plots.errors_plot(cases)), _errors(cases)]),
-        ("lengths", "Lengths", drawn(plots.sizes_plot(cases))),
-        ("run", "What was run", _what_was_run(cases)),
+        ("acceptance", "Acceptance", _figures("acceptance", plots.acceptance_plot(cases))),
+        ("effort", "Forwards", _figures("effort", plots.length_plot(cases))),
+        ("time", "Time", _figures("time", plots.course_plot(cases), plots.times_plot(cases))),
+        ("errors", "Errors", [_errors(cases)]),
+        ("run", "What was run", list(_what_was_run(cases))),
     ):
-        yield name, title, page.section(name, title, parts)
+        yield {"name": name, "title": title, "parts": parts}
 
 
-def _figure(plot: plots.Plot, name: str) -> str:
-    svg = inline_svg(plot.figure, name, plot.title, plot.description)
-    return page.figure(name, plot.title, plot.caption, svg, plot.description)
+def _figures(section: str, *drawn: plots.Plot | None) -> list[Part]:
+    found = []
+    for place, plot in enumerate(filter(None, drawn), start=1):
+        name = f"{section}-plot{place}"
+        svg = plots.inline_svg(plot.figure, name, plot.title, plot.description)
+        found.append({"kind": "figure", "name": name, "plot": plot, "svg": svg})
+    return found
 
 
-def _lead(cases: Sequence[Case], unfinished: Sequence[str]) -> str:
+def _lead(cases: Sequence[RunStatistics], unfinished: Sequence[str]) -> str:
     if len(cases) == 1:
         spec = cases[0].run.plan.spec
         return f"{spec.decoder.kind} on {spec.model.path}, task {spec.task.kind}, {cases[0].figures.samples:,} samples"
@@ -122,7 +206,7 @@ def _lead(cases: Sequence[Case], unfinished: Sequence[str]) -> str:
     return f"{counted(len(cases), 'case')}, {samples:,} samples.{left_out}"
 
 
-def _key_figures(case: Case) -> Iterator[tuple[str, str]]:
+def _key_figures(case: RunStatistics) -> Iterator[tuple[str, str]]:
     figures = case.figures
     yield "samples", f"{figures.samples:,}"
     yield "failed", f"{figures.failed:,}"
@@ -135,14 +219,14 @@ def _key_figures(case: Case) -> Iterator[tuple[str, str]]:
         yield "tokens per second", rate_text(ratio(case.sessions.committed.new_tokens, case.sessions.wall_s))
 
 
-def _results(cases: Sequence[Case]) -> str:
+def _results(cases: Sequence[RunStatistics]) -> Part:
     if len(cases) == 1:
-        return page.facts("The run in figures", _figures(cases[0]))
+        return _facts("The run in figures", _run_figures(cases[0]))
     figures = [case.figures for case in cases]
-    return page.table("Each case over its own samples", runs_table(figures, with_metrics=False), words=[1])
+    return _table("Each case over its own samples", runs_table(figures, with_metrics=False), words=[1])
 
 
-def _figures(case: Case) -> Iterator[tuple[str, str]]:
+def _run_figures(case: RunStatistics) -> Iterator[tuple[str, str]]:
     figures = case.figures
     yield "samples", f"{figures.samples:,} ({figures.samples - figures.failed:,} ok, {figures.failed:,} failed)"
     yield "tokens", f"{figures.tokens:,} {case.run.plan.spec.task.done}, {case.prompt_tokens:,} given"
@@ -160,24 +244,24 @@ def _figures(case: Case) -> Iterator[tuple[str, str]]:
     yield from cost_rows(case.spent, figures.tokens)
 
 
-def _costs(cases: Sequence[Case]) -> str:
+def _costs(cases: Sequence[RunStatistics]) -> list[Part]:
     """Device time by purpose, and its price, if any case has them."""
     if len(cases) == 1 or not any(case.spent.up_s for case in cases):
-        return ""
+        return []
     rows = [["run", "device time", *PURPOSES, "cost", "per million tokens"]]
     for case in cases:
         hours = map(hours_text, [case.spent.up_s, *purposes_of(case.spent).values()])
         rows.append([case.figures.name, *hours, *money_cells(case.spent, case.figures.tokens)])
-    return page.table("Device time and cost", rows, words=[])
+    return [_table("Device time and cost", rows)]
 
 
-def commits_one_more(case: Case) -> bool:
+def commits_one_more(case: RunStatistics) -> bool:
     """Whether iterations commit the accepted drafts and one more token, up to what the ends of texts cut off."""
     beyond = case.iterations + case.accepted - case.figures.tokens
     return abs(beyond) <= case.figures.samples + 0.02 * case.figures.tokens
 
 
-def _machine_figures(case: Case) -> Iterator[tuple[str, str]]:
+def _machine_figures(case: RunStatistics) -> Iterator[tuple[str, str]]:
     sessions = case.sessions
     if not sessions.wall_s:
         return
@@ -188,7 +272,7 @@ def _machine_figures(case: Case) -> Iterator[tuple[str, str]]:
         yield from ((label, f"{found[name]:.1%}") for name, label in EFFICIENCY.items() if name in found)
 
 
-def _metrics(cases: Sequence[Case]) -> str:
+def _metrics(cases: Sequence[RunStatistics]) -> list[Part]:
     rows = [
         [
             *([case.figures.name] if len(cases) > 1 else []),
@@ -200,48 +284,47 @@ def _metrics(cases: Sequence[Case]) -> str:
         for name, mean in case.metrics.items()
     ]
     if not rows:
-        return ""
+        return []
     head = [*(["case"] if len(cases) > 1 else []), "metric", f"mean ({LEVEL:.0%} interval)", "samples"]
-    return page.table("Metrics: means over the samples that have a value", [head, *rows])
+    return [_table("Metrics: means over the samples that have a value", [head, *rows])]
 
 
-def _comparison(found: Comparisons) -> Iterator[str]:
+def _comparison(found: Comparisons) -> Iterator[Part]:
     for one in found.against:
-        yield page.table(heading(one), comparison_table(one), words=[3, 4])
-        yield page.paragraph(equal_text(one), "note")
-    yield from (page.paragraph(note, "note") for note in notes(found))
+        yield _table(heading(one), comparison_table(one), words=[3, 4])
+        if alike := equal_text(one):
+            yield _note(alike)
+    yield from map(_note, notes(found))
 
 
-def _errors(cases: Sequence[Case]) -> str:
+def _errors(cases: Sequence[RunStatistics]) -> Part:
     rows = [
         [*([case.figures.name] if len(cases) > 1 else []), kind, f"{count:,}", *map(_brief, case.examples[kind])]
         for case in cases
         for kind, count in case.errors.items()
     ]
     if not rows:
-        return page.paragraph("No sample failed.")
+        return _note("No sample failed.")
     head = [*(["case"] if len(cases) > 1 else []), "class", "samples", "first id", "its message"]
-    return page.table(
-        "Failed samples, with the first of each class", [head, *rows], words=[len(head) - 2, len(head) - 1]
-    )
+    return _table("Failed samples, with the first of each class", [head, *rows], words=[len(head) - 2, len(head) - 1])
 
 
-def _what_was_run(cases: Sequence[Case]) -> Iterator[str]:
+def _what_was_run(cases: Sequence[RunStatistics]) -> Iterator[Part]:
     """What all cases share, once, and for each case what differs; the whole spec of the first, and of the others what differs."""
     jobs = [dict(_job(case)) for case in cases]
     specs = [_lines(case.run.plan.spec.model_dump(mode="json")) for case in cases]
     shared = {name: value for name, value in jobs[0].items() if all(job.get(name) == value for job in jobs)}
-    yield page.facts("The job" if len(cases) == 1 else "The same in all cases", shared.items())
+    yield _facts("The job" if len(cases) == 1 else "The same in all cases", shared.items())
     for case, job in zip(cases, jobs, strict=True):
         own = {name: value for name, value in job.items() if name not in shared}
         if own:
-            yield page.facts(case.figures.name, own.items())
+            yield _facts(case.figures.name, own.items())
     title = "The whole spec" if len(cases) == 1 else f"The whole spec of {cases[0].figures.name}"
-    yield page.details(title, page.preformatted(_yaml(cases[0].run.plan.spec.model_dump(mode="json"))))
+    yield _details(title, cases[0].run.plan.spec.model_dump(mode="json"))
     for case, spec in zip(cases[1:], specs[1:], strict=True):
         differs = {key: value for key, value in spec.items() if specs[0].get(key, ...) != value}
         differs |= dict.fromkeys(specs[0].keys() - spec.keys(), "not set")
-        yield page.details(f"How the spec of {case.figures.name} differs", page.preformatted(_yaml(differs)))
+        yield _details(f"How the spec of {case.figures.name} differs", differs)
 
 
 def _lines(spec: Any, key: str = "") -> dict[str, Any]:
@@ -254,11 +337,7 @@ def _lines(spec: Any, key: str = "") -> dict[str, Any]:
     return found
 
 
-def _yaml(data: Any) -> str:
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
-
-
-def _job(case: Case) -> Iterator[tuple[str, Any]]:
+def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     plan = case.run.plan
     spec, results = plan.spec, plan.results
     yield "name", spec.name
@@ -304,6 +383,6 @@ def _brief(message: str) -> str:
     return message if len(message) <= 120 else f"{message[:117]}..."
 
 
-def _foot(cases: Sequence[Case]) -> str:
+def _foot(cases: Sequence[RunStatistics]) -> str:
     versions = ", ".join(sorted({case.run.plan.code_version for case in cases}))
     return f"Made by draftmill report from the files of the run alone (version {versions}). Figures are counted or measured."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
 
@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from draftmill.actors.metrics.settings import Better, better_of
 from draftmill.jobs.analysis.runs import FinishedRun
 from draftmill.jobs.finished.passes import latest_rows
 from draftmill.storage.errors import StoreError
-from draftmill.storage.runs.metric_files import read_metrics
+from draftmill.storage.runs.metric_files import metric_sets, read_metrics
 
 COUNTS: Final = ("prompt_tokens", "new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted")
 SCORES: Final = ("logprob", "is_greedy")
@@ -29,6 +30,8 @@ By = Literal["tokens", "text"]
 class RunRows:
     """The rows of a run in plan order, N samples. Counts and seconds are 0 where null; a metric is NaN where a row has none.
 
+    `better` says of each metric which values are better, None where that is not known.
+
     `digest_N` is a 64-bit hash of the tokens (or the text); two different ones are equal with probability 2**-64.
     """
 
@@ -39,6 +42,7 @@ class RunRows:
     counts: dict[str, NDArray[np.int32]]
     device_s_N: NDArray[np.float64]
     metrics: dict[str, NDArray[np.float64]]
+    better: dict[str, Better | None] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -59,6 +63,8 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
     sample_N = _joined(parts, "sample", np.int32)
     metrics = _metric_columns([part["metrics"] for part in parts], [len(part["sample"]) for part in parts])
     metrics |= metrics_of_files(run, ids, sample_N)
+    sets = metric_sets(run.store).values()
+    kinds = {column: one.settings.get("kind") for of in sets for one in of.metrics for column in one.columns}
     return RunRows(
         ids,
         sample_N,
@@ -67,6 +73,7 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
         {name: _joined(parts, name, np.int32) for name in COUNTS},
         _joined(parts, "device_s", np.float64),
         dict(sorted(metrics.items())),
+        {name: better_of(kinds.get(name), name) for name in metrics},
     )
 
 

@@ -6,10 +6,15 @@ not at all. Failed samples can go to a separate file; in the openai format they 
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
+import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -17,21 +22,34 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.exporting.openai import OPENAI_COLUMNS, OpenAISink
-from draftmill.jobs.exporting.places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
-from draftmill.jobs.exporting.rows import SUCCESS, CsvSink, LineSink, ParquetSink, PartsSink, Sink, Target, part_name
+from draftmill.jobs.exporting.formats import (
+    OPENAI_COLUMNS,
+    SUCCESS,
+    CsvSink,
+    LineSink,
+    OpenAISink,
+    ParquetSink,
+    PartsSink,
+    Sink,
+    Target,
+    part_name,
+)
 from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan
-from draftmill.storage.errors import UserError
+from draftmill.jobs.spec.places import path_problem
+from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import AlreadyExists, S3Options
+from draftmill.storage.stores.local import linked, sync_folder
 from draftmill.storage.stores.store import open_store
 
-FORMATS = ("openai", "jsonl", "csv", "parquet")
-ORDERS = ("plan", "input")
+STDOUT = "-"
+OUT, ERRORS = "--out", "--errors"
+S3 = "s3://"
+
+
 COLUMNS, FILE_MB = "--columns", "--file-mb"
-MIB = 2**20
 PART = re.compile(rf"part-\d{{5,}}\.parquet|{SUCCESS}")
 
 
@@ -49,8 +67,8 @@ def export(
 ) -> int:
     """Write the run's rows to `out` (and those that are not ok to `errors`, if given); returns the exit code.
 
-    `columns` selects columns of the result table, an empty list all of them; `order` is one of ORDERS. With `file_mb`, `out` is a
-    folder of Parquet files of at most so many MiB.
+    `columns` selects columns of the result table, an empty list all of them; `order` is "plan" or "input". With `file_mb`, `out`
+    is a folder of Parquet files of at most so many MiB.
 
     Raises UserError if the run is not finished, or if it can't be exported in this way.
     """
@@ -65,7 +83,7 @@ def export(
         out = out.rstrip("/") or out
     check_places(store.url, kind, out, errors)
     if file_mb is not None:
-        return export_parts(passes, wanted, out, file_bytes=file_mb * MIB, overwrite=overwrite, order=order, s3=s3)
+        return export_parts(passes, wanted, out, file_bytes=file_mb * 2**20, overwrite=overwrite, order=order, s3=s3)
     with ExitStack() as stack:
         # Closed in reverse order: if `out` exists, its errors do too.
         files = [
@@ -255,3 +273,119 @@ def places(planned: pa.Table) -> NDArray[np.int64]:
     """The positions of unit table rows in the input, as numbers that sort in input order; int64 [rows]."""
     files = planned["file"].to_numpy().astype(np.int64)
     return (files << ROW_BITS) + planned["row"].to_numpy()
+
+
+# ---- where an export may go
+
+
+def errors_beside(out: str) -> str:
+    """`answers.jsonl` -> `answers.errors.jsonl`, in the same folder or under the same prefix."""
+    if out == STDOUT:
+        raise UserError("with --format openai, failed samples need a separate file; name one", field=ERRORS)
+    folder, slash, name = out.rstrip("/").rpartition("/")
+    stem, suffix = os.path.splitext(name)
+    return f"{folder}{slash}{stem}.errors{suffix}"
+
+
+def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
+    """Raise UserError for a place that can't or must not be written. Contacts no server."""
+    for field, place in ((OUT, out), (ERRORS, errors)):
+        if place is None or place == STDOUT:
+            continue
+        problem = "'' is not a path" if not place else path_problem(place, ("s3",)) or _key_problem(place)
+        if problem is None and _inside(place, run_url):
+            problem = f"{place!r} is inside the run directory, which may hold only the run's own files"
+        if problem is not None:
+            raise UserError(problem, field=field)
+    if errors is not None and errors in {out, STDOUT}:
+        raise UserError(f"{errors!r} can't take the failed samples; name a separate file", field=ERRORS)
+    if kind == "parquet" and out == STDOUT:
+        raise UserError("Parquet can't be written to standard output; name a file", field=OUT)
+
+
+def _key_problem(place: str) -> str | None:
+    if not place.startswith(S3):
+        return None
+    bucket, _, key = place.removeprefix(S3).partition("/")
+    if not bucket or {"", ".", ".."} & set(key.split("/")):
+        return f"{place!r} does not name an object; allowed: s3://bucket/key, without empty parts, . and .. in the key"
+    return None
+
+
+def _inside(place: str, run_url: str) -> bool:
+    if place.startswith(S3) or "://" in run_url:
+        return f"{place}/".startswith(f"{run_url.rstrip('/')}/")
+    return Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
+
+
+# ---- a file that appears whole or not at all
+
+
+def written(place: str, *, field: str, overwrite: bool, s3: S3Options | None) -> AbstractContextManager[Target]:
+    """A file that appears under its name when the block succeeds; if the block raises, nothing is left.
+
+    Raises UserError if the place can't be written. `field` is the argument that names the place.
+    """
+    if place == STDOUT:
+        return _standard_output()
+    if place.startswith(S3):
+        return _object(place, field, overwrite, s3 or S3Options())
+    return _local_file(place, field, overwrite)
+
+
+@contextmanager
+def _standard_output() -> Iterator[IO[bytes]]:
+    yield sys.stdout.buffer
+    sys.stdout.buffer.flush()
+
+
+@contextmanager
+def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iterator[Target]:
+    # Imported only here: importing boto3 takes a third of a second, and an export to local disk doesn't need it.
+    from draftmill.storage.stores.s3 import S3Store
+    from draftmill.storage.stores.upload import Upload, abort_orphans
+
+    bucket, _, key = place.removeprefix(S3).partition("/")
+    store = S3Store(f"{S3}{bucket}", options)
+    abort_orphans(store, key)
+    if not overwrite and store.exists(key):
+        raise _taken(place, field)
+    try:
+        with Upload(store, key, overwrite=overwrite) as file:
+            yield file
+    except AlreadyExists:
+        raise _taken(place, field) from None
+
+
+@contextmanager
+def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
+    path = Path(place).expanduser().resolve()  # write a link's target and keep the link
+    temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
+    try:
+        if path.is_dir():
+            raise UserError(f"{place!r} is a folder", field=field)
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:  # a pipe or a device: write to it directly, never replace it
+                yield file
+            return
+        if path.exists() and not overwrite:
+            raise _taken(place, field)
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if overwrite:
+            os.replace(temporary, path)
+        elif not linked(temporary, path):  # another program was faster
+            raise _taken(place, field)
+        sync_folder(path.parent)
+    except OSError as error:
+        kind = UserError if error.filename is not None else StoreError
+        raise kind(f"{place}: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _taken(place: str, field: str) -> UserError:
+    return UserError(f"{place!r} already exists; --overwrite replaces it", field=field)

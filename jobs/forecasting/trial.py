@@ -5,18 +5,21 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.job import WorkerResources
 from draftmill.actors.loop.loading import ModelCache, build, load_networks, most_canvases
-from draftmill.actors.loop.memory import fit
+from draftmill.actors.loop.memory import Room, fit
 from draftmill.actors.rows.canvas import Canvas, runs
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.row import row_id, row_key
@@ -24,11 +27,6 @@ from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import guarded
 from draftmill.decoders.base import HOLE, Decoder, Request
 from draftmill.jobs.driving.allocation import fitting_threads
-from draftmill.jobs.forecasting.forecast import (
-    Made,
-    Trial,
-    TrialSample,
-)
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import lacks_a_column, make_maker, no_column
 from draftmill.jobs.plan.prepare import Prepared
@@ -41,28 +39,74 @@ from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 
 SAMPLE_ROWS = 512
-
-
 TRIAL_ROWS = 64
-
-
 TRIAL_S = 5.0
-
-
-FIRST_FLOP = 2e10
-
-
-LONGEST_FLOP = 2e11
+FIRST_FLOP, LONGEST_FLOP = 2e10, 2e11
 """Limits of the trial's first forward and of its longest canvas, at 2 FLOP per token and parameter: under a second, and a few
 seconds, on one slow core. A forward can't be interrupted, so its size is bounded."""
 
-
-QUICK_S = 0.5
-
-
-LEAST_TOKENS = 16
+QUICK_S, LEAST_TOKENS = 0.5, 16
 """After a step that took less than QUICK_S, the next one may admit twice as many tokens. The first budget is at least
 LEAST_TOKENS."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSample:
+    """The first rows of the input as the planner sees them; `total` is the number of all rows, `exact` or estimated."""
+
+    table: pa.Table
+    total: int
+    exact: bool
+
+    def lengths(self) -> NDArray[np.int32]:
+        """Canvas tokens of each row, int32 [rows]."""
+        return np.asarray(self.table["length"].to_numpy(), dtype=np.int32)
+
+    def masked(self) -> NDArray[np.int32]:
+        """Tokens to generate of each row, int32 [rows]."""
+        return np.asarray(self.table["holes"].to_numpy(), dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRow:
+    """A row and its canvas."""
+
+    id: str
+    key: int
+    canvas: Canvas
+
+    def request(self, handle: int) -> Request:
+        """The request for a decoder."""
+        canvas = self.canvas
+        return Request(
+            handle,
+            self.key,
+            canvas.tokens,
+            score_from=canvas.score_from,
+            settings=canvas.settings,
+            scored=canvas.scored,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Measurements from briefly decoding a few rows; `memory_bytes` is the peak of the process or of the GPU.
+
+    `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
+    hold that runs alone on this machine.
+
+    `exact` says whether results are bit-identical in any batch, `device` what was computed with (actors/loop/device_facts.py).
+    """
+
+    exact: bool
+    rows: int
+    tokens: int
+    took_s: float
+    memory_bytes: int
+    where: str
+    longest: int | None = None
+    room: Room | None = None
+    device: Mapping[str, Any] = field(default_factory=dict)
 
 
 def take_sample(prepared: Prepared) -> TrialSample:
@@ -102,13 +146,13 @@ def maker_of(prepared: Prepared) -> Maker:
     return make_maker(prepared.spec, prepared.tokenizer, prepared.info, prepared.hashes)
 
 
-def first_canvases(prepared: Prepared, count: int) -> list[Made]:
+def first_canvases(prepared: Prepared, count: int) -> list[TrialRow]:
     """The first rows that have a canvas."""
     tried = islice(_canvases(prepared), SAMPLE_ROWS)
-    return list(islice((made for made in tried if isinstance(made, Made)), count))
+    return list(islice((made for made in tried if isinstance(made, TrialRow)), count))
 
 
-def _canvases(prepared: Prepared) -> Iterator[Made | RowError]:
+def _canvases(prepared: Prepared) -> Iterator[TrialRow | RowError]:
     spec, maker = prepared.spec, maker_of(prepared)
     columns = spec.input.columns.wanted(spec.task)
     for file in prepared.inputs:
@@ -116,17 +160,17 @@ def _canvases(prepared: Prepared) -> Iterator[Made | RowError]:
             yield guarded(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
 
 
-def canvas_of(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
+def canvas_of(spec: JobSpec, maker: Maker, row: Row, name: str) -> TrialRow:
     if row.error is not None:
         raise row.error
     values = row.values or {}
     name = row_id(values, spec.input.columns) or name
     key = row_key(values, spec.input.columns, job_seed=spec.seed, sample_id=name)
-    return Made(name, key, maker.make(values, key))
+    return TrialRow(name, key, maker.make(values, key))
 
 
 def try_out(
-    prepared: Prepared, rows: Sequence[Made], *, trial_s: float = TRIAL_S, model_cache: ModelCache | None = None
+    prepared: Prepared, rows: Sequence[TrialRow], *, trial_s: float = TRIAL_S, model_cache: ModelCache | None = None
 ) -> Trial:
     """Load the model and decode these rows for about `trial_s`; raises UserError if the weights are unusable.
 
@@ -160,7 +204,7 @@ def _rows_at_once(spec: JobSpec, lengths: Sequence[int], budget: int) -> int:
     return canvases if canvases == len(lengths) else max(1, min(canvases, budget // max(lengths)))
 
 
-def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int, trial_s: float = TRIAL_S) -> tuple[int, float]:
+def _decoded(decoder: Decoder, rows: Sequence[TrialRow], budget: int, trial_s: float = TRIAL_S) -> tuple[int, float]:
     """Decode for about `trial_s`; returns tokens and seconds. `budget` is the number of canvas tokens the first step admits."""
     waiting = deque(row.request(number) for number, row in enumerate(rows))
     began_s = time.perf_counter()
@@ -176,7 +220,7 @@ def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int, trial_s: float
     return decoder.stats.committed, time.perf_counter() - began_s  # time sufficed only for the first step
 
 
-def shortened(row: Made, most: int) -> Made:
+def shortened(row: TrialRow, most: int) -> TrialRow:
     """The row with its canvas cut to `most` tokens around the first one that is generated or scored."""
     canvas = row.canvas
     if len(canvas.tokens) <= most:

@@ -13,10 +13,8 @@ from lm_eval.api.model import LM
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
-from draftmill.jobs.harness.encoding import Encoder, Scored
-from draftmill.jobs.harness.generation import Generation, generation_of
-from draftmill.jobs.harness.rows import Asked, Instance, Rows, numbered
-from draftmill.jobs.harness.runs import Done, Row, Runs
+from draftmill.jobs.harness.requests import Encoder, Generation, Scored, generation_of
+from draftmill.jobs.harness.runs import Asked, Done, Instance, Row, Rows, Runs, numbered
 from draftmill.jobs.harness.spec import EvalSpec
 from draftmill.storage.errors import UserError
 
@@ -235,16 +233,14 @@ def rendered(chat: Chat, messages: Sequence[dict[str, Any]], *, begun: bool) -> 
     A template that refuses the conversation gets it without its system messages, as in lm_eval's `hf` model. UserError if that
     does not help.
     """
-    try:
-        return _rendered(chat, messages, begun)
-    except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
-        others = [message for message in messages if message.get("role") != "system"]
-        if len(others) == len(messages):
-            raise _refused(error) from None
-    try:
-        return _rendered(chat, others, begun)
-    except Exception as error:  # noqa: BLE001
-        raise _refused(error) from None
+    refusal: Exception | None = None
+    for kept in (messages, [message for message in messages if message.get("role") != "system"]):
+        try:
+            return _rendered(chat, kept, begun)
+        except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
+            refusal = error
+    reason = " ".join(str(refusal).split())[:300] or type(refusal).__name__
+    raise UserError(f"the tokenizer's chat template refuses a conversation: {reason}", field="--apply_chat_template")
 
 
 def _rendered(chat: Chat, messages: Sequence[dict[str, Any]], begun: bool) -> str:
@@ -255,8 +251,3 @@ def _rendered(chat: Chat, messages: Sequence[dict[str, Any]], begun: bool) -> st
     place = text.rindex(END.strip())
     trims = text[place : place + len(END)] != END
     return text[:place].rstrip() if trims else text[:place]
-
-
-def _refused(error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
-    return UserError(f"the tokenizer's chat template refuses a conversation: {reason}", field="--apply_chat_template")

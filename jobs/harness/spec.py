@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from draftmill.decoders.settings import DECODERS, scorer_of
-from draftmill.jobs.harness.generation import Generation
+from draftmill.jobs.harness.requests import Generation
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.jobs.spec.spec_errors import kind_changed

@@ -14,6 +14,7 @@ from typing import Any, Final
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from draftmill.actors.task import Complete, Score
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.harness.options import EvalOptions
@@ -168,17 +169,11 @@ def check_requests(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo) -
 def check_kind(kind: Kind, name: str, request: str, spec: EvalSpec, info: ModelInfo) -> None:
     """UserError if the model's family, or the spec's decoder, can't do a kind of job."""
     try:
-        check_task(_task_of(kind, spec), info)
+        check_task(Complete(kind="complete") if kind == "complete" else Score(kind="score"), info)
         if kind == "complete" and kind not in DECODERS[spec.decoder].tasks:
             raise UserError(_other_decoders(kind, spec.decoder), field="decoder.kind")
     except UserError as error:
         raise UserError(f"{name} ({request}): {error.message}", field=FIELD) from None
-
-
-def _task_of(kind: Kind, spec: EvalSpec) -> Any:
-    from draftmill.actors.task import Complete, Score
-
-    return Complete(kind="complete") if kind == "complete" else Score(kind="score")
 
 
 def _other_decoders(kind: Kind, decoder: str) -> str:

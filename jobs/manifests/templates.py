@@ -1,14 +1,122 @@
-"""Fills the templates of infra/manifests, each of which reads like the file that it becomes. Quoting is done by filters."""
+"""Fills the templates of infra/manifests, each of which reads like the file that it becomes. Quoting is done by filters.
+
+A word is written so that a shell, a crontab, a systemd unit and YAML read it back: the same word, whatever characters it has.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
 import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from draftmill.jobs.manifests.quoting import shell, yaml_text
+from draftmill.storage.errors import UserError
+
+PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
+"""Words that all of these programs read as they are."""
+
+
+BY_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
+"""Before a command: a shell that becomes the command's program."""
+
+
+def check_printable(text: str, field: str) -> str:
+    """Return the text; UserError if it is empty or has characters that no one-line setting can hold."""
+    if not text or not text.isprintable():
+        raise UserError(f"{text[:80]!r} is not allowed; allowed: printable characters on one line", field=field)
+    return text
+
+
+def shell(words: Iterable[str]) -> str:
+    """A command for sh and bash."""
+    return " ".join(map(shlex.quote, words))
+
+
+def crontab(words: Iterable[str]) -> str:
+    """A command for a crontab whose SHELL is bash.
+
+    In a crontab `%` means a line end. Cron programs disagree on backslashes before `%` and before other backslashes, so neither
+    character appears: bash's $'..' spells both as numbers.
+    """
+    return " ".join(_for_cron(word) for word in words)
+
+
+def _for_cron(word: str) -> str:
+    if not re.search(r"[%\\]", word):
+        return shlex.quote(word)
+    return "$'" + re.sub(r"[%\\']", lambda found: f"\\x{ord(found[0]):02x}", word) + "'"
+
+
+def systemd(words: Sequence[str]) -> str:
+    """A command for ExecStart=: `%` and `$` are doubled, and what is not plain is in double quotes.
+
+    systemd refuses a program with quotes or backslashes in its path, and does not read `$$` there as `$`. A shell starts
+    such a program.
+    """
+    if re.search(r"""["'\\$]""", words[0]):
+        words = [*BY_SHELL, *words]
+    return " ".join(_for_systemd(word) for word in words)
+
+
+def _for_systemd(word: str) -> str:
+    if PLAIN.fullmatch(word):
+        return word
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"'
+
+
+def systemd_path(path: str, field: str) -> str:
+    """A path as the whole value of a setting, where `%` is special and nothing is quoted."""
+    if path != path.strip() or path.endswith("\\") or re.search(r"""["'\\]""", path):
+        raise UserError(
+            f"{path!r} is not allowed in a systemd unit; allowed: a path without quotes, backslashes and outer spaces",
+            field=field,
+        )
+    return path.replace("%", "%%")
+
+
+# ---- YAML ------------------------------------------------------------------------------------------------------------
+
+_PLAIN_YAML = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*(:[A-Za-z0-9_./-]+)*")
+# Numbers, dates and 1e3, which YAML 1.1 and 1.2 read differently, are quoted, and so are these.
+_YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists are indented under their key; the same object twice is written twice."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _scalar(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # The emitter falls back to double quotes if a block can't hold the text. Empty lines at its end would be lost here.
+    if "\n" in text and not re.search(r"(^|\n)\n\Z|[\x85\u2028\u2029]", text):
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+    plain = _PLAIN_YAML.fullmatch(text) and text.lower() not in _YAML_WORDS
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _scalar)
+
+
+def yaml_document(data: Mapping[str, Any]) -> str:
+    """A YAML document of plain data, in which nothing can be read as something else."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def yaml_text(text: str, indent: int = 0) -> str:
+    """A text as a value in YAML: plain, in double quotes, or as a block whose key is indented by so many characters."""
+    return yaml_document({"k": text}).removeprefix("k: ").rstrip("\n").replace("\n  ", f"\n{' ' * (indent + 2)}")
+
 
 WIDTH = 110
 """Characters of a comment line, as far as words allow."""

@@ -1,19 +1,27 @@
-"""What is sent to the cluster for a spec: the command of the driver, its environment, and the files it takes along."""
+"""What is sent to the cluster for a spec: the command of the driver, its environment, and the files it takes along.
+
+The files are our package and a folder of the user's, as one zip file. Ray keeps packages by their hash, and equal content gives
+equal files: an unchanged one is not sent again. A path of the spec means a file in the shipped folder, on storage that every node
+mounts, or in a bucket. One that the cluster could not resolve is refused, with its key, before anything is sent.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from draftmill.jobs.submitting.package import Shipment, code_files, folder_files, shipment
-from draftmill.jobs.submitting.places import PathMapping, mapped
+from draftmill.actors.ray.ray_inside import PATHSPEC, required
+from draftmill.jobs.driving.ray_session import ROOT
+from draftmill.jobs.formatting import size_text
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import is_secret_variable
 
@@ -145,3 +153,229 @@ def _check_image(options: SubmitOptions, *, ships: bool) -> None:
     for option, given in (("--working-dir", options.working_dir), ("--pip", options.pip), ("--code ship", ships)):
         if given:
             raise UserError(f"Ray does not combine an image with {option}; use only one of the two", field="--image")
+
+
+# ---- what the paths of a spec mean on the cluster
+
+
+_WILD = re.compile(r"[*?\[{]")
+_FREE = {"model.path": (), "model.adapter": (), "model.tokenizer": ("auto", "none"), "decoder.head": ("auto", "none")}
+"""Keys of checkpoints, with their words: what is no local path may be a model id of the hub."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathMapping:
+    """What the cluster can read: the shipped `folder` (None if there is none) with its `files` by name, and `shared` folders."""
+
+    folder: Path | None = None
+    files: frozenset[str] = frozenset()
+    shared: tuple[Path, ...] = ()
+
+    def path(self, value: str, field: str, *, written: bool = False) -> str:
+        """A local path as the cluster finds it; UserError with its key if it can't. `written`: the job writes there."""
+        here = os.path.abspath(os.path.expanduser(value))
+        if any(_inside(here, str(folder)) for folder in self.shared):
+            return here
+        if written:
+            raise UserError(f"{value!r} is a folder of this machine; allowed: {_remote()}", field=field)
+        if self.folder is None or not _inside(here, str(self.folder)):
+            shipped = "" if self.folder is None else f", which is not in the shipped folder {str(self.folder)!r}"
+            raise UserError(
+                f"{value!r} is a path of this machine{shipped}; ship its folder (--working-dir), or use: {_remote()}",
+                field=field,
+            )
+        inner = os.path.relpath(here, self.folder)
+        if not self._has(inner):
+            raise UserError(
+                f"{value!r} is not among the shipped files: it does not exist, or an exclude, .gitignore or .rayignore drops it",
+                field=field,
+            )
+        return inner
+
+    def _has(self, inner: str) -> bool:
+        wild = _WILD.search(inner)
+        if inner in self.files or inner == ".":
+            return bool(self.files)
+        folder = inner[: wild.start()].rpartition("/")[0] if wild else inner
+        return any(not folder or name.startswith(f"{folder}/") for name in self.files)
+
+
+def _remote() -> str:
+    return "s3://..., or a folder that every node of the cluster has under the same name (--shared FOLDER)"
+
+
+def _inside(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+
+
+def mapped(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
+    """The mapping of a checked spec with paths as the cluster finds them; UserError if one can't be found there."""
+    result = deepcopy(dict(data))
+    for key, value, put in _paths(result):
+        if "://" in value and not value.startswith("memory://"):
+            continue
+        if "://" in value:
+            raise UserError(f"{value!r} ends with the driver; allowed: {_remote()}", field=key)
+        put(paths.path(value, key, written=key == "output.path"))
+    return result
+
+
+Put = Callable[[str], None]
+
+
+def _paths(data: dict[str, Any]) -> Iterator[tuple[str, str, Put]]:
+    """Every path of a spec, with its key and what replaces it."""
+    yield from _listed(data.get("input"), "path", "input.path")
+    for key, words in _FREE.items():
+        section, _, name = key.partition(".")
+        yield from _checkpoint(data.get(section), name, key, words)
+    decoder = data.get("decoder")
+    if isinstance(decoder, dict):
+        yield from _checkpoint(decoder.get("drafter"), "path", "decoder.drafter.path", ())
+    metrics = data.get("metrics")
+    if isinstance(metrics, list):
+        for index, metric in enumerate(metrics):
+            if isinstance(metric, str) and metric.endswith(".py"):
+                yield f"metrics.{index}", metric, _into(metrics, index)
+            elif isinstance(metric, dict) and metric.get("kind") == "file":
+                yield f"metrics.{index}.path", str(metric["path"]), _into(metric, "path")
+            yield from _checkpoint(metric, "model", f"metrics.{index}.model", ())
+    yield from _listed(data.get("output"), "path", "output.path")
+
+
+def _listed(section: Any, name: str, key: str) -> Iterator[tuple[str, str, Put]]:
+    value = section.get(name) if isinstance(section, dict) else None
+    if isinstance(value, str) and not value.startswith("builtin:"):
+        yield key, value, _into(section, name)
+    if isinstance(value, list):
+        for index, one in enumerate(value):
+            if isinstance(one, str) and not one.startswith("builtin:"):
+                yield f"{key}.{index}", one, _into(value, index)
+
+
+def _checkpoint(section: Any, name: str, key: str, words: Sequence[str]) -> Iterator[tuple[str, str, Put]]:
+    value = section.get(name) if isinstance(section, dict) else None
+    if not isinstance(value, str) or value.startswith("builtin:") or value in words:
+        return
+    is_local = value.startswith(("/", "./", "../", "~")) or value.endswith(".gguf") or Path(value).exists()
+    if is_local or "://" in value:
+        yield key, value, _into(section, name)
+
+
+def _into(holder: Any, key: str | int) -> Put:
+    def put(value: str) -> None:
+        holder[key] = value
+
+    return put
+
+
+# ---- the files that are shipped, as one zip file
+
+
+MAX_BYTES = 200 * 2**20
+"""The largest package: the head node holds it in memory. Larger inputs and models belong into a bucket or on shared storage."""
+
+EXCLUDES = (
+    ".git/", ".hg/", ".svn/", ".venv/", "venv/", "__pycache__/", "*.pyc", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/",
+    ".ipynb_checkpoints/", "node_modules/", ".env", ".env.*", "*.pem", "*.key", ".aws/", ".ssh/", ".netrc", ".DS_Store",
+)  # fmt: skip
+"""Never shipped: what is made again, and files that usually hold secrets."""
+
+IGNORE_FILES = (".gitignore", ".rayignore")
+PACKAGE = "draftmill"
+BUILTIN = f"{PACKAGE}/decoders/builtin"
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Files by their name in the package."""
+
+    files: Mapping[str, Path]
+
+    @property
+    def num_bytes(self) -> int:
+        """Their size before compression."""
+        return sum(path.stat().st_size for path in self.files.values())
+
+    def write(self, path: Path) -> None:
+        """Write the zip file; the same files give the same bytes."""
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            for name in sorted(self.files):
+                info = zipfile.ZipInfo(name)  # its date is fixed
+                info.compress_type = zipfile.ZIP_DEFLATED
+                is_program = os.access(self.files[name], os.X_OK)
+                info.external_attr = (0o100755 if is_program else 0o100644) << 16
+                archive.writestr(info, self.files[name].read_bytes(), compresslevel=1)
+
+
+def code_files(data: Any, root: Path = ROOT) -> dict[str, Path]:
+    """The files of our package by name, with those builtin models that the spec's mapping names."""
+    named = set(re.findall(r"builtin:([\w.-]+)", yaml.safe_dump(data)))
+    found: dict[str, Path] = {}
+    for folder, _, files in os.walk(root / PACKAGE, followlinks=True):  # a checkout's package has links
+        for path in (Path(folder, file) for file in files if "__pycache__" not in folder):
+            name = path.relative_to(root).as_posix()
+            if not name.startswith(f"{BUILTIN}/") or name.removeprefix(f"{BUILTIN}/").split("/")[0] in named:
+                found[name] = path
+    return found
+
+
+def folder_files(folder: Path, excludes: Sequence[str] = ()) -> dict[str, Path]:
+    """The files of a folder by name, without those that EXCLUDES, `excludes` or its .gitignore and .rayignore files drop.
+
+    Patterns are written as in .gitignore. UserError if the folder is none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{str(folder)!r} is not a folder", field="--working-dir")
+    try:
+        return dict(_walk(folder, folder, [("", _matcher([*EXCLUDES, *excludes]))]))
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}", field="--working-dir") from None
+
+
+def shipment(code: Mapping[str, Path], folder: Mapping[str, Path], *, max_bytes: int = MAX_BYTES) -> Shipment:
+    """Both together. UserError if they are too large, or if the folder has files of its own under names of the code."""
+    clash = sorted(name for name in folder if name.split("/")[0] == PACKAGE and not _same(folder[name], code.get(name)))
+    if code and clash:
+        raise UserError(
+            f"{clash[0]!r} would mix with draftmill's own package, which is shipped too; "
+            "use --code installed if the cluster has draftmill, or exclude it (--exclude)",
+            field="--working-dir",
+        )
+    both = Shipment({**folder, **code})
+    if both.num_bytes > max_bytes:
+        largest = sorted(both.files, key=lambda name: -both.files[name].stat().st_size)[:3]
+        listed = ", ".join(f"{name} ({size_text(both.files[name].stat().st_size)})" for name in largest)
+        raise UserError(
+            f"{size_text(both.num_bytes)} are too much to ship, the maximum is {size_text(max_bytes)}; the largest are {listed}; "
+            "drop files with --exclude PATTERN, or put them on s3:// or on shared storage",
+            field="--working-dir",
+        )
+    return both
+
+
+def _same(path: Path, other: Path | None) -> bool:
+    return other is not None and (path.samefile(other) or path.read_bytes() == other.read_bytes())
+
+
+def _walk(root: Path, folder: Path, rules: list[tuple[str, Any]]) -> Iterator[tuple[str, Path]]:
+    base = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+    rules = [*rules, *((base, _matcher(_lines(folder / name))) for name in IGNORE_FILES if (folder / name).is_file())]
+    for entry in sorted(folder.iterdir()):
+        name = f"{base}{entry.name}"
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        if any(spec.match_file((name + "/" * is_folder).removeprefix(start)) for start, spec in rules):
+            continue
+        if is_folder:
+            yield from _walk(root, entry, rules)
+        elif entry.is_file():
+            yield name, entry
+
+
+def _matcher(patterns: Iterable[str]) -> Any:
+    # Ray brings this library along and reads .gitignore files with it, too.
+    return required(PATHSPEC).from_lines("gitwildmatch", patterns)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -12,19 +12,30 @@ from dataclasses import dataclass
 from draftmill.actors.loop.loading import ModelCache
 from draftmill.jobs.driving.totals import ratio
 from draftmill.jobs.finished.passes import units_done
-from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample
-from draftmill.jobs.forecasting.trial import SAMPLE_ROWS, TRIAL_ROWS, TRIAL_S, first_canvases, take_sample, try_out
-from draftmill.jobs.formatting import counted, duration, rate_text
+from draftmill.jobs.forecasting.trial import (
+    SAMPLE_ROWS,
+    TRIAL_ROWS,
+    TRIAL_S,
+    Trial,
+    TrialRow,
+    TrialSample,
+    first_canvases,
+    take_sample,
+    try_out,
+)
+from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.jobs.spec.sweep_spec import Sweep, described
 from draftmill.jobs.sweeping.cases import SweepCase, in_order, loads_of
-from draftmill.jobs.sweeping.table import ABSENT, table
 from draftmill.storage.errors import UserError
 
 ALL_TRIALS_S = 60.0
 SHORTEST_TRIAL_S = 1.0
 """The trials of all cases together take about ALL_TRIALS_S, but each at least SHORTEST_TRIAL_S and at most TRIAL_S."""
+
+ABSENT = "-"
+"""A figure of a case that had no trial."""
 
 COLUMNS = ("case", "loads", "samples", "new tokens", "tokens/s", "time")
 
@@ -79,7 +90,7 @@ def dry_run_lines(made: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
                 f"~{duration(work.tokens / rate)}" if rate else ABSENT,
             ]
         )
-    yield from table(rows)
+    yield from table_lines(rows, right=True)
     yield from notes
     yield f"time      ~{duration(seconds)} on one worker{_without(rows)}; divide by the number of workers"
     yield from _sources(works.values(), trial_s)
@@ -133,14 +144,14 @@ def _estimated(sample: TrialSample) -> Work:
 def _trials(cases: Sequence[SweepCase], trial_s: float) -> list[Trial | str]:
     """A trial of each case, or why there is none; the networks stay in memory from case to case."""
     model_cache = ModelCache()
-    canvases: dict[int, list[Made]] = {}
+    canvases: dict[int, list[TrialRow]] = {}
     for group in plan_groups([case.prepared for case in cases]):
         made = first_canvases(cases[group[0]].prepared, TRIAL_ROWS)
         canvases |= dict.fromkeys(group, made)
     return [_trial(case, canvases[number], trial_s, model_cache) for number, case in enumerate(cases)]
 
 
-def _trial(case: SweepCase, canvases: Sequence[Made], trial_s: float, model_cache: ModelCache) -> Trial | str:
+def _trial(case: SweepCase, canvases: Sequence[TrialRow], trial_s: float, model_cache: ModelCache) -> Trial | str:
     if not canvases:
         return "every sampled row fails"
     try:

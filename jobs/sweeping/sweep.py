@@ -9,16 +9,22 @@ lease; the sweep as a whole has a lease too. Workers stay from case to case, wit
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow.compute as pc
 
 from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
 from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.ray_session import RayDidNotStart
+from draftmill.jobs.driving.run_log import read_sessions
+from draftmill.jobs.driving.totals import ratio
 from draftmill.jobs.exit_codes import (
     INTERRUPTED,
     OK,
@@ -30,15 +36,17 @@ from draftmill.jobs.exit_codes import (
     too_many_failed,
 )
 from draftmill.jobs.finished.measure import SpareMeasurers, measure_units
-from draftmill.jobs.finished.passes import left_failed, passes_of
-from draftmill.jobs.formatting import counted
+from draftmill.jobs.finished.passes import left_failed, passes_of, units_done
+from draftmill.jobs.finished.summary import figure_text, read_summary
+from draftmill.jobs.formatting import counted, rate_text, table_lines
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import told_full
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
 from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
-from draftmill.jobs.sweeping.table import sweep_lines
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
+from draftmill.storage.runs.commit import read_manifest
+from draftmill.storage.runs.metric_files import KEYS, read_metrics
 from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.store import delete_strays, open_store, probe
 
@@ -282,3 +290,62 @@ def write_record(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> None:
     if not is_recorded(store, made, usable):
         failpoint("sweep.before_record")
         store.put(RECORD, record_of(made, usable))
+
+
+# ---- the table at the end
+
+COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
+
+
+def sweep_lines(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
+    """The table, in the order of the sweep file, and the command that compares the finished cases."""
+    by_name = {case.name: case for case in cases}
+    means = {case.name: metric_means(case) for case in cases}
+    metrics = list(dict.fromkeys(name for those in means.values() for name in those))
+    rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in made.cases]
+    for row in rows:
+        if means.get(row[0]) and len(row) == len(COLUMNS):
+            row += [figure_text(means[row[0]].get(name)) for name in metrics]
+    finished = [case for case in cases if read_manifest(case.store) is not None]
+    lines = [
+        f"draftmill: {made.name}, {counted(len(made.cases), 'case')}",
+        *table_lines([[*COLUMNS, *metrics], *rows], right=True),
+    ]
+    if len(finished) > 1:
+        endpoint = finished[0].spec.s3.endpoint
+        more = "" if endpoint is None else f" --s3-endpoint {shlex.quote(endpoint)}"
+        lines.append(f"compare them: draftmill compare {shlex.quote(made.path)}{more}")
+    return lines
+
+
+def metric_means(case: SweepCase) -> dict[str, Any]:
+    """The mean of every measured metric over the samples that have a value; None where none has."""
+    found = read_metrics(case.store) if case.metrics is not None else None
+    if found is None:
+        return {}
+    return {name: pc.mean(found[name]).as_py() for name in found.column_names if name not in KEYS.names}
+
+
+def _row(case: SweepCase) -> list[str]:
+    manifest = read_manifest(case.store)
+    if manifest is None:
+        return [case.name, _progress(case)]
+    tally: Any = read_summary(case.store, (unit.object for unit in manifest.units)).tally
+    sessions = read_sessions(case.store)
+    rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
+    return [
+        case.name,
+        f"{tally.rows:,}",
+        rate_text(rate) if rate else "-",
+        f"{tally.nfe / tally.new_tokens:.3f}" if tally.new_tokens else "-",
+        f"{tally.accepted / tally.proposed:.1%}" if tally.proposed else "-",
+        f"{left_failed(passes_of(case.store, s3=case.spec.s3.options())):,}",
+    ]
+
+
+def _progress(case: SweepCase) -> str:
+    """How far a case is that is not finished."""
+    if case.plan is None:
+        return "not planned"
+    done = len(units_done(case.store))
+    return f"{done:,} of {case.plan.units:,} units"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,11 +25,11 @@ from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
-from draftmill.jobs.verifying.metrics import check_metrics
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, Manifest, unit_number
-from draftmill.storage.runs.records import REMEDY
+from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
+from draftmill.storage.runs.records import REMEDY, read_results
 from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.parallel import parallel_map
@@ -196,17 +196,20 @@ def _unit_problems(
 ) -> Iterator[str]:
     if len(data) != committed.bytes:
         yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
-    version = plan.results["schema_version"]
     if not table.schema.remove_metadata().equals(plan.schema):
         yield "its schema differs from that of the result table"
         return
     expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
-    expected["schema_version"] = str(version)
-    found = parquet_metadata(table.schema)
-    yield from (
-        f"its {key} is {found.get(key)!r}, not {value!r}" for key, value in expected.items() if found.get(key) != value
-    )
+    expected["schema_version"] = str(plan.results["schema_version"])
+    yield from _wrong_metadata(table, expected)
     yield from _row_problems(committed, names, table, plan.pass_)
+
+
+def _wrong_metadata(table: pa.Table, expected: Mapping[str, str]) -> Iterator[str]:
+    found = parquet_metadata(table.schema)
+    for key, value in expected.items():
+        if found.get(key) != value:
+            yield f"its {key} is {found.get(key)!r}, not {value!r}"
 
 
 def _row_problems(committed: CommittedUnit, names: list[SampleName], table: pa.Table, pass_: int) -> Iterator[str]:
@@ -288,3 +291,66 @@ def _print_verdict(findings: Findings) -> None:
     if any("can't be read" in problem for problem in findings.problems):
         print(f"  remedy for a file that can't be read: {REMEDY}")
     print("  " + (f"{len(findings.problems)} problems" if findings.problems else "all promises hold"))
+
+
+# ---- files of metrics
+
+
+def check_metrics(store: Store, passes: Sequence[Pass]) -> tuple[str | None, list[str]]:
+    """A line about the measured units, None if there are none, and the problems found."""
+    try:
+        sets, measured = metric_sets(store), measured_units(store)
+    except StoreError as error:
+        return None, [str(error)]
+    if not measured:
+        return None, []
+    fingerprint = passes[0].plan.fingerprint
+    objects = {
+        (one.number, unit.unit): (one.store, unit.object)
+        for one in passes
+        if one.manifest
+        for unit in one.manifest.units
+    }
+    problems: list[str] = []
+    for place, names in measured.items():
+        problems += _metric_problems(store, fingerprint, place, names, sets, objects.get(place))
+    files = sum(map(len, measured.values()))
+    return f"metrics: {counted(files, 'file')} of {counted(len(measured), 'unit')}", problems
+
+
+def _metric_problems(
+    store: Store,
+    fingerprint: str,
+    place: tuple[int, int],
+    names: Sequence[str],
+    sets: dict[str, MetricSet],
+    results_at: tuple[Store, str] | None,
+) -> Iterator[str]:
+    number, unit = place
+    results = None if results_at is None else _keys(*results_at)
+    for name in names:
+        file = metrics_name(number, unit, name)
+        if results is None:
+            yield f"{file}: there is no such unit"
+            continue
+        try:
+            table = read_parquet(store.get(file))
+        except (StoreError, pa.ArrowInvalid, OSError) as error:
+            yield f"{file}: can't be read: {' '.join(str(error).split())}"
+            continue
+        expected = {"fingerprint": fingerprint, "metrics": name, "unit": str(unit), "pass": str(number)}
+        yield from (f"{file}: {problem}" for problem in _wrong_metadata(table, expected))
+        if name not in sets:
+            yield f"{file}: metrics/set-{name}.json is missing"
+        elif table.column_names != [*KEYS.names, *sets[name].columns]:
+            yield f"{file}: its columns differ from those of its set"
+        if table.select(KEYS.names).to_pylist() != results:
+            yield f"{file}: its rows differ from those of the unit's results"
+
+
+def _keys(store: Store, name: str) -> list[dict[str, object]]:
+    """The ids and samples of a unit's results."""
+    [table] = read_results(store, objects=[name], columns=KEYS.names)
+    samples = table["sample"].to_pylist() if "sample" in table.column_names else [0] * table.num_rows
+    pairs = zip(table["id"].to_pylist(), samples, strict=True)
+    return [{"id": name, "sample": sample or 0} for name, sample in pairs]

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 import draftmill
 from draftmill.jobs.cli import main
-from draftmill.jobs.manifests.kubernetes import DEFAULT_IMAGE
+from draftmill.jobs.manifests.manifest import DEFAULT_IMAGE
 from tests.jobs.manifests.validators import docker_problems
 
 ROOT = Path(__file__).resolve().parents[2]

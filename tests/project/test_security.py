@@ -158,7 +158,7 @@ def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(
     def careless() -> int:
         raise RuntimeError(f"\x1b[2J denied: {' '.join(planted.values())}")
 
-    monkeypatch.setattr("draftmill.jobs.commands.catalog.print_catalog", careless)
+    monkeypatch.setattr("draftmill.actors.checkpoints.models.builtin_models", careless)
     assert main(["models"]) == 1
     LineDisplay(sys.stderr).note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
     said = capsys.readouterr().err
@@ -296,7 +296,7 @@ ALLOWED = {
     "actors/checkpoints/made_folders.py": "subprocess",
     "actors/sandbox/sandbox.py": "subprocess",
     "jobs/watching/notify.py": "subprocess",  # starts the commands of `notify`, as the spec has them, without a shell
-    "jobs/submitting/package.py": "zipfile",  # writes an archive; the test below holds that it opens none
+    "jobs/submitting/request.py": "zipfile",  # writes an archive; the test below holds that it opens none
 }
 
 
@@ -311,7 +311,7 @@ def test_the_sources_load_no_pickle_run_no_string_and_unpack_no_archive() -> Non
 
 
 def test_the_package_of_a_submission_is_written_and_no_archive_is_read() -> None:
-    tree = ast.parse((ROOT / "jobs/submitting/package.py").read_text())
+    tree = ast.parse((ROOT / "jobs/submitting/request.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "zipfile" in ast.unparse(node.func)]
     opened = [ast.unparse(node.args[1]) for node in calls if ast.unparse(node.func) == "zipfile.ZipFile"]
     assert opened == ["'w'"]

@@ -12,11 +12,11 @@ from draftmill.actors.job import Allocation, Job
 from draftmill.actors.loop.local_pool import LocalPool
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import build_runner
-from draftmill.jobs.commands import rerun as jobs_rerun
 from draftmill.jobs.driving.allocation import NodeRoom, allocate
 from draftmill.jobs.driving.backend import LocalBackend, WorkerPool
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.running import rerun as jobs_rerun
 from draftmill.jobs.running import run as running
 from draftmill.jobs.spec.job_spec import JobSpec
 

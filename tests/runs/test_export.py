@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.exporting import places as export_places
-from draftmill.jobs.exporting.openai import openai_answer
+from draftmill.jobs.exporting import export as export_module
+from draftmill.jobs.exporting.formats import openai_answer
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.storage.runs.records import SCHEMA
 from draftmill.storage.stores.store import open_store
@@ -206,7 +206,7 @@ def test_columns_are_chosen_and_failed_samples_set_apart(
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
-    from draftmill.jobs.exporting.rows import LineSink
+    from draftmill.jobs.exporting.formats import LineSink
     from draftmill.storage.runs.records import table_from_rows
     from tests.storage.inputs.tables import result_row
 
@@ -309,7 +309,7 @@ def test_an_export_that_breaks_off_leaves_the_old_file(
 ) -> None:
     out = tmp_path / "all.parquet"
     out.write_text("the old one")
-    monkeypatch.setattr("draftmill.jobs.exporting.rows.ParquetSink._flush", lambda self: 1 / 0)
+    monkeypatch.setattr("draftmill.jobs.exporting.formats.ParquetSink._flush", lambda self: 1 / 0)
     command = ["export", str(prompts / "run"), "--format", "parquet", "--out", str(out), "--overwrite"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -323,7 +323,7 @@ def test_an_export_that_breaks_off_leaves_the_old_file(
 def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, written = tmp_path / "all.jsonl", export_places._local_file
+    out, written = tmp_path / "all.jsonl", export_module._local_file
 
     @contextmanager
     def beside(place: str, *rest: Any) -> Iterator[Any]:
@@ -333,8 +333,8 @@ def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(
 
     command = ["export", str(prompts / "run"), "--format", "jsonl", "--out", str(out)]
     synced: list[Path] = []
-    monkeypatch.setattr(export_places, "_local_file", beside)
-    monkeypatch.setattr(export_places, "sync_folder", synced.append)
+    monkeypatch.setattr(export_module, "_local_file", beside)
+    monkeypatch.setattr(export_module, "sync_folder", synced.append)
     assert main(command) == 2
     assert "already exists; --overwrite replaces it" in capsys.readouterr().err
     assert out.read_text() == "of another program" and os.listdir(tmp_path) == ["all.jsonl"] and not synced

@@ -10,7 +10,7 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.exporting.export import checked_columns, export_parts, parquet_format
-from draftmill.jobs.exporting.rows import PartsSink
+from draftmill.jobs.exporting.formats import PartsSink
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.records import SCHEMA, table_from_rows

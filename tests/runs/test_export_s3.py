@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.exporting.places import check_places, errors_beside
+from draftmill.jobs.exporting.export import check_places, errors_beside
 from draftmill.jobs.finished.passes import latest_rows
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores import upload

@@ -109,7 +109,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest
 def test_something_unexpected_is_one_line_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("draftmill.jobs.commands.catalog.print_catalog", lambda: dict[str, int]()["nothing"])
+    monkeypatch.setattr("draftmill.actors.checkpoints.models.builtin_models", lambda: dict[str, int]()["nothing"])
     assert cli.main(["models"]) == 1
     assert capsys.readouterr().err == "draftmill: unexpected KeyError: 'nothing' (--debug shows where)\n"
     with pytest.raises(KeyError):
@@ -178,8 +178,8 @@ def test_who_looks_for_a_run_on_the_wrong_service_is_told_how_to_name_another(
         monkeypatch.delenv(name, raising=False)
     if endpoint is not None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setattr("draftmill.jobs.commands.status.status", refused)
-    monkeypatch.setattr("draftmill.jobs.commands.compare.compare", refused)
+    monkeypatch.setattr("draftmill.jobs.running.status.status", refused)
+    monkeypatch.setattr("draftmill.jobs.analysis.compare.compare", refused)
     assert cli.main(arguments) == 2
     hint = "; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL" if is_said else ""
     assert capsys.readouterr().err == f"draftmill: s3://bucket/run: Forbidden (403){hint}\n"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.commands.status import status
-from draftmill.jobs.commands.validate import validate
+from draftmill.jobs.forecasting.validate import validate
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions
+from draftmill.jobs.running.status import status
 from draftmill.jobs.spec.job_spec import JobSpec
 from tests.decoders.backbones.causal_models import random_tokens
 from tests.runs.causal_jobs import World, job_spec, make_world, results_of, run_here

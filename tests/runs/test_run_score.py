@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftmill.jobs.commands.validate import validate
+from draftmill.jobs.forecasting.validate import validate
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.verifying.invariance import check_invariance
 from draftmill.storage.runs.commit import Manifest, done_units, read_unit

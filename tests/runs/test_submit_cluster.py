@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands.submit import followed
-from draftmill.jobs.submitting.address import reached
-from draftmill.jobs.submitting.client import RayJobs
+from draftmill.jobs.submitting.cluster import RayJobs
+from draftmill.jobs.submitting.submit import follow
 from draftmill.storage.failpoints import VARIABLE
 from tests.runs.jobs_of_tests import GOLDEN, VOCABULARY, rows_of, write_namesakes
 from tests.runs.local_pool import without_ray
@@ -86,9 +85,9 @@ def test_submitted_jobs_ship_their_code_and_end_with_the_drivers_own_exit_codes(
     monkeypatch.chdir(fine)
     assert submitted(tmp_path, address) == 0
     assert "12  (12 ok, 0 failed, 0 skipped)" in capfd.readouterr().out
-    cluster = reached(address, {})
+    client = RayJobs(address)
     for code, name in zip(others, names, strict=True):
-        assert followed(RayJobs(cluster, {}), cluster, name) == code, capfd.readouterr()
+        assert follow(client, name) == code, capfd.readouterr()
     assert "input.columns" in capfd.readouterr().out, "the job's own words"
     with without_ray():
         assert main(["run", "job.yaml", "--quiet", "--set", f"output.path={tmp_path / 'here'}"]) == 0

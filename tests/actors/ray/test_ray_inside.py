@@ -18,7 +18,7 @@ from draftmill.jobs.driving import ray_session
 from draftmill.jobs.driving.allocation import possible_nodes
 from draftmill.jobs.driving.ray_session import check_head, local_nodes
 from draftmill.jobs.spec.worker_shape import WorkerShape
-from draftmill.jobs.submitting.package import folder_files
+from draftmill.jobs.submitting.request import folder_files
 from draftmill.storage.errors import UserError
 
 ROOT = Path(__file__).parents[3]

@@ -21,22 +21,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftmill.jobs.analysis.case import _added, at_least, course_of, read_case, spread_of
+from draftmill.actors.metrics.settings import better_of
 from draftmill.jobs.analysis.plots import (
-    COLOURS,
-    MARKERS,
+    LOOKS,
     acceptance_plot,
-    better,
-    cost_plot,
     course_plot,
     frontier,
     length_plot,
-    quality_plots,
-    sizes_plot,
+    plotting,
+    quality_plot,
     times_plot,
 )
+from draftmill.jobs.analysis.run_statistics import _added, at_least, course_of, read_statistics, spread_of
 from draftmill.jobs.analysis.runs import find_runs, open_run
-from draftmill.jobs.analysis.svg import plotting
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.totals import Totals
@@ -182,7 +179,7 @@ def test_a_report_says_what_was_run_and_what_came_of_it(sweep_page: str) -> None
         "kind: speculative",
         "inputs rows.jsonl (10 bytes)",
         "The grey line joins",
-        "1 too_long",
+        "too_long 1 ",
         "<script>alert(1)</script>",
         "hexagons",
     ):
@@ -192,7 +189,7 @@ def test_a_report_says_what_was_run_and_what_came_of_it(sweep_page: str) -> None
 def test_a_report_can_be_read_aloud(sweep_page: str) -> None:
     page = Page(sweep_page)
     drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(drawings) >= 8 and all(one["role"] == "img" and one["aria-labelledby"] for one in drawings)
+    assert len(drawings) == 5 and all(one["role"] == "img" and one["aria-labelledby"] for one in drawings)
     counts = {
         tag: sum(one == tag for one, _ in page.tags)
         for tag in ("table", "caption", "figure", "figcaption", "h1", "desc")
@@ -208,13 +205,13 @@ def test_a_report_can_be_read_aloud(sweep_page: str) -> None:
 def test_every_decoder_has_a_colour_with_contrast_on_white() -> None:
     from draftmill.decoders.settings import DECODERS
 
-    assert set(DECODERS) <= set(COLOURS) == set(MARKERS)
-    for name, colour in COLOURS.items():
+    assert set(DECODERS) <= set(LOOKS)
+    for name, (colour, _) in LOOKS.items():
         parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
         assert 1.05 / (luminance + 0.05) >= 4.5, name
-    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert len({colour for colour, _ in LOOKS.values()}) == len(LOOKS)
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
@@ -265,7 +262,7 @@ def test_a_browser_shows_the_report_and_asks_nobody_for_anything(sweep_page: str
 
 def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
     rows = [*drafted(30, 3), failed(30), failed(31, "bad_json"), failed(32)]
-    case = read_case(open_run(str(write_run(tmp_path / "run", rows, units=3))))
+    case = read_statistics(open_run(str(write_run(tmp_path / "run", rows, units=3))))
     good = rows[:30]
     assert case.errors == {"too_long": 2, "bad_json": 1} and case.examples["too_long"][0] == "row 30"
     assert case.accept_hist.tolist() == [sum(one["accept_hist"][j] for one in good) for j in range(4)]
@@ -366,11 +363,12 @@ def test_legends_stand_below_the_plots_and_no_words_overlap(grid: Path, long: in
     names = [run.short + "x-" * (long // 2) for run in find_runs([str(grid)]).runs]
     with plotting():
         runs = zip(find_runs([str(grid)]).runs, names, strict=True)
-        cases = [read_case(replace(run, name=name)) for run, name in runs]
-        drawn = [*quality_plots(cases, ["exact_match"]), cost_plot(cases), acceptance_plot(cases), course_plot(cases)]
-        for plot in [one for one in drawn if one is not None]:
+        cases = [read_statistics(replace(run, name=name)) for run, name in runs]
+        bare = [replace(case, metrics={}) for case in cases]
+        for plot in (quality_plot(cases), quality_plot(bare), acceptance_plot(cases), course_plot(cases)):
+            assert plot is not None
             check_layout(plot.figure, legends=1)
-        for panel in (length_plot(cases), times_plot(cases), sizes_plot(cases)):
+        for panel in (length_plot(cases), times_plot(cases)):
             assert panel is not None
             check_layout(panel.figure, legends=0)
 
@@ -407,9 +405,19 @@ def test_a_histogram_counts_every_value(values: list[float]) -> None:
 def test_a_frontier_has_the_cases_that_no_other_beats() -> None:
     points = [(3.0, 0.9), (1.0, 0.5), (2.0, 0.4), (2.5, 0.7), (3.0, 0.95), (4.0, 0.95)]
     expected = [p for p in points if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
-    assert frontier(points, 1) == sorted(expected)
-    assert frontier([(x, -y) for x, y in points], -1) == [(x, -y) for x, y in sorted(expected)]
-    assert [better(name) for name in ("exact_match", "judge_perplexity", "distinct_2", "pass@1")] == [1, -1, 0, 1]
+    assert frontier(points, "higher") == sorted(expected)
+    assert frontier([(x, -y) for x, y in points], "lower") == [(x, -y) for x, y in sorted(expected)]
+
+
+def test_a_metric_says_which_values_are_better() -> None:
+    assert [better_of(kind, "mine") for kind in ("rouge", "exact_match", "distinct", "length")] == [
+        "higher",
+        "higher",
+        None,
+        None,
+    ]
+    assert better_of("judge", "judge_perplexity") == "lower" and better_of("judge", "j_logprob") == "higher"
+    assert [better_of("file", name) for name in ("accuracy", "bits_per_byte", "colour")] == ["higher", "lower", None]
 
 
 def test_what_can_not_be_reported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -474,9 +482,7 @@ def test_a_report_on_a_real_run(tmp_path: Path) -> None:
     words = Page(text).text
     manifest = json.loads((tmp_path / "run" / "_manifest.json").read_text())
     assert f"fingerprint {manifest['fingerprint']}" in words
-    assert (
-        "NFE against the masked share" in words and "1 on CPU, float32, torch" in words and "No sample failed." in words
-    )
+    assert "NFE against length" in words and "1 on CPU, float32, torch" in words and "No sample failed." in words
     assert "mean acceptance length" not in words, "assd commits no token after its drafts if all are accepted"
     assert "exact true: results are bit-identical in any batch" in words
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.analysis.same_work import check_same_work
+from draftmill.jobs.analysis.runs import check_same_work
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.errors import UserError

@@ -10,10 +10,10 @@ import pytest
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.commands.status import cost_lines
 from draftmill.jobs.driving.cost import DeviceSums, DeviceTime, cost_rows, hours_text, purposes_of
 from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.running.status import cost_lines
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.harness.encoding import Encoder, Scored
+from draftmill.jobs.harness.requests import Encoder, Scored
 from tests.actors.rows.test_prompts import beginning
 from tests.actors.tokenizers_for_tests import model_info
 

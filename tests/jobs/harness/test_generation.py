@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from draftmill.decoders.common_settings import Sampling
-from draftmill.jobs.harness.generation import Generation, generation_of
+from draftmill.jobs.harness.requests import Generation, generation_of
 from draftmill.storage.errors import UserError
 
 PLAIN = Sampling(temperature=1.0, top_k=None, top_p=None)

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from draftmill.actors.task import Complete, Score
-from draftmill.jobs.harness.generation import Generation
-from draftmill.jobs.harness.rows import Rows
-from draftmill.jobs.harness.runs import name_of
+from draftmill.jobs.harness.requests import Generation
+from draftmill.jobs.harness.runs import Rows, name_of
 from draftmill.jobs.harness.spec import EvalSpec, read_eval_spec
 from draftmill.storage.errors import UserError
 

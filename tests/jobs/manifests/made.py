@@ -10,8 +10,8 @@ import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.manifests.job import read_job
+from draftmill.jobs.manifests.manifest import manifest_files
 from draftmill.jobs.manifests.options import Options
-from draftmill.jobs.manifests.write import manifest_files
 
 KUBERAY = ("rayjob", "raycronjob", "raycluster")
 

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from draftmill.jobs.manifests.job import slug
-from draftmill.jobs.manifests.quoting import crontab, shell, systemd, yaml_document, yaml_text
-from draftmill.jobs.manifests.templates import comment
+from draftmill.jobs.manifests.templates import comment, crontab, shell, systemd, yaml_document, yaml_text
 from tests.jobs.manifests.made import data_of, files_of, templates, text_of, write_spec
 
 NASTY = [

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from draftmill.jobs.manifests.schedule import check_time_zone, parse_schedule
+from draftmill.jobs.manifests.options import check_time_zone, parse_schedule
 from draftmill.storage.errors import UserError
 
 MONTHS = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC")

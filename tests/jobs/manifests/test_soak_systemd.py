@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.jobs.manifests.quoting import BY_SHELL
-from draftmill.jobs.manifests.schedule import parse_schedule
+from draftmill.jobs.manifests.options import parse_schedule
+from draftmill.jobs.manifests.templates import BY_SHELL
 from tests.jobs.manifests.made import RICH, files_of, write_spec
 from tests.jobs.manifests.test_quoting import NASTY, by_bash
 from tests.jobs.manifests.test_schedule import SCHEDULES, plainly

@@ -12,9 +12,9 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.recurring import pruning
-from draftmill.jobs.recurring.catching_up import dates_of
 from draftmill.jobs.recurring.pruning import Keep, candidates, prune_run
 from draftmill.jobs.recurring.runs import runs_below
+from draftmill.jobs.running.catchup import dates_of
 from draftmill.jobs.spec.job_spec import load_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from draftmill.jobs.submitting.client import Exists, NoSuchJob, NotReady, Unreachable
+from draftmill.jobs.submitting.cluster import Cluster, Exists, NoSuchJob, NotReady, RayJobs, Unreachable
 
 
 @dataclass
@@ -29,10 +29,11 @@ class FakeJob:
         self.status, self.driver_exit_code, self.message = status, code, message
 
 
-class FakeCluster:
-    """JobClient. `script` is called before every request for a job's state, with the number of such requests so far."""
+class FakeCluster(RayJobs):
+    """A cluster of a test. `script` is called before every request for a job's state, with the number of such requests so far."""
 
     def __init__(self, *jobs: FakeJob) -> None:
+        self.cluster = Cluster("http://head:8265", "2.60.0")
         self.known = {job.submission_id: job for job in jobs}
         self.asked = 0
         self.deaf = 0
@@ -53,7 +54,7 @@ class FakeCluster:
             raise Exists(name)
         self.known[name] = FakeJob(name, entrypoint, dict(environment), rest["metadata"])
 
-    def jobs(self) -> list[FakeJob]:
+    def jobs(self) -> list[Any]:
         return list(self.known.values())
 
     def info(self, name: str) -> FakeJob:

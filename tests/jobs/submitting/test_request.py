@@ -12,8 +12,14 @@ import yaml
 
 from draftmill.jobs.driving.ray_session import ROOT
 from draftmill.jobs.spec.job_spec import check_spec
-from draftmill.jobs.submitting.package import code_files, folder_files, shipment
-from draftmill.jobs.submitting.request import SubmitOptions, request_of, requirements
+from draftmill.jobs.submitting.request import (
+    SubmitOptions,
+    code_files,
+    folder_files,
+    request_of,
+    requirements,
+    shipment,
+)
 from draftmill.storage.errors import UserError
 
 

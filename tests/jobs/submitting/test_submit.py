@@ -13,21 +13,15 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands import submit as submit_module
-from draftmill.jobs.commands.submit import followed, started
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
-from draftmill.jobs.submitting import following
-from draftmill.jobs.submitting.address import Cluster
-from draftmill.jobs.submitting.client import Unreachable
-from draftmill.jobs.submitting.following import Follower, LogTail, end_of
-from draftmill.jobs.submitting.names import RUN, stem_of
-from draftmill.jobs.submitting.package import Shipment
-from draftmill.jobs.submitting.request import Request
-from draftmill.jobs.submitting.stopping import jobs_of, stop_jobs
+from draftmill.jobs.submitting import submit as submit_module
+from draftmill.jobs.submitting.cluster import RUN, Unreachable, stem_of
+from draftmill.jobs.submitting.request import Request, Shipment
+from draftmill.jobs.submitting.stop import jobs_of, stop_jobs
+from draftmill.jobs.submitting.submit import Follower, LogTail, end_of, follow, start
 from draftmill.storage.errors import UserError
 from tests.jobs.submitting.fake_cluster import FakeCluster, FakeJob
 
-PLACE = Cluster("http://head:8265", "2.60.0")
 REQUEST = Request("spec", "command", {}, Shipment({}))
 
 
@@ -45,18 +39,17 @@ def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "POLL_S", 0.001)
-    monkeypatch.setattr("draftmill.jobs.commands.submit.POLL_S", 0.001)
+    monkeypatch.setattr(submit_module, "POLL_S", 0.001)
 
 
 def test_a_run_has_names_of_its_own_that_grow_by_one():
     cluster = FakeCluster()
-    first = started(cluster, PLACE, spec(), REQUEST)
+    first = start(cluster, spec(), REQUEST)
     assert first.startswith("draftmill-my-job-")
     assert first.endswith("-1")
     cluster.known[first].end("FAILED", 1)
-    assert started(cluster, PLACE, spec(), REQUEST) == f"{first[:-1]}2"
-    other = started(cluster, PLACE, spec("s3://bucket/other"), REQUEST)
+    assert start(cluster, spec(), REQUEST) == f"{first[:-1]}2"
+    other = start(cluster, spec("s3://bucket/other"), REQUEST)
     assert other.endswith("-1")
     assert len({name.rpartition("-")[0] for name in (first, other)}) == 2
     assert stem_of("a", "s3://b/r", "http://one") != stem_of("a", "s3://b/r", "http://two")
@@ -66,11 +59,11 @@ def test_the_same_submission_follows_the_job_that_runs_and_says_if_its_settings_
     capsys: pytest.CaptureFixture[str],
 ):
     cluster = FakeCluster()
-    name = started(cluster, PLACE, spec(), REQUEST)
+    name = start(cluster, spec(), REQUEST)
     capsys.readouterr()
-    assert started(cluster, PLACE, spec(), REQUEST) == name
+    assert start(cluster, spec(), REQUEST) == name
     assert "runs already for this run directory\n" in capsys.readouterr().err
-    assert started(cluster, PLACE, spec(name="renamed"), replace(REQUEST, entrypoint="other")) == name
+    assert start(cluster, spec(name="renamed"), replace(REQUEST, entrypoint="other")) == name
     assert "submitted with other settings" in capsys.readouterr().err
     assert len(cluster.known) == 1
 
@@ -79,7 +72,7 @@ def test_of_two_submissions_at_the_same_moment_one_starts_the_job_and_both_follo
     cluster = FakeCluster()
     name = f"{stem_of('My job!', 's3://bucket/run')}-1"
     cluster.late = [FakeJob(name, metadata={RUN: "s3://bucket/run"})]
-    assert started(cluster, PLACE, spec(), REQUEST) == name
+    assert start(cluster, spec(), REQUEST) == name
     assert cluster.known[name].entrypoint == "", "it is the other one's job"
 
 
@@ -88,7 +81,6 @@ def test_a_dated_run_gets_its_date_when_it_is_submitted_and_a_job_for_each_date(
 ):
     cluster = FakeCluster()
     monkeypatch.setattr(submit_module, "RayJobs", lambda *_: cluster)
-    monkeypatch.setattr(submit_module, "reached", lambda *_: PLACE)
     data = spec("s3://bucket/daily/{date:%Y-%m-%d}").model_dump(mode="json") | {"input": {"path": "s3://bucket/rows"}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
     for date in ("2026-11-21", "2026-11-22", "2026-11-22"):
@@ -107,7 +99,7 @@ def test_a_dated_run_gets_its_date_when_it_is_submitted_and_a_job_for_each_date(
 def test_a_cluster_that_has_just_started_is_asked_again():
     cluster = FakeCluster()
     cluster.unready = 3
-    assert started(cluster, PLACE, spec(), REQUEST) in cluster.known
+    assert start(cluster, spec(), REQUEST) in cluster.known
 
 
 @pytest.mark.parametrize(
@@ -183,7 +175,7 @@ def test_an_interrupt_ends_the_following_and_not_the_job(capsys: pytest.CaptureF
 
     cluster = FakeCluster(FakeJob("draftmill-x-1"))
     cluster.script = interrupted
-    assert followed(cluster, PLACE, "draftmill-x-1") == 4
+    assert follow(cluster, "draftmill-x-1") == 4
     assert "draftmill stop draftmill-x-1 --address http://head:8265" in capsys.readouterr().err
     assert cluster.known["draftmill-x-1"].status == "RUNNING"
 

@@ -1,15 +1,27 @@
-"""A comparison as text for a terminal, as Markdown, and as JSON data. All three show the same figures."""
+"""`draftmill compare`: compares finished runs of the same samples, pair by pair, with a baseline. Writes nothing."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from draftmill.jobs.analysis.comparison import Comparison, Comparisons, MetricFigure, RatioFigure, RunFigures
+from draftmill.jobs.analysis.comparison import (
+    Comparison,
+    Comparisons,
+    MetricFigure,
+    RatioFigure,
+    RunFigures,
+    compare_runs,
+)
+from draftmill.jobs.analysis.runs import find_runs
 from draftmill.jobs.analysis.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
+from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.formatting import table_lines
 from draftmill.storage.errors import printable
+from draftmill.storage.stores.interface import S3Options
 
 Table = list[list[str]]
 """A header and rows of cells."""
@@ -39,10 +51,10 @@ HOW: Final = (
 
 def as_text(found: Comparisons) -> str:
     """The comparison for a terminal."""
-    parts = [f"runs{_which(found)}\n{_aligned(runs_table(found.runs))}"]
+    parts = [f"runs{_which(found)}\n{_lines(runs_table(found.runs))}"]
     for one in found.against:
         alike = equal_text(one)
-        parts.append(f"{heading(one)}\n{_aligned(comparison_table(one))}" + (f"\n  {alike}" if alike else ""))
+        parts.append(f"{heading(one)}\n{_lines(comparison_table(one))}" + (f"\n  {alike}" if alike else ""))
     return printable("\n\n".join([*parts, "\n".join(notes(found))])) + "\n"
 
 
@@ -87,16 +99,16 @@ def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Tabl
 
 def comparison_table(one: Comparison) -> Table:
     """A run's figures against the baseline's; those that are equal are in `equal_text`."""
-    rows = [["figure", "baseline", "run", "change", "verdict"]]
+    rows, total = [["figure", "baseline", "run", "change", "verdict"]], one.pairs.num_compared
     if one.equal is not None:
         what = "equal texts" if one.equal_by == "text" else "equal texts (tokens)"
-        rows.append([what, "", "", share_text(one.equal, one.pairs.num_compared), ""])
+        rows.append([what, "", "", f"{one.equal:,} of {total:,} ({one.equal / total:.1%})" if total else "0 of 0", ""])
     for name, ratio in one.ratios.items():
         if ratio.verdict != "equal":
             rows.append(_ratio_row(RATIO_LABELS[name], ratio))
     for name, metric in one.metrics.items():
         if metric.verdict != "equal":
-            rows.append(_metric_row(name, metric, one.pairs.num_compared))
+            rows.append(_metric_row(name, metric, total))
     return rows
 
 
@@ -123,22 +135,18 @@ def notes(found: Comparisons) -> list[str]:
     return lines
 
 
-def counts_text(one: Comparison) -> str:
-    """How many pairs there are, and what has none."""
+def heading(one: Comparison) -> str:
+    """What is compared with what, how many pairs there are, and what has none."""
     pairs = one.pairs
     failed = pairs.failed_first + pairs.failed_second + pairs.failed_both
     split = (
         f" ({pairs.failed_first:,} in the baseline, {pairs.failed_second:,} in the run, {pairs.failed_both:,} in both)"
     )
     return (
-        f"{pairs.both:,} pairs, {pairs.only_first:,} only in the baseline, {pairs.only_second:,} only in the run; "
+        f"{one.run} against {one.baseline}: {pairs.both:,} pairs, "
+        f"{pairs.only_first:,} only in the baseline, {pairs.only_second:,} only in the run; "
         f"{failed:,} failed{split if failed else ''}, {pairs.num_compared:,} compared"
     )
-
-
-def share_text(part: int, total: int) -> str:
-    """A count as a part of a total."""
-    return f"{part:,} of {total:,} ({part / total:.1%})" if total else "0 of 0"
 
 
 def number(value: float | None) -> str:
@@ -158,16 +166,6 @@ def interval_text(interval: Interval) -> str:
     return f" [{number(interval.low)}, {number(interval.high)}]"
 
 
-def p_text(p: float) -> str:
-    """A p-value."""
-    return f"p = {p:.4f}" if p >= 1e-4 else f"p = {p:.1e}"
-
-
-def heading(one: Comparison) -> str:
-    """What is compared with what, and how many pairs there are."""
-    return f"{one.run} against {one.baseline}: {counts_text(one)}"
-
-
 def _run_cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
@@ -180,7 +178,13 @@ def _run_cell(name: str, value: Any) -> str:
 
 def _ratio_row(label: str, figure: RatioFigure) -> list[str]:
     change = f"x {number(figure.ratio.value)}{interval_text(figure.ratio)}"
-    return [label, _figure_text(figure.baseline), _figure_text(figure.run), change, figure.verdict]
+    return [label, _figure_text(figure.baseline), _figure_text(figure.run), change, _verdict_text(figure)]
+
+
+def _verdict_text(figure: RatioFigure | MetricFigure) -> str:
+    if figure.better is None or figure.verdict not in {"higher", "lower"}:
+        return figure.verdict
+    return f"{figure.verdict}, {'better' if figure.verdict == figure.better else 'worse'}"
 
 
 def _figure_text(value: float) -> str:
@@ -188,23 +192,19 @@ def _figure_text(value: float) -> str:
 
 
 def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]:
-    sign = "+" if figure.difference.value > 0 else ""
-    change = (
-        f"{sign}{number(figure.difference.value)}{interval_text(figure.difference)}, {p_text(figure.p)} ({figure.test})"
-    )
+    sign, p = "+" if figure.difference.value > 0 else "", f"{figure.p:.4f}" if figure.p >= 1e-4 else f"{figure.p:.1e}"
+    change = f"{sign}{number(figure.difference.value)}{interval_text(figure.difference)}, p = {p} ({figure.test})"
     if figure.only_baseline is not None:
         change += (
             f"; pairs in which only the baseline has 1: {figure.only_baseline:,}, only the run: {figure.only_run:,}"
         )
     if figure.pairs < num_compared:
         change += f", {figure.pairs:,} pairs have it"
-    return [name, number(figure.baseline), number(figure.run), change, figure.verdict]
+    return [name, number(figure.baseline), number(figure.run), change, _verdict_text(figure)]
 
 
-def _aligned(table: Table) -> str:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
+def _lines(table: Table) -> str:
+    return "\n".join(table_lines(table))
 
 
 def _markdown(table: Table) -> str:
@@ -218,6 +218,7 @@ def _escaped(text: str) -> str:
 
 def _comparison_data(one: Comparison) -> dict[str, Any]:
     pairs = one.pairs
+    share = one.equal / pairs.num_compared if one.equal is not None and pairs.num_compared else None
     return {
         "run": one.run,
         "baseline": one.baseline,
@@ -227,15 +228,10 @@ def _comparison_data(one: Comparison) -> dict[str, Any]:
         "only_in_baseline": pairs.only_first,
         "only_in_run": pairs.only_second,
         "failed": {"baseline": pairs.failed_first, "run": pairs.failed_second, "both": pairs.failed_both},
-        "equal": None if one.equal is None else _equal_data(one, one.equal),
+        "equal": None if one.equal is None else {"count": one.equal, "share": share, "by": one.equal_by},
         "ratios": {name: _plain(asdict(figure)) for name, figure in one.ratios.items()},
         "metrics": {name: _plain(asdict(figure)) for name, figure in one.metrics.items()},
     }
-
-
-def _equal_data(one: Comparison, equal: int) -> dict[str, Any]:
-    total = one.pairs.num_compared
-    return {"count": equal, "share": equal / total if total else None, "by": one.equal_by}
 
 
 def _plain(value: Any) -> Any:
@@ -243,3 +239,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Form = Literal["text", "json", "markdown"]
+
+
+def compare(
+    places: Sequence[str], *, form: Form = "text", baseline: str | None = None, s3: S3Options | None = None
+) -> int:
+    """Print the comparison; a sweep's directory stands for its cases, `baseline` names one run. Returns the exit code.
+
+    Raises UserError if a place has no finished run, or if the runs did not decode the same samples.
+    """
+    found = find_runs(places, s3=s3)
+    compared = compare_runs(found.runs, unfinished=found.unfinished, baseline=baseline)
+    if form == "json":
+        print(json.dumps(as_data(compared), indent=1))
+    else:
+        print((as_markdown if form == "markdown" else as_text)(compared), end="")
+    return OK

@@ -19,9 +19,8 @@ from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.task import Complete
 from draftmill.decoders.base import HOLE, EngineStats, Request
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands.validate import validate
-from draftmill.jobs.forecasting.forecast import Made, Trial, TrialSample, canvas_lines, prompt_text, trial_lines
-from draftmill.jobs.forecasting.trial import TRIAL_S, _decoded, estimated_rows, shortened
+from draftmill.jobs.forecasting.trial import TRIAL_S, Trial, TrialRow, TrialSample, _decoded, estimated_rows, shortened
+from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, trial_lines, validate
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
@@ -143,10 +142,10 @@ class SlowDecoder:
         return []
 
 
-def trial_rows(*lengths: int) -> list[Made]:
+def trial_rows(*lengths: int) -> list[TrialRow]:
     """Prompts of these lengths, each with one token to generate."""
     return [
-        Made(f"r{length}", 0, Canvas(np.asarray([7] * (length - 1) + [HOLE], np.int32), ((length - 1, length),)))
+        TrialRow(f"r{length}", 0, Canvas(np.asarray([7] * (length - 1) + [HOLE], np.int32), ((length - 1, length),)))
         for length in lengths
     ]
 
@@ -175,16 +174,16 @@ def test_a_row_that_is_cut_for_a_trial_keeps_something_to_do(count: int) -> None
     for hole in ((0, 4), (50, 90), (98, 100)):
         holed = tokens.copy()
         holed[slice(*hole)] = HOLE
-        made = shortened(Made("r", 0, Canvas(holed, (hole,))), count).canvas
+        made = shortened(TrialRow("r", 0, Canvas(holed, (hole,))), count).canvas
         assert (
             len(made.tokens) == count and sum(end - start for start, end in made.holes) == (made.tokens == HOLE).sum()
         )
         assert made.num_masked >= 1 and set(made.tokens.tolist()) <= {HOLE, *range(100)}
     for start in (0, 1, 60, 99):
-        made = shortened(Made("r", 0, Canvas(tokens, (), score_from=start)), count).canvas
+        made = shortened(TrialRow("r", 0, Canvas(tokens, (), score_from=start)), count).canvas
         assert len(made.tokens) == count and made.score_from is not None and 1 <= made.score_from < count
         assert start == 0 or made.tokens[made.score_from] == start
-    assert shortened(Made("r", 0, Canvas(tokens, (), score_from=1)), 100).canvas.tokens is tokens
+    assert shortened(TrialRow("r", 0, Canvas(tokens, (), score_from=1)), 100).canvas.tokens is tokens
 
 
 def test_a_dry_run_says_what_it_is_about_to_do(
@@ -193,7 +192,7 @@ def test_a_dry_run_says_what_it_is_about_to_do(
     def interrupted(*_: object) -> Trial:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("draftmill.jobs.commands.validate.try_out", interrupted)
+    monkeypatch.setattr("draftmill.jobs.forecasting.validate.try_out", interrupted)
     (tmp_path / "rows.jsonl").write_text('{"text": "a <mask:2> b"}\n')
     (tmp_path / "job.yaml").write_text(
         f"task: {{kind: infill, mask: {{kind: marker}}}}\ninput: {{path: {tmp_path}/rows.jsonl}}\n"

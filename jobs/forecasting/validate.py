@@ -1,98 +1,61 @@
-"""The report of the dry run: the job, the first canvas, sizes, padding, rate, memory, time and cost.
+"""`draftmill validate`: a dry run. Reads a few rows, shows the first canvas and the job's size, and decodes a few samples.
 
+Writes nothing. Figures estimated from the sampled rows are marked with ~; rates and memory are measured in a short trial.
 These are the only estimates of device hours and cost in draftmill; each names its source, or is `unknown`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
+import pyarrow.compute as pc
 
-from draftmill.actors.loop.memory import Room
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.rows.unit_io import guarded
 from draftmill.actors.task import Complete, Infill, Task
-from draftmill.decoders.base import HOLE, Request
+from draftmill.decoders.base import HOLE
 from draftmill.jobs.driving.cost import HOUR_S, MILLION, DeviceSums, hours_text, money_text, purposes_text
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import exactness
+from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
+from draftmill.jobs.finished.summary import EXAMPLES, Results, error_rows
+from draftmill.jobs.forecasting.trial import (
+    TRIAL_ROWS,
+    TRIAL_S,
+    Trial,
+    TrialRow,
+    TrialSample,
+    canvas_of,
+    first_canvases,
+    maker_of,
+    take_sample,
+    try_out,
+)
 from draftmill.jobs.formatting import counted, device_text, duration
 from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.plan.prepare import Prepared, prepare
+from draftmill.jobs.recurring.new_inputs import new_files
 from draftmill.jobs.recurring.runs import runs_of
-from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.storage.errors import StoreError, UserError, printable
+from draftmill.jobs.running.run import ready_for
+from draftmill.jobs.spec.dated_path import has_date
+from draftmill.jobs.spec.job_spec import JobSpec, at_date
+from draftmill.jobs.spec.places import check_places
+from draftmill.jobs.watching.notify import check_receivers
+from draftmill.storage.errors import RowError, StoreError, UserError, printable
+from draftmill.storage.inputs.reader import read_rows
 from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import open_store
 
 SHOWN_CHARS = 1200
 BATCH = 32
 """Batch size, in samples, for the estimate of padding."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrialSample:
-    """The first rows of the input as the planner sees them; `total` is the number of all rows, `exact` or estimated."""
-
-    table: pa.Table
-    total: int
-    exact: bool
-
-    def lengths(self) -> NDArray[np.int32]:
-        """Canvas tokens of each row, int32 [rows]."""
-        return np.asarray(self.table["length"].to_numpy(), dtype=np.int32)
-
-    def masked(self) -> NDArray[np.int32]:
-        """Tokens to generate of each row, int32 [rows]."""
-        return np.asarray(self.table["holes"].to_numpy(), dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A row and its canvas."""
-
-    id: str
-    key: int
-    canvas: Canvas
-
-    def request(self, handle: int) -> Request:
-        """The request for a decoder."""
-        canvas = self.canvas
-        return Request(
-            handle,
-            self.key,
-            canvas.tokens,
-            score_from=canvas.score_from,
-            settings=canvas.settings,
-            scored=canvas.scored,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Measurements from briefly decoding a few rows; `memory_bytes` is the peak of the process or of the GPU.
-
-    `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
-    hold that runs alone on this machine.
-
-    `exact` says whether results are bit-identical in any batch, `device` what was computed with (actors/loop/device_facts.py).
-    """
-
-    exact: bool
-    rows: int
-    tokens: int
-    took_s: float
-    memory_bytes: int
-    where: str
-    longest: int | None = None
-    room: Room | None = None
-    device: Mapping[str, Any] = field(default_factory=dict)
 
 
 def header(prepared: Prepared) -> Iterator[str]:
@@ -109,7 +72,7 @@ def header(prepared: Prepared) -> Iterator[str]:
     yield f"output    {spec.output.path}{planned}"
 
 
-def canvas_lines(prepared: Prepared, canvases: Sequence[Made]) -> Iterator[str]:
+def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[str]:
     """The first canvas; each hole is shown as its number of tokens, in brackets."""
     if not canvases:
         yield "canvas    none: every sampled row fails"
@@ -314,3 +277,74 @@ def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
     todo = float(sample.masked().mean()) * sample.total
     decoding_s = todo * trial.took_s / trial.tokens
     return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL, todo)
+
+
+def validate(spec: JobSpec) -> int:
+    """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
+    path = spec.output.path if has_date(spec.output.path) else None
+    spec = at_date(spec, datetime.now(UTC))
+    check_places(spec)
+    store = open_store(spec.output.path, s3=spec.s3.options())
+    new_inputs = new_files(spec, store, path)
+    if new_inputs is not None:
+        print(f"since     {new_inputs.text}")
+        if not new_inputs.files:
+            print(f"nothing is new in {spec.input.shown}; a run would end at once, with exit code 0")
+            return OK
+    if spec.input.dedupe is not None:
+        print("dedupe    the figures below still count rows whose ids finished runs have as ok; a run leaves them out")
+    prepared = prepare(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
+    ready_for(spec, prepared.plan)
+    check_receivers(spec.notify)
+    sample = take_sample(prepared)
+    canvases = first_canvases(prepared, TRIAL_ROWS)
+    for line in header(prepared):
+        print(line)
+    for line in canvas_lines(prepared, canvases):
+        print(line)
+    for line in size_lines(prepared, sample):
+        print(line)
+        if line.startswith(FAIL):
+            for more in failure_lines(prepared, sample):
+                print(more)
+    trial = None
+    if canvases:
+        print(f"trial     loading the model, then decoding for about {TRIAL_S:.0f} s", flush=True)
+        trial = try_out(prepared, canvases)
+        for line in trial_lines(prepared, sample, trial):
+            print(line)
+    for line in forecast_lines(prepared, store, sample, trial, path):
+        print(line)
+    return OK
+
+
+def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
+    """The first failures of each kind, as a run's table has them, and whether there are more than `errors` allows."""
+    spec = prepared.spec
+    results = Results()
+    for row in sample.table.filter(pc.is_valid(sample.table["error_kind"])).to_pylist():
+        results.errors[row["error_kind"]] += 1
+        named = results.examples.setdefault(row["error_kind"], [])
+        if len(named) < EXAMPLES and row["id"] not in [name for name, _ in named]:
+            named.append((row["id"], _reason(prepared, row)))
+    rows = error_rows(results)[1:]
+    width = max(8, *(len(label) for label, _ in rows))
+    for label, text in rows:
+        yield f"{label:<{width}}  {text}"
+    failed = round(sum(results.errors.values()) * sample.total / sample.table.num_rows)
+    if too_many_failed(failed, sample.total, spec.errors):
+        allowed = f"more than `errors` allows ({most_failed(sample.total, spec.errors):,})"
+        if sample.exact:
+            yield f"          {counted(failed, 'failed sample')}: {allowed}; the run will end with exit code 3"
+        else:
+            yield f"          at this rate ~{failed:,} samples fail, {allowed}; the run would end with exit code 3"
+
+
+def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
+    """Why a row of the survey has no canvas: it is read again."""
+    spec, file = prepared.spec, prepared.inputs[row["file"]]
+    columns = spec.input.columns.wanted(spec.task)
+    place = [(row["row"], row["offset"])]
+    (found,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+    made = guarded(partial(canvas_of, spec, maker_of(prepared), found, row["id"]), "tokenize", "tokenize_error")
+    return made.message if isinstance(made, RowError) else ""

@@ -9,7 +9,7 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.cost import DeviceSums
-from draftmill.jobs.forecasting.forecast import Estimate, estimate_from, price_text
+from draftmill.jobs.forecasting.validate import Estimate, estimate_from, price_text
 from draftmill.jobs.spec.job_spec import check_spec
 from tests.runs.jobs_of_tests import write_rows, write_spec
 

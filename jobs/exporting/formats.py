@@ -1,4 +1,4 @@
-"""The formats of `draftmill export`: JSON lines, csv and Parquet; for that of the OpenAI batch API see openai.py.
+"""The formats of `draftmill export`: JSON lines, CSV, Parquet, and the output of the OpenAI batch API.
 
 A sink takes tables of result rows and writes them to an open binary file, or to the files of a folder. Knows nothing of runs.
 """
@@ -10,10 +10,13 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
+from itertools import accumulate
 from typing import Any, Protocol
 
 import pyarrow as pa
 
+from draftmill.actors.rows.requests import CHAT
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.parquet import parquet_writer
@@ -47,23 +50,21 @@ class Target(Protocol):
         ...
 
 
-class Sink(Protocol):
+class Sink:
     """A file that is being written."""
 
     def add(self, table: pa.Table) -> None:
         """Write the rows of a table."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Write buffered rows and the footer; the file itself stays open."""
-        ...
 
     def abandon(self) -> None:
         """Give up the file: never write to it again."""
-        ...
 
 
-class LineSink:
+class LineSink(Sink):
     """One JSON object per line and row. `keep` has the fields of the struct `keep`, if there is one."""
 
     def __init__(self, file: Target, *, keep: pa.Schema | None = None) -> None:
@@ -71,18 +72,11 @@ class LineSink:
         self._keep = keep
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         for row in plain_rows(table, self._keep):
             self._file.write(json_line(row))
 
-    def close(self) -> None:
-        """See Sink."""
 
-    def abandon(self) -> None:
-        """See Sink."""
-
-
-class CsvSink:
+class CsvSink(Sink):
     """A header line and records; null is an empty field, and lists and mappings are JSON.
 
     Each field of the struct `keep` is a separate column, `keep.NAME`.
@@ -95,7 +89,6 @@ class CsvSink:
         self._write([[name for column in columns for name in (inner if column == KEEP else [column])]])
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         self._write([[_field(value) for value in self._flat(row)] for row in plain_rows(table, self._keep)])
 
     def _flat(self, row: Mapping[str, Any]) -> Iterator[Any]:
@@ -105,19 +98,13 @@ class CsvSink:
             else:
                 yield value
 
-    def close(self) -> None:
-        """See Sink."""
-
-    def abandon(self) -> None:
-        """See Sink."""
-
     def _write(self, records: Sequence[Sequence[str]]) -> None:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(records)
         self._file.write(text.getvalue().encode())
 
 
-class ParquetSink:
+class ParquetSink(Sink):
     """Row groups of `group_bytes` (of Arrow), in the format of the run's own files."""
 
     def __init__(
@@ -130,20 +117,18 @@ class ParquetSink:
         self._largest = 0  # bytes of a row group in the file
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         self._held.append(table)
         self._bytes += table.nbytes
         if self._bytes >= self._group_bytes:
             self._flush()
 
     def close(self) -> None:
-        """See Sink."""
         if self._held:
             self._flush()
         self._writer.close()
 
     def abandon(self) -> None:
-        """See Sink. An open writer would try to finish the file when it is garbage-collected, and print an error."""
+        """An open writer would try to finish the file when it is garbage-collected, and print an error."""
         with suppress(OSError, ValueError, StoreError, pa.ArrowException):
             self._writer.close()
         self._writer.is_open = False
@@ -160,7 +145,7 @@ class ParquetSink:
         return self._file.tell() + self._largest > file_bytes
 
 
-class PartsSink:
+class PartsSink(Sink):
     """Files of at most `file_bytes`, part-00000.parquet and so on; a file is larger only if a single row group is.
 
     Memory holds one file. Each appears whole.
@@ -182,7 +167,6 @@ class PartsSink:
         self.count += 1
 
     def add(self, table: pa.Table) -> None:
-        """See Sink."""
         self._sink.add(table)
         self._rows += table.num_rows
         if self._sink.is_full(self._file_bytes):
@@ -190,12 +174,10 @@ class PartsSink:
             self._begin()
 
     def close(self) -> None:
-        """See Sink."""
         if self._rows or not self.count:
             self._put()
 
     def abandon(self) -> None:
-        """See Sink."""
         self._sink.abandon()
 
 
@@ -231,3 +213,112 @@ def _field(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+OPENAI_COLUMNS = (
+    "id", "sample", "status", "error_kind", "error", "text", "prompt_tokens", "new_tokens", "finish", "model", "key",
+    "started_at", "endpoint", "token_logprobs", "token_texts", "request_model",
+)  # fmt: skip
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "filled": "stop", "length": "length"}
+"""Our `finish` -> OpenAI's `finish_reason`."""
+
+
+class OpenAISink(Sink):
+    """Writes a line for each row of the inputs, when its `count` samples are there; incomplete ones are written at the end.
+
+    Rows are incomplete where others of their samples go to another file, because they failed. Only these are kept in memory
+    until then, since the samples of a row stand close together.
+    """
+
+    def __init__(self, file: Target, *, count: int, chat: bool, keep: pa.Schema | None = None) -> None:
+        self._file, self._count, self._chat, self._keep = file, count, chat, keep
+        self._held: dict[str, list[Mapping[str, Any]]] = {}
+
+    def add(self, table: pa.Table) -> None:
+        for row in plain_rows(table, self._keep):
+            samples = self._held.setdefault(row["id"], [])
+            samples.append(row)
+            if len(samples) == self._count:
+                self._write(self._held.pop(row["id"]))
+
+    def close(self) -> None:
+        for samples in self._held.values():
+            self._write(samples)
+        self._held.clear()
+
+    def _write(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._file.write(json_line(openai_answer(samples, chat=self._chat, count=self._count)))
+
+
+def openai_answer(samples: Sequence[Mapping[str, Any]], *, chat: bool, count: int = 1) -> dict[str, Any]:
+    """The result rows of one row's samples as a line of a batch's output file, or of its error file if none of them is ok.
+
+    The row's request names the endpoint that defines the format; `chat` decides for rows that name none. `count` is the
+    number of samples of a row, which an error names if not all of them failed.
+    """
+    samples = sorted(samples, key=_number)
+    first = samples[0]
+    name = f"{first['key'] or 0:016x}"
+    answer: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": first["id"]}
+    if KEEP in first:
+        answer[KEEP] = first[KEEP]
+    good = [row for row in samples if row["status"] == "ok"]
+    if not good:
+        return answer | {"response": None, "error": _error(samples, count)}
+    endpoint = first.get("endpoint")
+    body = _body(good, name, chat if endpoint is None else endpoint == CHAT)
+    response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
+    return answer | {"response": response, "error": None}
+
+
+def _number(row: Mapping[str, Any]) -> int:
+    return row.get("sample") or 0
+
+
+def _error(samples: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
+    first = samples[0]
+    message = first["error"] or first["status"]
+    if len(samples) < count:
+        message = f"{len(samples)} of {count} samples failed: {message}"
+    return {"code": first["error_kind"] or first["status"], "message": message}
+
+
+def _body(samples: Sequence[Mapping[str, Any]], name: str, chat: bool) -> dict[str, Any]:
+    first = samples[0]
+    given, new = first["prompt_tokens"] or 0, sum(row["new_tokens"] or 0 for row in samples)
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(datetime.fromisoformat(first["started_at"]).timestamp()) if first["started_at"] else 0,
+        "model": first.get("request_model") or shown_model(first["model"]),
+        "choices": [_choice(row, chat) for row in samples],
+        "usage": {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
+    }
+
+
+def shown_model(path: str) -> str:
+    """The name of a job's model for answers whose requests name none: a path on this machine or in a bucket is its last part."""
+    is_place = "://" in path or path.startswith(("/", ".", "~"))
+    return path.rstrip("/").rpartition("/")[2] if is_place else path
+
+
+def _choice(row: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+    said = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
+    reason = FINISH_REASONS.get(row["finish"], row["finish"])
+    return {"index": _number(row), **said, "logprobs": _logprobs(row, chat), "finish_reason": reason}
+
+
+def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
+    """The log-probabilities of the generated tokens in the endpoint's format; None if the request did not ask for them."""
+    scores, texts = row.get("token_logprobs"), row.get("token_texts")
+    if scores is None or texts is None:
+        return None
+    if chat:
+        told = zip(texts, scores, strict=True)
+        content = [
+            {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []} for text, score in told
+        ]
+        return {"content": content, "refusal": None}
+    offsets = [0, *accumulate(map(len, texts))][: len(texts)]
+    return {"tokens": texts, "token_logprobs": scores, "top_logprobs": None, "text_offset": offsets}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.formatting import counted
+from draftmill.jobs.formatting import counted, table_lines
 from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options, Store, level_of
@@ -40,11 +40,7 @@ def found_in(store: Store, s3: S3Options | None) -> list[FoundRun]:
 
 def lines_of(found: Sequence[RunFacts]) -> list[str]:
     """A line for each run."""
-    rows = [[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in found]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return table_lines([[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in found])
 
 
 def _date(facts: RunFacts) -> str:

@@ -68,12 +68,12 @@ def parsed(word: str, *, allow_code_execution: bool) -> Metric:
     try:
         [metric] = TypeAdapter(Metrics).validate_python([mapping], strict=True)
     except ValidationError as error:
-        raise UserError(_told(error), field=field) from None
+        raise UserError(_first_problem(error), field=field) from None
     assert isinstance(metric, MetricBase)
     return metric
 
 
-def _told(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     """The first problem of a metric's settings, in words."""
     item = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in item["loc"][2:])

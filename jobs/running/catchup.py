@@ -1,18 +1,29 @@
-"""The dates of a recurring job that lack a finished run: missed ones, and unfinished ones that can be continued."""
+"""`draftmill catchup`: lists the dates of a recurring job that lack a finished run, and with --run runs them, oldest first.
+
+Missed dates are run, and unfinished runs that can be continued are continued.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from functools import partial
 from typing import Literal
 
+from draftmill.jobs.driving.ray_session import ray_session
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, code_of, severest
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.recurring.new_inputs import difference, done_inputs
 from draftmill.jobs.recurring.runs import DatedRun, State, facts_of, finished_below, runs_of
-from draftmill.jobs.spec.dated_path import base_of, floored, following, has_date, period_of, with_date
-from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.storage.errors import UserError
+from draftmill.jobs.running.run import run_job
+from draftmill.jobs.running.session import RunOptions
+from draftmill.jobs.spec.dated_path import base_of, floored, following, has_date, period_of, with_date, written
+from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
+from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.store import open_store
 
 MOST_DATES = 10_000
@@ -90,3 +101,54 @@ def _is_superseded(spec: JobSpec, run: DatedRun) -> bool:
         return False
     base, finished = open_store(base_of(spec.output.path), s3=s3), finished_below(spec.output.path, s3=s3)
     return not difference(plan.files, done_inputs(base, finished), runs=len(finished)).files
+
+
+def catchup(
+    spec: JobSpec,
+    options: RunOptions,
+    *,
+    first: datetime | None = None,
+    last: datetime | None = None,
+    every: int = 1,
+    run: bool = False,
+) -> int:
+    """Print the dates and their states, and with `run` run those that are due; returns the exit code."""
+    found = dates_of(spec, datetime.now(UTC), first=first, last=last, every=every)
+    due = [one for one in found if one.is_due]
+    print("\n".join(_lines_of(spec, found, due)), flush=True)
+    if not run or not due:
+        return OK
+    with ExitStack() as stack:
+        if not options.local:  # one Ray for all of the runs
+            note = (lambda message: None) if options.quiet else partial(print, file=sys.stderr)
+            stack.enter_context(ray_session(options.ray_address, note=note))
+        return _run_all(spec, options, due)
+
+
+def _lines_of(spec: JobSpec, found: Sequence[Due], due: Sequence[Due]) -> list[str]:
+    """A line for each date, and a summary."""
+    lines = [f"  {written(one.date).removesuffix('T00:00:00Z'):<20}  {one.state:<11}  {one.place}" for one in found]
+    head = f"{spec.output.path}: {counted(len(found), 'date')}, {len(due):,} to run"
+    if spec.input.since is not None:
+        head += " (with input.since no date is missed: the next run takes all that is new)"
+    return [head, *lines]
+
+
+def _run_all(spec: JobSpec, options: RunOptions, due: Sequence[Due]) -> int:
+    """Run the dates one after another; returns the severest code. An interruption ends it, an error of one date does not."""
+    codes = []
+    for number, one in enumerate(due, start=1):
+        date = written(one.date)
+        print(f"date {number} of {len(due)}: {date}", flush=True)
+        codes.append(_run(with_logical_date(spec, date), options))
+        if codes[-1] == INTERRUPTED:
+            break
+    return severest(codes)
+
+
+def _run(spec: JobSpec, options: RunOptions) -> int:
+    try:
+        return run_job(spec, options)
+    except (UserError, StoreError) as error:
+        print(f"draftmill: {error}", file=sys.stderr)
+        return code_of(error)

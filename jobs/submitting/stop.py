@@ -1,7 +1,4 @@
-"""Stops what works on a run directory: the cluster's job for it, or the driver of this machine that holds its lease.
-
-Both get a SIGTERM, as from a preemption: running units may finish within the grace period, and the next run resumes.
-"""
+"""`draftmill stop`: ends a submitted job, or the driver of this machine that works on a run directory. Both can be resumed."""
 
 from __future__ import annotations
 
@@ -9,16 +6,29 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from draftmill.jobs.driving.leases import TTL_S
-from draftmill.jobs.submitting.client import JobClient, NoSuchJob
-from draftmill.jobs.submitting.names import RUN, is_over
+from draftmill.jobs.exit_codes import OK, UNEXPECTED
+from draftmill.jobs.plan.worker_job import absolute
+from draftmill.jobs.spec.dated_path import has_date
+from draftmill.jobs.spec.job_spec import at_date, load_spec, with_logical_date
+from draftmill.jobs.submitting.cluster import (
+    RUN,
+    NoSuchJob,
+    RayJobs,
+    is_over,
+    run_of,
+    say,
+)
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.store import open_store
 
 POLL_S = 0.5
 SPARE_S = 30.0
@@ -27,7 +37,7 @@ SPARE_S = 30.0
 Say = Callable[[str], None]
 
 
-def jobs_of(client: JobClient, target: str, run: str | None) -> list[Any]:
+def jobs_of(client: RayJobs, target: str, run: str | None) -> list[Any]:
     """The cluster's jobs that a target means: the one of this name, or all of the run directory `run`; UserError if none."""
     jobs = client.jobs()
     named = [job for job in jobs if job.submission_id == target]
@@ -37,18 +47,18 @@ def jobs_of(client: JobClient, target: str, run: str | None) -> list[Any]:
     return found
 
 
-def stop_jobs(client: JobClient, jobs: Sequence[Any], say: Say, *, wait: bool) -> bool:
+def stop_jobs(client: RayJobs, jobs: Sequence[Any], say: Say, *, wait: bool) -> bool:
     """Ask the jobs that are not over to end; returns whether all are over (True at once without `wait`)."""
     running = [job for job in jobs if not is_over(job)]
     if not running:
         say(f"nothing to stop: {jobs[-1].submission_id} has ended ({jobs[-1].status})")
     for job in running:
         client.stop(str(job.submission_id))
-        say(f"stopping {job.submission_id}: running units may finish, within {patience_s(job):.0f} s")
-    return not wait or all(_ends(client, str(job.submission_id), patience_s(job) + SPARE_S, say) for job in running)
+        say(f"stopping {job.submission_id}: running units may finish, within {_patience_s(job):.0f} s")
+    return not wait or all(_ends(client, str(job.submission_id), _patience_s(job) + SPARE_S, say) for job in running)
 
 
-def patience_s(job: Any) -> float:
+def _patience_s(job: Any) -> float:
     """Seconds from the request to stop until Ray kills the driver."""
     variables = (job.runtime_env or {}).get("env_vars") or {}
     try:
@@ -57,7 +67,7 @@ def patience_s(job: Any) -> float:
         return 3.0
 
 
-def _ends(client: JobClient, name: str, limit_s: float, say: Say) -> bool:
+def _ends(client: RayJobs, name: str, limit_s: float, say: Say) -> bool:
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:
         try:
@@ -116,3 +126,41 @@ def _signal(found: LeaseHeld, pid: int) -> None:
         raise StoreError(f"process {pid}, the driver, can't be seen: {error}") from None
     except ProcessLookupError:
         return
+
+
+def stop(
+    target: str,
+    address: str | None,
+    *,
+    overrides: Sequence[str] = (),
+    logical_date: str | None = None,
+    wait_s: float = 60.0,
+    s3: S3Options | None = None,
+) -> int:
+    """Stop a job by its name, its run directory or its spec; without `address`, the driver on this machine. Returns 0 or 1.
+
+    With `wait_s` 0 it returns as soon as the request is made.
+    """
+    run, options = _run_of(target, overrides, logical_date, s3)
+    if address is None:
+        if target.startswith("draftmill-") and not Path(target).exists():
+            raise UserError("missing; a submitted job is stopped by its cluster", field="--address")
+        is_over = stop_driver(open_store(run, s3=options), say, limit_s=wait_s) or not wait_s
+    else:
+        client = RayJobs(address)
+        is_over = stop_jobs(client, jobs_of(client, target, run), say, wait=wait_s > 0)
+    return OK if is_over else UNEXPECTED
+
+
+def _run_of(
+    target: str, overrides: Sequence[str], logical_date: str | None, s3: S3Options | None
+) -> tuple[str, S3Options | None]:
+    """The run directory that a target means, and how its store is reached."""
+    if target.endswith((".yaml", ".yml")) and "://" not in target:
+        spec = load_spec(target, overrides)
+        if logical_date is not None:
+            spec = with_logical_date(spec, logical_date)
+        if has_date(spec.output.path):
+            spec = at_date(spec, datetime.now(UTC))
+        return run_of(spec), spec.s3.options()
+    return absolute(target.rstrip("/")), s3

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from draftmill.actors.metrics.settings import Better
 from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary
 from draftmill.jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.analysis.runs import FinishedRun
@@ -38,7 +40,6 @@ class Points:
     """Counts of single ok samples."""
 
     new_tokens: NDArray[np.int32]
-    prompt_tokens: NDArray[np.int32]
     nfe: NDArray[np.int32]
 
 
@@ -71,13 +72,14 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RunStatistics:
     """One run as a report shows it."""
 
     run: FinishedRun
     figures: RunFigures
     metrics: dict[str, Interval]
     metric_rows: dict[str, int]
+    better: dict[str, Better | None]
     accept_hist: NDArray[np.int64]
     points: Points
     every: int
@@ -94,7 +96,6 @@ class Case:
     ended: str | None
     sessions: Sessions
     spent: DeviceSums
-    longest_s: float
 
 
 @dataclass(slots=True)
@@ -110,30 +111,28 @@ class _Details:
     resident_N: NDArray[np.float64]
 
 
-def read_case(run: FinishedRun) -> Case:
+def read_statistics(run: FinishedRun) -> RunStatistics:
     """Read a run and reduce it; about 100 bytes a sample are in memory meanwhile."""
     rows, details = read_rows(run), _read_details(run)
     ok = rows.ok_N
     every = max(1, -(-int(ok.sum()) // POINTS))
-    columns = {name: rows.counts[name][ok] for name in ("new_tokens", "prompt_tokens", "nfe")}
     sums = {name: int(column[ok].sum(dtype=np.int64)) for name, column in rows.counts.items()}
     timed = ok & (details.start_N > 0)
     start, resident = details.start_N[timed], details.resident_N[timed]
-    return Case(
+    return RunStatistics(
         run=run,
         figures=figures_of(run, rows),
         metrics=metric_intervals(rows),
         metric_rows={name: int(np.isfinite(column).sum()) for name, column in rows.metrics.items()},
+        better=rows.better,
         accept_hist=details.accept_hist,
-        points=Points(**{name: column[::every] for name, column in columns.items()}),
+        points=Points(*(rows.counts[name][ok][::every] for name in ("new_tokens", "nfe"))),
         every=every,
         course=course_of(start, start + resident, rows.counts["new_tokens"][timed]),
         spreads={
             "wait_s": spread_of(details.wait_N[ok]),
             "resident_s": spread_of(details.resident_N[ok]),
             "device_s": spread_of(rows.device_s_N[ok]),
-            "new_tokens": spread_of(columns["new_tokens"]),
-            "prompt_tokens": spread_of(columns["prompt_tokens"]),
         },
         errors=dict(sorted(details.errors.items(), key=lambda item: (-item[1], item[0]))),
         examples=details.examples,
@@ -146,7 +145,6 @@ def read_case(run: FinishedRun) -> Case:
         ended=_moment((start + resident).max()) if len(start) else None,
         sessions=read_sessions(run.store),
         spent=sum((read_sessions(one.store).devices for one in run.passes), DeviceSums()),
-        longest_s=float(details.resident_N.max(initial=0.0)),
     )
 
 
@@ -179,18 +177,8 @@ def _mean(place: int) -> Any:
 
 
 def _read_details(run: FinishedRun) -> _Details:
-    names = [
-        "status",
-        "error_kind",
-        "error",
-        "id",
-        "worker",
-        "started_at",
-        "wait_s",
-        "prefill_s",
-        "decode_s",
-        "accept_hist",
-    ]
+    results = ["id", "status", "error_kind", "error", "accept_hist"]
+    names = [*results, "worker", "started_at", "wait_s", "prefill_s", "decode_s"]
     histogram = np.zeros(0, np.int64)
     errors: Counter[str] = Counter()
     examples: dict[str, tuple[str, str]] = {}
@@ -303,6 +291,4 @@ def spread_of(values: NDArray[Any]) -> Spread:
 
 
 def _moment(seconds: float) -> str:
-    import datetime
-
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -15,9 +15,9 @@ import pytest
 from draftmill.actors.messages import Effort
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.cli import main
-from draftmill.jobs.commands import status
-from draftmill.jobs.commands.status import state_of, status_lines
 from draftmill.jobs.driving.run_log import Sessions
+from draftmill.jobs.running import status
+from draftmill.jobs.running.status import state_of, status_lines
 from draftmill.storage.runs.lease import acquire, driver_of, this_process
 from draftmill.storage.stores.store import MemoryStore, open_store
 
@@ -63,7 +63,7 @@ def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(
     planned = f"{place} is being planned, driver {this_process()}\n"
     assert (printed.out, printed.err) == (planned, f"draftmill: {planned}")
     monkeypatch.setattr(
-        "draftmill.jobs.commands.logs.time.sleep", lambda s: lease.release()
+        "draftmill.jobs.running.logs.time.sleep", lambda s: lease.release()
     )  # the driver ends while it is followed
     assert main(["logs", place, "--follow"]) == 0
     interrupted = f"{place} was interrupted while it was planned: run it again\n"

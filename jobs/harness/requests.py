@@ -1,0 +1,186 @@
+"""lm-evaluation-harness's requests as ours: its texts as token ids, its generation_kwargs as settings of a job.
+
+Texts become token ids as in its own `hf` model, so that both get the same answers.
+
+    generate_until          context                          special tokens before it, as the tokenizer adds them
+    loglikelihood           context | continuation           encoded together, cut where the context alone ends
+    loglikelihood           prefix token | continuation      without a context
+    loglikelihood_rolling   prefix token | text              windows of the model's length, each token scored once
+
+The prefix token is the begin token, else the end token; any-subset models have none. The spelling of a special token is parsed
+wherever it occurs, as in transformers. Different from `hf`: the model's length counts the last scored token, too, and a rolling
+text has one begin token. Source: TemplateLM and HFLM of lm_eval 0.4.13.
+
+    max_gen_toks (max_new_tokens, max_tokens, max_completion_tokens)    task.max_new_tokens
+    until                                                               task.stop
+    do_sample, temperature, top_k, top_p                                sampling
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from draftmill.actors.rows.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
+from draftmill.storage.errors import UserError
+
+Ids = tuple[int, ...]
+
+UNLIMITED_WINDOW: Final = 2048
+"""Tokens of a rolling window if the model has no maximum length, as in lm_eval."""
+
+KEPT_CONTEXTS: Final = 4096
+"""Encoded contexts that are kept: the choices of a question share their context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The ids of a context, and those that are scored after it."""
+
+    context: Ids
+    scored: Ids
+
+
+class Encoder:
+    """The texts of requests as ids; see the module's docstring."""
+
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
+        self._tokenizer = tokenizer
+        self._most = info.max_length
+        begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        # Any-subset models see no begin token, see actors/rows/prompts.py.
+        self._prefix: Ids = () if begin is None or info.kind == "any_subset" else (begin,)
+        self._spelled = "" if begin is None else tokenizer.decode([begin])
+        self.context = lru_cache(KEPT_CONTEXTS)(self._context)
+
+    def _context(self, text: str) -> Ids:
+        """Ids of a prompt: the tokenizer's special tokens come first, unless the text begins with the begin token itself."""
+        begun = bool(self._spelled) and text.startswith(self._spelled)
+        return (*(() if begun else self._tokenizer.lead), *self._tokenizer.parse(text))
+
+    def pair(self, context: str, continuation: str) -> Scored:
+        """Ids of a context and a continuation, of which the continuation is scored; white space between them belongs to it."""
+        bare = context.rstrip()
+        continuation = context[len(bare) :] + continuation
+        if not bare:
+            return self._behind_prefix(tuple(self._tokenizer.parse(continuation)))
+        before, whole = self.context(bare), self._context(bare + continuation)
+        # As in lm_eval, also where a token spans the border.
+        return Scored(before, whole[len(before) :] or tuple(self._tokenizer.parse(continuation)))
+
+    def _behind_prefix(self, tokens: Ids) -> Scored:
+        begun = bool(self._prefix) and tokens[:1] == self._prefix
+        return Scored(self._prefix, tokens[1:] if begun else tokens)
+
+    def windows(self, text: str) -> Iterator[Scored]:
+        """The windows of a text, each with all the context that fits before its scored tokens."""
+        tokens = tuple(self._tokenizer.parse(text))
+        most = UNLIMITED_WINDOW if self._most is None else self._most
+        first = self._behind_prefix(tokens)
+        tokens, done = first.scored, min(len(first.scored), most - len(first.context))
+        if done:
+            yield Scored(first.context, tokens[:done])
+        while done < len(tokens):
+            count = min(len(tokens) - done, most - 1)
+            done += count
+            yield Scored(tokens[done - most : done - count], tokens[done - count : done])
+
+
+MOST: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""The names of the maximum number of tokens; the first one that is given counts, as in lm_eval."""
+
+DEFAULT_MOST: Final = 256
+"""Maximum number of tokens of a task that gives none, as in lm_eval."""
+
+KNOWN: Final = (*MOST, "until", "do_sample", "temperature", "top_k", "top_p")
+
+WITHOUT_EFFECT: Final[Mapping[str, tuple[Any, ...]]] = {
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1, None),
+    "length_penalty": (1, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "min_p": (0, None),
+    "use_cache": (True, False, None),
+    "seed": (None,),
+}
+"""Other keys, with the values that change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How one job generates; `temperature` 0 takes the most probable token, and then there is no top_k and no top_p."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+def generation_of(
+    given: Mapping[str, Any], task: str, *, sampling: Sampling, temperature: float | None, most: int | None
+) -> Generation:
+    """The settings for a task's generation_kwargs. UserError, with the task's name and the key, for what no decoder can do.
+
+    `sampling` is the spec's; its top_k and top_p count where the task has none. `temperature` is the spec's own temperature,
+    None if it names none: it counts where the task says only that it samples. `most` is the spec's max_new_tokens, or None.
+    """
+    for key, value in given.items():
+        if key not in KNOWN and value not in WITHOUT_EFFECT.get(key, ()):
+            raise _refused(task, key, value, ", ".join(map(str, WITHOUT_EFFECT.get(key, (*KNOWN, *WITHOUT_EFFECT)))))
+    found = Generation(_most(given, task, most), _stops(given, task), _temperature(given, task, temperature))
+    if found.temperature == 0:
+        return found
+    top_k, top_p = given.get("top_k", sampling.top_k), given.get("top_p", sampling.top_p)
+    top_k = None if top_k in {0, -1} else top_k  # how transformers and vLLM say: all tokens
+    top_p = None if top_p == 1 else top_p
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise _refused(task, "top_k", top_k, "a whole number from 1")
+    if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
+        raise _refused(task, "top_p", top_p, "a number above 0, at most 1")
+    return Generation(found.max_new_tokens, found.stop, found.temperature, top_k, top_p)
+
+
+def _most(given: Mapping[str, Any], task: str, most: int | None) -> int:
+    key = next((key for key in MOST if given.get(key) is not None), None)
+    if key is None:
+        return DEFAULT_MOST if most is None else most
+    value = given[key]
+    if not _is_number(value) or value != int(value) or value < 1:
+        raise _refused(task, key, value, "a whole number from 1")
+    return int(value)
+
+
+def _stops(given: Mapping[str, Any], task: str) -> tuple[str, ...]:
+    until = given.get("until") or ()
+    until = (until,) if isinstance(until, str) else tuple(until)
+    if not all(isinstance(stop, str) for stop in until):
+        raise _refused(task, "until", list(until), "a text, or a list of texts")
+    return tuple(dict.fromkeys(stop for stop in until if stop))
+
+
+def _temperature(given: Mapping[str, Any], task: str, own: float | None) -> float:
+    value, samples = given.get("temperature"), given.get("do_sample")
+    if value is not None and not (_is_number(value) and 0 <= value <= 100):
+        raise _refused(task, "temperature", value, "a number from 0 to 100")
+    if samples not in {None, True, False}:
+        raise _refused(task, "do_sample", samples, "true, false")
+    if samples is False:
+        return 0.0
+    if value is None and samples:
+        return 1.0 if own is None else own
+    return 0.0 if value is None else float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refused(task: str, key: str, value: Any, allowed: str) -> UserError:
+    return UserError(f"{value!r} is not supported; allowed: {allowed}", field=f"{task}: generation_kwargs.{key}")
