@@ -341,7 +341,7 @@ def _status(arguments: argparse.Namespace) -> int:
     flag("--follow", "go on printing while a driver works on the run"),
 )
 def _logs(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.logs import logs
+    from draftmill.jobs.running.status import logs
 
     return logs(arguments.run_dir, as_json=arguments.json, follow=arguments.follow, s3=_s3_options(arguments))
 
@@ -488,7 +488,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 )
 def _measure(arguments: argparse.Namespace) -> int:
     with _interruptible():
-        from draftmill.jobs.running.measure import measure
+        from draftmill.jobs.running.run import measure
 
         return measure(
             arguments.run_dir,
@@ -589,7 +589,7 @@ def _truth(text: str, name: str, why: str = "") -> bool:
     *S3,
 )
 def _list(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.recurring.list_runs import list_runs
+    from draftmill.jobs.running.status import list_runs
 
     return list_runs(arguments.folder, as_json=arguments.as_json, s3=_s3_options(arguments))
 

@@ -144,7 +144,7 @@ class LocalBackend(Backend):
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
         from draftmill.actors.loop.loading import ModelCache
-        from draftmill.actors.loop.local_pool import LocalPool
+        from draftmill.actors.loop.worker import LocalPool
 
         if self._keep and self._model_cache is None:
             self._model_cache = ModelCache()
@@ -170,8 +170,7 @@ class ReadingBackend(LocalBackend):
         return Allocation((WorkerResources(1.0, 0.0, 1),), (1,))
 
     def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
-        from draftmill.actors.loop.local_pool import LocalPool
-        from draftmill.actors.loop.worker import reading_runner
+        from draftmill.actors.loop.worker import LocalPool, reading_runner
 
         return LocalPool(
             job, allocation.kinds[0], build=partial(reading_runner, info=self._info, tokenizer=self._tokenizer)

@@ -1,9 +1,9 @@
 """`draftmill verify`: checks a run's promises (docs/promises.md) from its files alone. It reads and hashes every file.
 
 It checks the plan against the data files, the data files against the manifest, and `_SUCCESS` against both. It checks each
-later pass in the same way, and that the pass has exactly the rows that failed in the one before. It checks files
-of metrics against the results. With --invariance N, it decodes N samples again, each alone, and
-compares them token for token.
+later pass in the same way, and that the pass has exactly the rows that failed in the one before. It checks files of metrics
+against the results. With --invariance N, it decodes N samples again, each alone in its batch, and compares them token for token:
+results must not depend on the other samples of a batch, beyond floating-point effects, which this measures.
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from draftmill.actors.loop.worker import build_parts
+from draftmill.actors.messages import WorkUnit
+from draftmill.actors.rows.samples import Sample
+from draftmill.actors.task import Score
+from draftmill.decoders.base import Decoder, Outcome, Request
 from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
+from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, Manifest, unit_number
@@ -86,7 +93,6 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
     _print_findings(store, plan, findings, lines)
     if invariance and not findings.problems:
         from draftmill.jobs.plan.prepare import prepare
-        from draftmill.jobs.verifying.invariance import check_invariance
 
         prepare(plan.spec, store)  # checks that model and inputs are the ones that were decoded
         share = check_invariance(store, plan, manifest, samples=invariance)
@@ -354,3 +360,79 @@ def _keys(store: Store, name: str) -> list[dict[str, object]]:
     samples = table["sample"].to_pylist() if "sample" in table.column_names else [0] * table.num_rows
     pairs = zip(table["id"].to_pylist(), samples, strict=True)
     return [{"id": name, "sample": sample or 0} for name, sample in pairs]
+
+
+Said = tuple[list[int], list[float] | None, float | None]
+"""The tokens of a sample; if they were scored also the log-probability of each, where it is known, and of all together."""
+
+
+def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
+    """Decode `samples` stored samples alone; prints and returns the share with equal results."""
+    job = replace(make_job(plan.spec, plan, conditional=True), store_url=store.url, max_rows=1, trace=False)
+    decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
+    equal = compared = 0
+    for unit, index, stored in pick(store, manifest, samples, scores=isinstance(plan.spec.task, Score)):
+        (sample,) = unit_io.open_unit(alone(unit, index))
+        if sample.canvas is None:
+            continue
+        compared += 1
+        equal += said(decode_alone(decoder, sample), scores=isinstance(plan.spec.task, Score)) == stored
+    share = equal / compared if compared else 1.0
+    print(f"  decoded {compared} samples again, each alone: {equal} equal ({share:.1%})")
+    return share
+
+
+def said(outcome: Outcome, *, scores: bool = False) -> Said:
+    """An outcome in the form that `pick` yields for a stored row; `scores` says that the job's task is to score."""
+    each = outcome.token_logprobs
+    return outcome.tokens.tolist(), None if each is None else each.tolist(), outcome.logprob if scores else None
+
+
+def pick(
+    store: Store, manifest: Manifest, samples: int, *, scores: bool = False
+) -> Iterator[tuple[CommittedUnit, int, Said]]:
+    """Yield (unit, row in it, stored result) of `samples` evenly spread ok samples, or of all if there are fewer."""
+    total = manifest.total("ok")
+    wanted = sorted({(2 * n + 1) * total // (2 * samples) for n in range(samples)}) if total else []
+    first = 0  # of the samples that are ok, counted over all units
+    for unit in manifest.units:
+        inside = [number - first for number in wanted if first <= number < first + unit.ok]
+        first += unit.ok
+        if not inside:
+            continue
+        table = read_parquet(store.get(unit.object))
+        good = np.flatnonzero(pc.equal(table.column("status"), "ok").to_numpy())
+        for row in good[inside].tolist():
+            each = table.column("token_logprobs")[row].as_py() if "token_logprobs" in table.column_names else None
+            together = table.column("logprob")[row].as_py() if scores else None
+            yield unit, row, (table.column("tokens")[row].as_py(), each, together)
+
+
+def alone(unit: CommittedUnit, index: int) -> WorkUnit:
+    """A work unit for a single row of a unit."""
+    return WorkUnit(
+        lease=0,
+        unit=unit.unit,
+        rows=unit.rows,
+        tokens=0,
+        attempt=1,
+        pass_=1,
+        start=index,
+        stop=index + 1,
+        probe=True,
+    )
+
+
+def decode_alone(decoder: Decoder, sample: Sample) -> Outcome:
+    """The outcome of one sample in an empty decoder; if its holes need several requests, of all of them."""
+    while sample.take(_decoded(decoder, sample.request(0))):
+        pass
+    assert sample.outcome is not None
+    return sample.outcome
+
+
+def _decoded(decoder: Decoder, request: Request) -> Outcome:
+    decoder.admit([request])
+    while True:
+        for outcome in decoder.step():
+            return outcome

@@ -9,9 +9,8 @@ from functools import partial
 from unittest.mock import patch
 
 from draftmill.actors.job import Allocation, Job
-from draftmill.actors.loop.local_pool import LocalPool
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.loop.worker import build_runner
+from draftmill.actors.loop.worker import LocalPool, build_runner
 from draftmill.jobs.driving.allocation import NodeRoom, allocate
 from draftmill.jobs.driving.backend import LocalBackend, WorkerPool
 from draftmill.jobs.driving.progress import Display

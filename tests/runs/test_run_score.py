@@ -11,7 +11,7 @@ import torch
 
 from draftmill.jobs.forecasting.validate import validate
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.verifying.invariance import check_invariance
+from draftmill.jobs.verifying.verify import check_invariance
 from draftmill.storage.runs.commit import Manifest, done_units, read_unit
 from draftmill.storage.runs.unit_facts import UnitFacts
 from draftmill.storage.stores.store import open_store

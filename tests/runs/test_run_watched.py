@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.driver import Driver
 from draftmill.jobs.driving.events import event_line
-from draftmill.jobs.running.logs import Read, events_of, line_of
+from draftmill.jobs.running.status import Read, events_of, line_of
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.watching.metrics import METRICS
 from draftmill.storage.runs.lease import LeaseLost

@@ -16,7 +16,7 @@ import pytest
 
 from draftmill.decoders.base import Outcome
 from draftmill.jobs.cli import main
-from draftmill.jobs.verifying import invariance
+from draftmill.jobs.verifying import verify
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.local_pool import without_ray
@@ -310,14 +310,14 @@ def test_a_sample_that_differs_when_it_is_decoded_alone_breaks_the_promise_of_an
 ) -> None:
     run = copied(sound, tmp_path / "run")
     edited("_manifest.json", lambda found: [one.update(exact=exact) for one in found["units"]])(run)
-    real, asked = invariance.said, list[int]()
+    real, asked = verify.said, list[int]()
 
-    def other_date(outcome: Outcome, *, scores: bool = False) -> invariance.Said:
+    def other_date(outcome: Outcome, *, scores: bool = False) -> verify.Said:
         tokens, each, together = real(outcome, scores=scores)
         asked.append(len(tokens))
         return [*tokens, 1] if len(asked) == 2 else tokens, each, together
 
-    monkeypatch.setattr(invariance, "said", other_date)
+    monkeypatch.setattr(verify, "said", other_date)
     assert main(["verify", str(run), "--invariance", "4"]) == code
     out = capsys.readouterr().out
     assert "decoded 4 samples again, each alone: 3 equal (75.0%)" in out

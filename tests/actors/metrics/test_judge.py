@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draftmill.actors.metrics.base import MeasuredRow, Stopping
-from draftmill.actors.metrics.judge import JudgeMeter
+from draftmill.actors.metrics.registry import JudgeMeter
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.decoders.base import Request
 

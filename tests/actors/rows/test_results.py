@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.results import decoded
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.actors.rows.stop_text import stop_strings
 from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.rows.unit_io import decoded
 from draftmill.actors.task import Complete, Infill, Score
 from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.storage.runs.records import SCHEMA, table_from_rows

@@ -22,8 +22,18 @@ import psutil
 import pytest
 
 from draftmill.actors.sandbox import sandbox as code
-from draftmill.actors.sandbox.sandbox import Limits, Sandbox, SandboxError, find_sandbox, problem
-from draftmill.actors.sandbox.seccomp import AARCH64, MACHINES, SINCE_5_1, X86_64, filter_for
+from draftmill.actors.sandbox.sandbox import (
+    AARCH64,
+    MACHINES,
+    SINCE_5_1,
+    X86_64,
+    Limits,
+    Sandbox,
+    SandboxError,
+    filter_for,
+    find_sandbox,
+    problem,
+)
 from draftmill.storage.errors import UserError
 
 SHORT = Limits(timeout_s=3.0, memory_mb=1024)

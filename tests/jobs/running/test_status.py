@@ -63,7 +63,7 @@ def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(
     planned = f"{place} is being planned, driver {this_process()}\n"
     assert (printed.out, printed.err) == (planned, f"draftmill: {planned}")
     monkeypatch.setattr(
-        "draftmill.jobs.running.logs.time.sleep", lambda s: lease.release()
+        "draftmill.jobs.running.status.time.sleep", lambda s: lease.release()
     )  # the driver ends while it is followed
     assert main(["logs", place, "--follow"]) == 0
     interrupted = f"{place} was interrupted while it was planned: run it again\n"
