@@ -44,7 +44,7 @@ from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.cuda_graphs import VARIABLE as GRAPH_SWITCH
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.kernels import sampling_reference, trial
+from draftmill.decoders.kernels import find, sampling_reference
 from draftmill.decoders.kernels.find import find_attention, find_product, find_sampling
 from draftmill.decoders.kernels.sampling_reference import Wanted, Warp
 from draftmill.decoders.kernels.seen import Seen
@@ -219,7 +219,7 @@ def _attention_rows(bench: Bench) -> Iterator[list[str]]:
             return found
 
         ours = None if attend is None else partial(run, attend)
-        yield _compared(bench, "attention", case, ours, partial(run, trial.reference_attend))
+        yield _compared(bench, "attention", case, ours, partial(run, find.reference_attend))
 
 
 def _sampling_rows(bench: Bench) -> Iterator[list[str]]:
@@ -258,7 +258,7 @@ def _expert_rows(bench: Bench) -> Iterator[list[str]]:
         ends = torch.searchsorted(expert, torch.arange(num_experts, device=bench.device), right=True, out_int32=True)
         ours = None if product is None else partial(product, rows, weights, ends)
         case = f"{count} rows, {num_experts} experts of {width} x {inner}"
-        yield _compared(bench, "experts", case, ours, partial(trial.reference_product, rows, weights, ends))
+        yield _compared(bench, "experts", case, ours, partial(find.reference_product, rows, weights, ends))
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------

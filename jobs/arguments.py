@@ -369,7 +369,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 )
 def _rerun(arguments: argparse.Namespace) -> int:
     with _interruptible():
-        from draftmill.jobs.running.rerun import rerun
+        from draftmill.jobs.running.run import rerun
 
         return rerun(arguments.run_dir, _run_options(arguments), overrides=arguments.set, s3=_s3_options(arguments))
 

@@ -122,8 +122,7 @@ def load_networks(
 
     Networks that `model_cache` holds are not loaded again; afterwards it holds the networks of this job and no others.
     """
-    from draftmill.decoders.backbones.load import inspect_model, load_backbone
-    from draftmill.decoders.registry import find_heads
+    from draftmill.decoders.registry import find_heads, inspect_model, load_backbone
 
     model_cache = model_cache or ModelCache()
     found = fetch_drafter(decoder, s3)
@@ -142,7 +141,7 @@ def load_networks(
 
 def load_model(folder: Path, place: ModelPlace) -> Model:
     """Load a model, or this process's share of it: rank 0 then leads the other processes."""
-    from draftmill.decoders.backbones.load import load_backbone
+    from draftmill.decoders.registry import load_backbone
 
     how: dict[str, Any] = {"family": place.family, "dtype": place.dtype, "device": place.device}
     if place.share is None:

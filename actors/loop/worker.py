@@ -4,8 +4,8 @@ A turn takes new units, decodes until a unit ends or for a fifth of a second, an
 so the worker never waits for the driver. Ray does not restart a dead worker; its uncommitted work is lost.
 
 LocalPool has workers in the driver's own process and thread, without Ray, for `run --local`, notebooks and tests: each has one
-turn per poll. A worker that raises counts as dead, and its rows are then probed alone. A fault that ends the process also ends the
-driver; committed units are safe, and the next run resumes.
+turn per poll. A worker that raises counts as dead, and its rows are then probed alone. A fault that ends the process also
+ends the driver; committed units are safe, and the next run resumes.
 """
 
 from __future__ import annotations

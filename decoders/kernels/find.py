@@ -4,21 +4,209 @@ They are used on a CUDA device, where Triton and a C compiler are installed, unl
 small library through which Triton starts kernels. Otherwise torch's own operations run, for which None stands; results of the two
 differ by rounding alone.
 
-Triton is imported when a kernel is tried (trial.py), and nowhere before.
+Each kernel is tried once beside its reference in torch: a driver, a compiler or a GPU that nobody has tried must cost speed, not
+results. A trial says in one line why the kernel is not used, or returns None; it remembers the answer. Triton is imported when a
+kernel is tried, and nowhere before.
+
+Legend: N flat rows, H heads, K key heads, G = H / K, S slots, W columns, P distances; of experts: P rows, sorted by expert,
+E experts, D numbers in, M numbers out.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Callable
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from draftmill.decoders.kernels import trial
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.keys import sample_key
+from draftmill.decoders.kernels import sampling_reference
+from draftmill.decoders.kernels.seen import Seen, most_lines
+
+_log = logging.getLogger(__name__)
+# The largest difference allowed, beside the largest number.
+_ROUNDING: Final = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Rows of three slots, of which one sees nothing, with five intervals: no decoder has rows of more (decoders/masked/ssd.py).
+_SLOTS: Final = [0, 0, 0, 1, 1, 2, 2, 2]
+_LOW: Final = [
+    [0, 0, 5, 9, 0, 0, 250, 0],
+    [0, 0, 30, 0, 0, 0, 0, 290],
+    [0, 0, 64, 0, 0, 0, 0, 120],
+    [0, 0, 100, 0, 0, 0, 0, 150],
+    [0, 0, 290, 0, 0, 0, 0, 200],
+]
+_HIGH: Final = [
+    [200, 9, 40, 9, 300, 1, 280, 90],
+    [0, 0, 60, 0, 0, 0, 0, 300],
+    [0, 0, 65, 0, 0, 0, 0, 140],
+    [0, 0, 180, 0, 0, 0, 0, 190],
+    [0, 0, 299, 0, 0, 0, 0, 230],
+]
+_MOST_REASON: Final = 200
+
+
+@lru_cache
+def attention_problem(
+    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
+) -> str | None:
+    """Why attention is not used for such heads. The smallest and the largest tile take unequal shared memory: both are tried.
+    `relative`: the model adds a score that depends on distances."""
+
+    def tried() -> list[tuple[Tensor, Tensor]]:
+        from draftmill.decoders.kernels import attention
+
+        query_NHd = _normal(device, 8, num_heads, width).to(dtype)
+        layer_2SKWd = _normal(device, 2, 3, key_heads, 300, width).to(dtype)
+        slot_N, low_IN, high_IN = (
+            torch.tensor(told, dtype=torch.int32, device=device) for told in (_SLOTS, _LOW, _HIGH)
+        )
+        scores = {"relative_NHP": _normal(device, 8, num_heads, 600).to(dtype)} if relative else {}
+        most, pairs = most_lines(width, dtype), []
+        for rows_at_once, shares, window in ((1, 4, None), (most, 1, None), (most, 1, 50)):
+            seen = Seen.of(
+                slot_N,
+                low_IN,
+                high_IN,
+                position_N=30 * torch.arange(8, device=device),
+                positions_SW=torch.arange(300, device=device).repeat(3, 1),
+                rows_at_once=rows_at_once,
+                group=num_heads // key_heads,
+                lines=most,
+            )
+            asked, how = (query_NHd, layer_2SKWd, seen), {"scaling": width**-0.5, "window": window, **scores}
+            found = attention.attend(*asked, **how, shares=shares)
+            pairs.append((found, reference_attend(*asked, **how)))
+        return pairs
+
+    return _problem("attention", device, tried)
+
+
+@lru_cache
+def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the product with the weights of experts is not used."""
+
+    def tried() -> list[tuple[Tensor, Tensor]]:
+        from draftmill.decoders.kernels import experts
+
+        rows_PD, weight_EMD = _normal(device, 70, 96).to(dtype), (_normal(device, 5, 72, 96) / 10).to(dtype)
+        end_E = torch.tensor([3, 3, 40, 41, 70], dtype=torch.int32, device=device)
+        expected = reference_product(rows_PD, weight_EMD, end_E)
+        return [(experts.product(rows_PD, weight_EMD, end_E), expected)]
+
+    return _problem("experts", device, tried)
+
+
+@lru_cache
+def sampling_problem(device: torch.device) -> str | None:
+    """Why the kernel for tokens and what is told of them is not used; tried with and without notes and cuts."""
+
+    def tried() -> list[tuple[Tensor, Tensor]]:
+        from draftmill.decoders.kernels import sampling
+
+        number_R = torch.arange(8, device=device)
+        keys = noise.key_words([sample_key(0, str(row)) for row in range(8)], device)
+        own_2R = torch.tensor([[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4], dtype=torch.float64, device=device)
+        # Of every three rows the first names no token, whose own log-probability is told then.
+        told: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
+        noted: dict[str, Any] = {**told, "wanted": sampling_reference.WANTED, "mask_id": 5}
+        pairs = []
+        for top_k, warped, more in ((None, False, {}), (30, False, told), (None, False, noted), (30, True, noted)):
+            job = Sampling(top_k=top_k)
+            warp = sampling_reference.Warp(job, job, own_2R, True, number_R[:3], torch.arange(601, device=device) < 3)
+            found, expected = (
+                one.sample(_normal(device, 8, 601) * 4, warp, keys, number_R, warped=warped, **more).float()
+                for one in (sampling, sampling_reference)
+            )
+            pairs += list(zip(found.unbind(1), expected.unbind(1), strict=True))
+        return pairs
+
+    return _problem("sampling", device, tried)
+
+
+def _problem(name: str, device: torch.device, tried: Callable[[], list[tuple[Tensor, Tensor]]]) -> str | None:
+    try:
+        wrong = [float((found - expected).abs().max()) for found, expected in tried() if not _close(found, expected)]
+    except Exception as error:  # noqa: BLE001 - see below
+        # Of any kind: a missing Python.h is a CalledProcessError, a missing libcuda an AssertionError, a cache that can't be
+        # written a PermissionError. A lost device (an illegal access, say) rejects every later call, with or without kernels:
+        # this one then raises, which ends the worker.
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        reason = f"fails here: {_in_a_line(error)}"
+    else:
+        reason = f"is wrong here by up to {max(wrong):g}" if wrong else ""
+    if reason:
+        _log.warning("the kernel for %s %s; torch's own operations run instead", name, reason)
+    return reason or None
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:_MOST_REASON]
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Whether all numbers agree up to rounding; NaN never does."""
+    most = _ROUNDING[found.dtype] * expected.abs().max().clamp(min=1.0)
+    return bool(((found - expected).abs() <= most).all())
+
+
+def _normal(device: torch.device, *shape: int) -> Tensor:
+    """Random normal numbers, the same everywhere."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
+def reference_attend(
+    query_NHd: Tensor,
+    layer_2SKWd: Tensor,
+    seen: Seen,
+    *,
+    scaling: float,
+    window: int | None = None,
+    relative_NHP: Tensor | None = None,
+) -> Tensor:
+    """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32 or better.
+    A score is scaling x (query . key). With `relative_NHP` the row's number for the distance of the two positions is added, as
+    it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A row that sees nothing gets zeros."""
+    num_columns = layer_2SKWd.shape[3]
+    group = query_NHd.shape[1] // layer_2SKWd.shape[2]
+    wide = torch.promote_types(query_NHd.dtype, torch.float32)
+    key_NHWd, value_NHWd = layer_2SKWd[:, seen.slot_N].to(wide).repeat_interleave(group, 2)
+    score_NHW = (key_NHWd @ query_NHd.to(wide).unsqueeze(3)).squeeze(3) * scaling
+    if relative_NHP is not None:
+        score_NHW += _by_distance(relative_NHP.to(wide), seen, num_columns)
+    hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
+    weight_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf).softmax(2).masked_fill(hidden_N1W, 0.0)
+    return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
+
+
+def _by_distance(relative_NHP: Tensor, seen: Seen, num_columns: int) -> Tensor:
+    assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
+    distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
+    num_distances = relative_NHP.shape[2]
+    place_NW = (distance_NW + num_distances // 2).clamp(0, num_distances - 1)
+    return relative_NHP.gather(2, place_NW.unsqueeze(1).expand(-1, relative_NHP.shape[1], -1))
+
+
+def reference_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
+    """Multiply each row with the matrix of its expert, [P, M]; sums are in float32 or better. Expert e has the rows from the
+    end of the expert before it up to `end_E[e]` (int32); the last end is P."""
+    wide = torch.promote_types(rows_PD.dtype, torch.float32)
+    row_P = torch.arange(rows_PD.shape[0], dtype=end_E.dtype, device=end_E.device)
+    expert_P = torch.searchsorted(end_E, row_P, right=True)
+    return (weight_EMD.to(wide)[expert_P] @ rows_PD.to(wide).unsqueeze(2)).squeeze(2).to(rows_PD.dtype)
+
 
 VARIABLE: Final = "DRAFTMILL_KERNELS"
 """The environment variable: 0 turns the kernels off, 1 or nothing leaves them on."""
@@ -26,9 +214,9 @@ LEAST_CAPABILITY: Final = (8, 0)
 """Compute capability from which a program may have 99 KiB of shared memory, and tensor cores know bfloat16."""
 
 Attend = Callable[..., Tensor]
-"""Attention over a layer of the slot cache: that of attention.py, or trial.reference_attend, whose signature it has."""
+"""Attention over a layer of the slot cache: that of attention.py, or reference_attend, whose signature it has."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The product with the weights of experts: that of experts.py, or trial.reference_product."""
+"""The product with the weights of experts: that of experts.py, or reference_product."""
 Sample = Callable[..., Tensor]
 """From logits to tokens and what decoders want to know of each row: sampling.py, or its reference, whose signature it has."""
 
@@ -40,7 +228,7 @@ def find_attention(
 ) -> Attend | None:
     """The kernel for heads of this kind; `relative` if the model adds a score that depends on distances."""
     heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width, "relative": relative}
-    if not _is_used("attention", device, dtype, lambda: trial.attention_problem(device, dtype, **heads)):
+    if not _is_used("attention", device, dtype, lambda: attention_problem(device, dtype, **heads)):
         return None
     from draftmill.decoders.kernels.attention import attend
 
@@ -49,7 +237,7 @@ def find_attention(
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
     """The product with the weights of experts."""
-    if not _is_used("experts", device, dtype, lambda: trial.experts_problem(device, dtype)):
+    if not _is_used("experts", device, dtype, lambda: experts_problem(device, dtype)):
         return None
     from draftmill.decoders.kernels.experts import product
 
@@ -58,7 +246,7 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
 
 def find_sampling(device: torch.device, dtype: torch.dtype) -> Sample | None:
     """What draws the tokens of a model of this dtype, and tells of them."""
-    if not _is_used("sampling", device, dtype, lambda: trial.sampling_problem(device)):
+    if not _is_used("sampling", device, dtype, lambda: sampling_problem(device)):
         return None
     from draftmill.decoders.kernels.sampling import sample
 

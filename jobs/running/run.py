@@ -3,8 +3,11 @@
     spec -> model, inputs -> Ray -> plan (new, or existing and compared) -> done set -> driver -> manifest, _SUCCESS
 
 Checks the spec, the model, the inputs and the cluster's resources before it writes anything to the run directory.
-`draftmill measure` measures metrics on the results of a finished run, and `draftmill rerun` decodes its failed rows in a new pass;
-both can be killed and repeated, too.
+
+`draftmill rerun --failed` decodes failed samples again in a new pass, or resumes such a pass. A pass is a run directory inside
+the run's own (jobs/finished/passes.py): planned, decoded, committed and closed like any run, under the run's lease; earlier
+passes stay unchanged. The job must be the same; settings that may change between two runs may change here too. `draftmill
+measure` measures metrics on the results of a finished run.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,18 +32,29 @@ from draftmill.jobs.driving.run_log import LoggedDisplay
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
 from draftmill.jobs.finished.measure import measure_units, units_to_measure
 from draftmill.jobs.finished.metric_ready import Ready, kept_in, ready_metrics
-from draftmill.jobs.finished.passes import PRUNED, finished, passes_of
+from draftmill.jobs.finished.passes import (
+    PRUNED,
+    Pass,
+    failed_rows,
+    finished,
+    left_failed,
+    pass_store,
+    passes_of,
+    require_plan,
+)
 from draftmill.jobs.finished.summary import metric_lines
-from draftmill.jobs.plan.plan import NothingLeft, Plan
+from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.packing import PlanWriter, discard_parts
+from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.runs import finished_below
 from draftmill.jobs.running.outcome import RunOutcome, report_outcome
 from draftmill.jobs.running.session import Run, RunOptions, decode
-from draftmill.jobs.running.verdict import broken_off, close, without_ray
+from draftmill.jobs.running.verdict import broken_off, close, judge, print_metrics, print_table, without_ray
 from draftmill.jobs.spec.dated_path import base_of, has_date
-from draftmill.jobs.spec.job_spec import JobSpec, at_date
+from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden
 from draftmill.jobs.spec.places import check_places
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import is_closed
@@ -271,3 +286,70 @@ _EXAMPLES = {
     "judge": "'{kind: judge, model: builtin:ar-tiny}'",
     "file": "my_metric.py",
 }
+
+
+def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s3: S3Options | None = None) -> int:
+    """Decode the failed samples of a finished run again, in a new pass; returns the exit code of the run as a whole.
+
+    Raises UserError if the run is not finished, or if `overrides` (KEY=VALUE), the model or the inputs make it another job.
+    """
+    store = open_store(run_dir, s3=s3)
+    spec = spec_of(require_plan(store), run_dir, overrides, s3)
+    finished(passes_of(store, s3=s3))
+    with make_display(quiet=options.quiet) as display:
+        prepared = prepare(spec, store, display)
+    backend = backend_of(address=options.ray_address, local=options.local)
+    backend.check(spec)
+    conditional = probe(store)
+    stop = StopFlag()
+    with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+        passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
+        plan = unfinished(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
+        if plan is None:
+            print(f"{store.url}: no failed samples")
+            return judge(spec, passes)
+        inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
+        finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, backend))
+    if finish.how != "done":
+        return broken_off(plan.store, plan, finish, conditional=conditional)
+    ready = ready_for(spec, plan)
+    if ready is not None and not measure_run(store, spec, ready, options, s3=spec.s3.options()):
+        return INTERRUPTED
+    print_table(inside, plan.store)
+    passes = passes_of(store, s3=s3)
+    print_metrics(store, passes)
+    return judge(spec, passes)
+
+
+def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | None) -> JobSpec:
+    """The spec with which the run was planned, with the run directory's current path and `overrides`.
+
+    Settings given in `s3` apply to the workers too.
+    """
+    data = plan.spec.model_dump(mode="json")
+    data["s3"] |= {key: value for key, value in asdict(s3 or S3Options()).items() if value not in {None, "auto"}}
+    spec = check_overridden(data, overrides)
+    return spec.model_copy(update={"output": spec.output.model_copy(update={"path": run_dir})})
+
+
+def unfinished(passes: Sequence[Pass]) -> Plan | None:
+    """The plan of an interrupted pass; None if the last pass is finished."""
+    return passes[-1].plan if passes[-1].manifest is None else None
+
+
+def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *, epoch: int) -> Plan | None:
+    """Plan a pass over the failed rows of the last one, in their order; None if there are none."""
+    if not left_failed(passes):
+        return None
+    first, last = passes[0].plan, passes[-1]
+    store = pass_store(first.store, last.number + 1, s3)
+    unit_rows = None if first.spec.output.unit_rows == "auto" else first.spec.output.unit_rows
+    window = first.spec.batching.window
+    writer = PlanWriter(store, window=window, unit_rows=unit_rows, keep_order=True, epoch=epoch)
+    discard_parts(store, epoch)
+    for table in failed_rows(last):
+        writer.add(table)
+    writer.finish()
+    plan = create_plan(store, first.spec, first.results, first.files, writer, pass_=last.number + 1, keep=first.keep)
+    display.note(f"pass {plan.pass_}: {counted(plan.rows, 'failed sample')} in {counted(plan.units, 'unit')}")
+    return plan

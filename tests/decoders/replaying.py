@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftmill.decoders.engine.cuda_graphs import Work
-from draftmill.decoders.kernels import sampling_reference, trial
+from draftmill.decoders.kernels import find, sampling_reference
 
 
 class Externals(TorchDispatchMode):
@@ -80,7 +80,7 @@ def use_references(monkeypatch: Any) -> None:
     """Let models and draws use the references of the kernels, as they use the kernels on a GPU."""
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(
-            f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: trial.reference_attend
+            f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: find.reference_attend
         )
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sampling_reference.sample)
 

@@ -5,7 +5,7 @@ A kernel counts as one launch.
 
 import pytest
 
-from draftmill.decoders.kernels import sampling_reference, trial
+from draftmill.decoders.kernels import find, sampling_reference
 from tests.device.pretend import as_one_launch
 from tests.device.steps import run, run_on_cpu
 from tests.device.test_steps import CUTS, LIMITS
@@ -28,7 +28,7 @@ CUT = ["speculative", "ssd, cached", "ancestral, analytic"]
 
 @pytest.fixture
 def kernels(monkeypatch):
-    attend, sample = as_one_launch(trial.reference_attend), as_one_launch(sampling_reference.sample)
+    attend, sample = as_one_launch(find.reference_attend), as_one_launch(sampling_reference.sample)
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)

@@ -15,7 +15,7 @@ from draftmill.jobs.driving.allocation import NodeRoom, allocate
 from draftmill.jobs.driving.backend import LocalBackend, WorkerPool
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.running import rerun as jobs_rerun
+from draftmill.jobs.running import run as jobs_run
 from draftmill.jobs.running import run as running
 from draftmill.jobs.spec.job_spec import JobSpec
 
@@ -52,6 +52,6 @@ def without_ray(*, workers: int = 1, build: Build = build_runner) -> Iterator[No
     backend = partial(BackendHere, workers, build)
     with (
         patch.object(running, "backend_of", lambda **_: backend()),
-        patch.object(jobs_rerun, "backend_of", lambda **_: backend()),
+        patch.object(jobs_run, "backend_of", lambda **_: backend()),
     ):
         yield

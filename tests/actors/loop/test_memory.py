@@ -21,12 +21,11 @@ from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import Failure, Receipt
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
+from draftmill.decoders.registry import build_decoder, load_backbone, pick_device
 from draftmill.jobs.driving.allocation import NodeRoom, allocate
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
@@ -319,7 +318,7 @@ def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr("draftmill.decoders.backbones.load.check_names", lambda *_: (_ for _ in ()).throw(KeyError))
+    monkeypatch.setattr("draftmill.decoders.registry.check_names", lambda *_: (_ for _ in ()).throw(KeyError))
     for device in ("cuda:1", "cuda", "cpu"):
         with pytest.raises(KeyError):
             load_backbone(fetch_model("builtin:ar-tiny"), device=device)

@@ -9,7 +9,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from draftmill.decoders.backbones.load import inspect_model, stop_ids
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
@@ -20,6 +19,7 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.registry import inspect_model, stop_ids
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.backbones.config_changes import GONE, change_config
 from tests.decoders.support import decode, texts

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
@@ -23,7 +22,7 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import algorithm_of
+from draftmill.decoders.registry import algorithm_of, inspect_model, load_backbone
 from tests.decoders.support import run_all
 
 MASK = 95

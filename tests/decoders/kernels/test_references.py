@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from draftmill.decoders.kernels import find, trial
+from draftmill.decoders.kernels import find
 from draftmill.decoders.kernels.find import VARIABLE, why_no_kernels
 from draftmill.decoders.kernels.seen import MOST_LINES, Seen, first_rows, line_bytes, most_lines
 
@@ -51,7 +51,7 @@ def test_the_reference_is_attention_under_a_mask_of_the_intervals():
     slots = torch.tensor([1, 0, 1, 1])
     low, high = torch.tensor([[0, 0, 4, 5], [3, 8, 0, 5]]), torch.tensor([[4, 1, 6, 5], [7, 9, 0, 2]])
     columns = [{0, 1, 2, 3, 4, 5, 6}, {0, 8}, {4, 5}, set()]
-    found = trial.reference_attend(query, layer, Seen.of(slots, low, high), scaling=0.5)
+    found = find.reference_attend(query, layer, Seen.of(slots, low, high), scaling=0.5)
     for row, seen in enumerate(columns):
         mask = torch.tensor([column in seen for column in range(9)])
         key, value = layer[:, slots[row]].repeat_interleave(3, 1)
@@ -74,13 +74,13 @@ def test_the_reference_adds_the_numbers_of_the_distances():
         positions_SW=positions,
     )
     relative = torch.tensor([0.5, 9.0, 0.25, 0.125]).log().reshape(1, 1, 4)
-    found = trial.reference_attend(query, layer, seen, scaling=1.0, relative_NHP=relative)
+    found = find.reference_attend(query, layer, seen, scaling=1.0, relative_NHP=relative)
     assert float(found[0, 0, 0]) == pytest.approx((0.5 * 1 + 0.125 * 10 + 0.25 * 100) / 0.875)
 
 
 def test_the_reference_multiplies_each_row_with_its_experts_weights():
     rows, weights = torch.randn(5, 3), torch.randn(4, 2, 3)
-    found = trial.reference_product(rows, weights, torch.tensor([2, 2, 5, 5], dtype=torch.int32))
+    found = find.reference_product(rows, weights, torch.tensor([2, 2, 5, 5], dtype=torch.int32))
     expected = torch.stack([weights[expert] @ row for expert, row in zip((0, 0, 2, 2, 2), rows, strict=True)])
     torch.testing.assert_close(found, expected)
 
@@ -145,9 +145,9 @@ def test_a_kernel_is_tried_once_a_process(monkeypatch):
         tried.append(name)
         return "is wrong here by up to 1"
 
-    for remembered in (trial.attention_problem, trial.sampling_problem):
-        monkeypatch.setattr(trial, remembered.__name__, lru_cache(remembered.__wrapped__))
-    monkeypatch.setattr(trial, "_problem", problem)
+    for remembered in (find.attention_problem, find.sampling_problem):
+        monkeypatch.setattr(find, remembered.__name__, lru_cache(remembered.__wrapped__))
+    monkeypatch.setattr(find, "_problem", problem)
     monkeypatch.setattr(find, "why_no_kernels", lambda device: None)
     device, half = torch.device("cpu"), torch.bfloat16
     for _ in range(3):

@@ -58,7 +58,7 @@ def not_ours(number: int, frame: FrameType | None) -> None:
     ("name", "arguments"),
     [
         ("draftmill.jobs.running.run", ["run", "none.yaml"]),
-        ("draftmill.jobs.running.rerun", ["rerun", "none", "--failed"]),
+        ("draftmill.jobs.running.run", ["rerun", "none", "--failed"]),
     ],
 )
 def test_sigterm_while_the_command_is_still_being_imported_ends_with_4(

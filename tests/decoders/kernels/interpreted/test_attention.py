@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftmill.decoders.kernels import attention, trial
+from draftmill.decoders.kernels import attention, find
 from draftmill.decoders.kernels.seen import Seen
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -40,7 +40,7 @@ def case(slots, *, columns, key_heads, group, width, low, high, dtype=torch.floa
 def check(query, layer, seen, **more):
     shares = more.pop("shares", None)
     found = attention.attend(query, layer, seen, scaling=0.3, shares=shares, **more)
-    expected = trial.reference_attend(query, layer, seen, scaling=0.3, **more)
+    expected = find.reference_attend(query, layer, seen, scaling=0.3, **more)
     assert found.dtype == query.dtype and found.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[query.dtype])
     return found

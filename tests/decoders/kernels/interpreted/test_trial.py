@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from draftmill.decoders.kernels import attention, experts, sampling, trial
+from draftmill.decoders.kernels import attention, experts, find, sampling
 from draftmill.decoders.kernels.seen import most_lines
 
 CPU = torch.device("cpu")
@@ -15,26 +15,26 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """The trials remember what they found."""
-    for tried in (trial.attention_problem, trial.experts_problem, trial.sampling_problem):
+    for tried in (find.attention_problem, find.experts_problem, find.sampling_problem):
         tried.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_work_in_the_interpreter(dtype):
     heads = {"num_heads": 3, "key_heads": 1, "width": 20}
-    assert trial.attention_problem(CPU, dtype, **heads, relative=dtype == torch.float32) is None
-    assert trial.experts_problem(CPU, dtype) is None
+    assert find.attention_problem(CPU, dtype, **heads, relative=dtype == torch.float32) is None
+    assert find.experts_problem(CPU, dtype) is None
 
 
 def test_sampling_works_in_the_interpreter():
-    assert trial.sampling_problem(CPU) is None
+    assert find.sampling_problem(CPU) is None
 
 
 def test_a_wrong_kernel_is_found(monkeypatch, caplog):
     plain = experts.product
     monkeypatch.setattr(experts, "product", lambda *args: plain(*args) * 1.01)
     with caplog.at_level(logging.WARNING):
-        assert str(trial.experts_problem(CPU, torch.float32)).startswith("is wrong here by up to")
+        assert str(find.experts_problem(CPU, torch.float32)).startswith("is wrong here by up to")
     assert "the kernel for experts is wrong here by up to" in caplog.text
 
 
@@ -45,7 +45,7 @@ def test_wrong_tokens_are_found(monkeypatch):
         return plain(logits, warp, keys, positions + 1, **more)
 
     monkeypatch.setattr(sampling, "sample", wrong)
-    assert trial.sampling_problem(CPU) is not None
+    assert find.sampling_problem(CPU) is not None
 
 
 @pytest.mark.parametrize(("row", "asks"), [(0, set()), (1, set()), (1, {"scored_R"}), (0, {"wanted"}), (4, {"wanted"})])
@@ -60,13 +60,13 @@ def test_a_wrong_number_is_found_whatever_is_asked(monkeypatch, caplog, row, ask
 
     monkeypatch.setattr(sampling, "sample", wrong)
     with caplog.at_level(logging.WARNING):
-        assert trial.sampling_problem(CPU) is not None
+        assert find.sampling_problem(CPU) is not None
     assert "the kernel for sampling is wrong here by up to" in caplog.text
 
 
 def test_numbers_that_are_not_finite_are_found(monkeypatch):
     monkeypatch.setattr(attention, "attend", lambda query, *_, **__: torch.full_like(query, torch.nan))
-    assert trial.attention_problem(CPU, torch.float16, num_heads=2, key_heads=2, width=16) is not None
+    assert find.attention_problem(CPU, torch.float16, num_heads=2, key_heads=2, width=16) is not None
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_kernel_that_fails_in_any_way_is_not_used(monkeypatch, caplog, error):
 
     monkeypatch.setattr(attention, "attend", failing)
     with caplog.at_level(logging.WARNING):
-        reason = trial.attention_problem(CPU, torch.float32, num_heads=2, key_heads=2, width=16)
+        reason = find.attention_problem(CPU, torch.float32, num_heads=2, key_heads=2, width=16)
     first = str(error).splitlines()[0]
     assert reason == f"fails here: {type(error).__name__}: {first}"
     assert f"the kernel for attention {reason}; torch's own operations run instead" in caplog.text
@@ -101,9 +101,9 @@ def test_a_device_that_is_lost_ends_the_worker(monkeypatch):
         raise ValueError("a kernel")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        trial._problem("attention", torch.device("cuda"), failing)
+        find._problem("attention", torch.device("cuda"), failing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert trial._problem("attention", torch.device("cuda"), failing) == "fails here: ValueError: a kernel"
+    assert find._problem("attention", torch.device("cuda"), failing) == "fails here: ValueError: a kernel"
 
 
 def test_the_trial_has_the_largest_tile(monkeypatch):
@@ -115,5 +115,5 @@ def test_the_trial_has_the_largest_tile(monkeypatch):
         return plain(query, layer, seen, **more)
 
     monkeypatch.setattr(attention, "attend", noted)
-    assert trial.attention_problem(CPU, torch.float32, num_heads=4, key_heads=2, width=128) is None
+    assert find.attention_problem(CPU, torch.float32, num_heads=4, key_heads=2, width=128) is None
     assert max(lines) == most_lines(128, torch.float32) == 64 and min(lines) == 2
