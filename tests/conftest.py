@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """What hypothesis makes up is the same in every `make test`, so that it judges a change; `make soak` looks further."""
-    hypothesis.settings.register_profile("test", derandomize=True, database=None)
+    hypothesis.settings.register_profile("test", derandomize=True, database=None, deadline=None)
     if not config.getoption("--soak"):
         hypothesis.settings.load_profile("test")
 

@@ -44,8 +44,7 @@ if TYPE_CHECKING:  # these import lm_eval (extra `lm-eval`), which takes some se
     from lm_eval.api.task import Task
     from lm_eval.loggers import EvaluationTracker
 
-    from draftmill.jobs.harness.model import Draftmill, Model, Notes
-    from draftmill.jobs.harness.tasks import ChosenTasks
+    from draftmill.jobs.harness.model import ChosenTasks, Draftmill, Model, Notes
 
 KEY: Final = "draftmill"
 """The key of a sample, and of the results, that holds what lm_eval does not know."""
@@ -61,7 +60,7 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
     if run_options.quiet:
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     model = _load_model(spec, options)
-    from draftmill.jobs.harness.tasks import Finder, check_tasks
+    from draftmill.jobs.harness.model import Finder, check_tasks
 
     tasks = Finder(options, _note(run_options)).load()
     check_tasks(tasks.tasks, spec, model.info, options)
@@ -134,7 +133,7 @@ def _evaluate(spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenT
 
 def _check_requests(spec: EvalSpec, model: Model, tasks: ChosenTasks, asker: Draftmill) -> None:
     """Raise UserError for a request that the model or the decoder can't do, once the tasks have built their requests."""
-    from draftmill.jobs.harness.tasks import check_requests
+    from draftmill.jobs.harness.model import check_requests
 
     check_requests(tasks.tasks, spec, model.info)
     requests = [one for task in tasks.tasks.values() for one in task.instances]

@@ -46,7 +46,7 @@ def test_a_display_that_can_not_be_written_ends_no_run_and_is_noted_in_its_log(
     assert (tmp_path / "run" / "_SUCCESS").exists()
     events = [
         json.loads(line)
-        for file in (tmp_path / "run" / "log").glob("*.jsonl")
+        for file in (tmp_path / "run" / "attempts").glob("*-part-*.jsonl")
         for line in file.read_text().splitlines()
     ]
     said = [event["message"] for event in events if event["event"] == "note" and "can't be written" in event["message"]]

@@ -376,7 +376,7 @@ def refused(world: World, folder: Path, capsys: pytest.CaptureFixture[str], name
 def test_an_unknown_task_is_refused_with_the_nearest_names(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftmill.jobs.harness.tasks import Finder
+    from draftmill.jobs.harness.model import Finder
 
     managers = Finder._managers
     monkeypatch.setattr(Finder, "_managers", lambda self: islice(managers(self), 1))  # the whole index takes a minute
