@@ -25,12 +25,14 @@ import draftmill.decoders.builtin
 from benchmarks.public_loop import LoopResult, PublicLoop
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from draftmill.decoders.backbones.base import Backbone
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import CachedDecoder, ModelInfo, Outcome, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, find_heads, inspect_model, load_backbone, pick_device
+from draftmill.decoders.registry import build_decoder, find_heads
 from recipes.corpus import encode, split, standard_library
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0]) / "asarm-tiny"

@@ -37,11 +37,11 @@ from benchmarks.causal import equal_share, header, row
 from benchmarks.causal_runs import Plan, held_out_prompts
 from benchmarks.public_block import PublicBlock
 from benchmarks.public_causal import Generated
+from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import DecoderChoice
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.registry import load_backbone, pick_device
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 TWO, ONE, OTHER = "block size 1, two forwards", "block size 1, one forward", "autoregressive, another model"

@@ -20,12 +20,14 @@ from torch import Tensor
 from benchmarks.any_subset import drain
 from benchmarks.causal_runs import Totals
 from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder
 from draftmill.decoders.settings import DECODERS
 
 TAU = 0.85

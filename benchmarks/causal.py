@@ -35,8 +35,8 @@ from benchmarks.causal_runs import (
     measure,
 )
 from benchmarks.public_causal import Generated, PublicCausal
+from draftmill.decoders.backbones.load import pick_device
 from draftmill.decoders.base import Request
-from draftmill.decoders.registry import pick_device
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 PUBLIC_BLOCKS = (16, 32)

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.any_subset import drain
 from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
@@ -28,7 +30,7 @@ from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, inspect_model, load_backbone, stop_ids
+from draftmill.decoders.registry import build_decoder
 from recipes.corpus import encode, split, standard_library
 
 AUTOREGRESSIVE = "autoregressive"

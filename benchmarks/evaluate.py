@@ -33,8 +33,9 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.public_masked import PublicMasked
 from benchmarks.real import chat_prompts, row, shown
 from draftmill.actors.checkpoints.models import fetch_model
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Request
-from draftmill.decoders.registry import inspect_model, load_backbone
 from draftmill.jobs.harness.evaluate import evaluate
 from draftmill.jobs.harness.options import EvalOptions
 from draftmill.jobs.running.session import RunOptions

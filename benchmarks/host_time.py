@@ -21,12 +21,14 @@ import torch
 from pydantic import TypeAdapter
 
 import draftmill.decoders.builtin
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.cuda_graphs import Work
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder
 from draftmill.decoders.settings import DecoderSettings
 from tests.decoders.replaying import use_references
 

@@ -28,13 +28,15 @@ from benchmarks.causal import equal_share, header, row
 from benchmarks.causal_runs import Plan, Totals, held_out_prompts
 from benchmarks.public_masked import PublicMasked
 from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
-from draftmill.decoders.registry import build_decoder, find_heads, inspect_model, load_backbone, pick_device
+from draftmill.decoders.registry import build_decoder, find_heads
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 STEPWISE = "stepwise"

@@ -19,13 +19,14 @@ import torch
 from benchmarks.any_subset import drain
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, load_backbone
+from draftmill.decoders.registry import build_decoder
 
 Texts = dict[int, list[int]]
 Engine = Callable[[int], Texts]

@@ -18,11 +18,13 @@ import numpy as np
 import draftmill.decoders.builtin
 from benchmarks.any_subset import drain, held_out_windows, masked
 from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import ModelInfo, Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import build_decoder, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0]) / "mdm-tiny"
 LIVES: tuple[tuple[int, int | None], ...] = ((8, None), (8, 32), (32, None), (32, 8))

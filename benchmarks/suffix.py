@@ -24,6 +24,8 @@ from benchmarks.any_subset import drain
 from benchmarks.real import chat_prompts
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
@@ -35,7 +37,7 @@ from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder
 from recipes.corpus import encode, split, standard_library
 from tests.real.model import find_model
 

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from draftmill.decoders.backbones.families.masked import LLADA, llada_shapes
-from draftmill.decoders.registry import load_weights
+from draftmill.decoders.backbones.load import load_weights
 from recipes import absorbing, absorbing_quality, folder
 from recipes.absorbing_quality import Report
 from recipes.causal import MAX_LENGTH, Shape

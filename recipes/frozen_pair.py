@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.heads import MarkovHead, distance_index
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.draws.schedule import noise_of_share
-from draftmill.decoders.registry import inspect_model, load_backbone
 
 
 @dataclass(frozen=True)

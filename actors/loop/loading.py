@@ -122,7 +122,9 @@ def load_networks(
 
     Networks that `model_cache` holds are not loaded again; afterwards it holds the networks of this job and no others.
     """
-    from draftmill.decoders.registry import find_heads, inspect_model, load_backbone
+    from draftmill.decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.backbones.load import load_backbone
+    from draftmill.decoders.registry import find_heads
 
     model_cache = model_cache or ModelCache()
     found = fetch_drafter(decoder, s3)
@@ -141,7 +143,7 @@ def load_networks(
 
 def load_model(folder: Path, place: ModelPlace) -> Model:
     """Load a model, or this process's share of it: rank 0 then leads the other processes."""
-    from draftmill.decoders.registry import load_backbone
+    from draftmill.decoders.backbones.load import load_backbone
 
     how: dict[str, Any] = {"family": place.family, "dtype": place.dtype, "device": place.device}
     if place.share is None:

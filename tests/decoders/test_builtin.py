@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 import draftmill.decoders.builtin
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.registry import find_heads, inspect_model, load_backbone
+from draftmill.decoders.registry import find_heads
 from tests.decoders.support import decode, texts
 
 FOLDER = Path(draftmill.decoders.builtin.__path__[0]) / "asarm-tiny"

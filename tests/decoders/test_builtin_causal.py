@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import draftmill.decoders.builtin
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import load_tokenizer
+from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
@@ -27,7 +29,6 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.registry import inspect_model, load_backbone, stop_ids
 from tests.decoders.support import decode, pairwise, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])

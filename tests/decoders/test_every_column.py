@@ -11,12 +11,14 @@ import torch
 from pydantic import TypeAdapter
 
 import draftmill.decoders.builtin
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer, find_heads, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
 from draftmill.decoders.settings import DECODERS, DecoderSettings
 from tests.decoders.support import random_lengths, run_all
 

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 
 from draftmill.decoders import estimates
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.draws.schedule import NOISE_EPS
 from draftmill.decoders.estimates import Mask
 from draftmill.decoders.masked.settings import AncestralSettings, StepwiseSettings
-from draftmill.decoders.registry import inspect_model, load_backbone
 from tests.decoders.support import score
 
 MASKS: dict[int, tuple[Any, float]] = {}

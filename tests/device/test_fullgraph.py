@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.rows import Rows, StreamShape, TokenRows, numbered, token_rows
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.kernels.sampling_reference import WANTED, Warp, sample
-from draftmill.decoders.registry import load_backbone
 from tests.device.steps import BUILTIN
 
 ROOT = Path(__file__).resolve().parents[2]

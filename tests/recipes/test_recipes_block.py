@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from draftmill.decoders.registry import inspect_model, load_backbone
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from recipes import (
     absorbing_quality,
     ar,

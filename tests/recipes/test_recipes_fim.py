@@ -10,7 +10,7 @@ import torch
 
 from draftmill.actors.rows.fim import template_of
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.decoders.registry import inspect_model
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from recipes import absorbing, causal, corpus, fim, fim_folder, fim_quality, fim_windows, loop
 from recipes.fim_windows import text_of
 from tests.recipes.recipes_of_tests import few_files, no_report, short_schedule, small_causal_model

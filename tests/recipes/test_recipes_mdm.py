@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftmill.decoders.registry import inspect_model, load_backbone
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from recipes import absorbing, absorbing_folder, absorbing_quality, ar, causal, causal_folder, corpus, loop, mdm
 from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model

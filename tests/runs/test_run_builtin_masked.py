@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftmill.actors.checkpoints.models import builtin_models, fetch_model
-from draftmill.decoders.registry import inspect_model
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from tests.runs.causal_jobs import job_spec, run_here
 
 MODEL = "builtin:mdm-tiny"

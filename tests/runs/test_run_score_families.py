@@ -19,9 +19,10 @@ import yaml
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
-from draftmill.decoders.registry import inspect_model, load_backbone
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.records import TIMING_COLUMNS, read_results
 from draftmill.storage.stores.store import open_store

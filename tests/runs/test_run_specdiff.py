@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families.table import find_family
 from draftmill.decoders.backbones.heads import DraftHeads
 from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from draftmill.decoders.registry import inspect_model
 from draftmill.storage.errors import UserError
 from tests.conftest import ROOT
 from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model

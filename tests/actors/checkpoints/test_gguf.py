@@ -24,7 +24,7 @@ from draftmill.actors.checkpoints.made_folders import content_hash, made_once, r
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import read_config, stop_ids
-from draftmill.decoders.registry import load_weights
+from draftmill.decoders.backbones.load import load_weights
 from draftmill.storage.errors import UserError
 from tests.decoders.backbones.causal_models import LLAMA3_ROPE, in_a_row, load, play, save_random
 from tests.runs.gguf_of_tests import WORDS, write_gguf

@@ -21,11 +21,12 @@ from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import Failure, Receipt
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, load_backbone, pick_device
+from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.driving.allocation import NodeRoom, allocate
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare

@@ -66,16 +66,16 @@ def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
     model_cache = ModelCache()
     before = weakref.ref(take(model_cache, folders[0]).backbone)
     gone: list[bool] = []
-    from draftmill.decoders import registry
+    from draftmill.decoders.backbones import load
 
-    original = registry.load_backbone
+    original = load.load_backbone
 
     def loading(*args: object, **kwargs: object) -> object:
         gc.collect()
         gone.append(before() is None)
         return original(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(registry, "load_backbone", loading)
+    monkeypatch.setattr(load, "load_backbone", loading)
     take(model_cache, folders[1])
     assert gone == [True]
 

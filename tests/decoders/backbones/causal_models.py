@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import transformers
 
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
 from draftmill.decoders.backbones.transformer import TransformerBackbone
-from draftmill.decoders.registry import load_backbone
 
 ROTARY: dict[str, Any] = {
     "vocab_size": 61,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.transformer import ModuleBackbone
-from draftmill.decoders.registry import load_backbone
 
 FAMILIES = ("llada", "dream", "mdlm", "sedd")
 VOCAB = {"llada": 96, "dream": 96, "mdlm": 65, "sedd": 65}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
 from draftmill.decoders.backbones.families.table import describe, find_family, masked_diffusion_families
 from draftmill.decoders.masked.settings import StepwiseSettings
-from draftmill.decoders.registry import bos_id, inspect_model, stop_ids
 from draftmill.decoders.settings import check_model
 from tests.decoders.backbones.masked_models import copy_changed, load, without
 

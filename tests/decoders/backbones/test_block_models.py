@@ -12,10 +12,10 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from draftmill.decoders.backbones import moe
 from draftmill.decoders.backbones.invariance import at_least_rows
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.packed import pack_products
 from draftmill.decoders.backbones.self_test import check_masking
-from draftmill.decoders.registry import load_backbone
 from tests.decoders.backbones.causal_models import in_a_row, play, random_tokens
 from tests.decoders.backbones.masked_models import load
 

@@ -160,7 +160,7 @@ def test_loading_a_model_imports_no_compilers():
     """They cost as much time as torch itself, and nothing of a decode comes to them; afterwards they are there as ever."""
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "sklearn", "scipy", "pandas")
     code = (
-        "import sys; from pathlib import Path; from draftmill.decoders.registry import load_backbone;"
+        "import sys; from pathlib import Path; from draftmill.decoders.backbones.load import load_backbone;"
         f"load_backbone(Path(sys.argv[1]), device='cpu'); found = sorted(set({heavy!r}) & set(sys.modules));"
         "import torch, torch._dynamo; assert torch.distributed.is_available() and torch._dynamo.__file__;"
         "assert 'transformers.models' not in sys.modules; import transformers.models.llama as llama;"

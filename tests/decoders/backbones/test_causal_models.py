@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
@@ -26,7 +27,6 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.registry import inspect_model
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, pairwise, texts
 

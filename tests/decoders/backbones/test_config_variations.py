@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
@@ -19,7 +20,6 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.registry import inspect_model, stop_ids
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.backbones.config_changes import GONE, change_config
 from tests.decoders.support import decode, texts

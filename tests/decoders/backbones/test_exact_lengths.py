@@ -10,12 +10,13 @@ import torch
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones import attention
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.invariance import INEXACT_RULES, weigh_values
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.self_test import model_rules
 from draftmill.decoders.backbones.xlnet import xlnet_rules
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.registry import inspect_model, load_backbone
 from tests.decoders.backbones.causal_models import MODELS, in_a_row, load, play, random_tokens, save_random
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, look, random_canvas
 from tests.decoders.backbones.masked_models import load as load_masked

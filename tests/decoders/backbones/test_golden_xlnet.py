@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.draws.sampling import inverse_cdf_draw
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import inspect_model, load_backbone
 from tests.decoders.enumeration import decoded, engine_of
 from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.support import decode

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from draftmill.decoders.any_subset.settings import ParallelSettings
+from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.backbones.families.table import FAMILIES as OFFERED
 from draftmill.decoders.backbones.families.table import describe, find_family, masked_diffusion_families
-from draftmill.decoders.registry import inspect_model, stop_ids
 from draftmill.decoders.settings import check_model
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.backbones.masked_models import FAMILIES, copy_changed, load, look_alone, random_canvas, without

@@ -11,10 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families.table import find_family
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
-from draftmill.decoders.registry import inspect_model, load_backbone
 from tests.decoders.backbones import plain_networks
 from tests.decoders.backbones.causal_models import random_tokens
 from tests.decoders.backbones.config_changes import GONE, change_config

@@ -11,6 +11,7 @@ from torch import distributed
 
 from draftmill.decoders.backbones.checkpoint import check_split, read_config
 from draftmill.decoders.backbones.families.shares import COLUMNS, ROWS, SPLIT_FAMILIES, Share
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.split import (
     GroupLostError,
     SplitBackbone,
@@ -23,7 +24,6 @@ from draftmill.decoders.backbones.split import (
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.registry import load_backbone
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, texts, token_info, toy_prompts
 

@@ -14,9 +14,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftmill.decoders.backbones import attention, transformer
+from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.self_test import check_masking
-from draftmill.decoders.registry import bos_id, inspect_model, stop_ids
 from tests.decoders.backbones.causal_models import (
     MODELS,
     decode_with_rejections,
@@ -443,9 +443,9 @@ def test_stop_and_begin_ids_come_from_the_generation_config_first(tmp_path):
 
 def test_transformers_is_imported_for_its_own_families_alone(tmp_path):
     code = (
-        "import sys, torch, draftmill.decoders.registry, draftmill.decoders.backbones.families.table as f;"
+        "import sys, torch, draftmill.decoders.backbones.checkpoint, draftmill.decoders.backbones.families.table as f;"
         "from pathlib import Path;"
-        "from draftmill.decoders.registry import inspect_model; inspect_model(Path(sys.argv[1]));"
+        "from draftmill.decoders.backbones.checkpoint import inspect_model; inspect_model(Path(sys.argv[1]));"
         "sys.exit('transformers' in sys.modules)"
     )
     builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / "asarm-tiny"

@@ -10,11 +10,12 @@ from safetensors.torch import save_file
 from transformers import XLNetConfig, XLNetLMHeadModel
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.xlnet import xlnet_rules
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.samples import decoding_order
-from draftmill.decoders.registry import inspect_model, load_backbone
 from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.support import decode, texts, toy_heads, toy_requests
 

@@ -13,6 +13,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
@@ -22,7 +24,7 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import algorithm_of, inspect_model, load_backbone
+from draftmill.decoders.registry import algorithm_of
 from tests.decoders.support import run_all
 
 MASK = 95

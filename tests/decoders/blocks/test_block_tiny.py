@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.registry import inspect_model, load_backbone
 from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
 from tests.decoders.support import decode, texts
 

@@ -17,6 +17,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
 from draftmill.decoders.blocks.settings import Estimator, Router, ScoreRouter, VerificationCost
 from draftmill.decoders.blocks.verifier import (
@@ -31,7 +32,6 @@ from draftmill.decoders.blocks.verifier import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
 from draftmill.decoders.kernels.sampling_reference import measure
-from draftmill.decoders.registry import load_backbone
 
 ESTIMATORS, ROUTERS = TypeAdapter(Estimator), TypeAdapter(Router)
 SCORE = ScoreRouter(kind="score")

@@ -8,6 +8,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import (
     Bandit,
@@ -30,7 +32,6 @@ from draftmill.decoders.blocks.verifier import (
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.kernels.sampling_reference import measure
-from draftmill.decoders.registry import inspect_model, load_backbone
 from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal import jacobi
 from draftmill.decoders.causal.jacobi import fill_with_prompt
@@ -24,7 +26,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import run_all
 
 GREEDY = Sampling(temperature=0.0)

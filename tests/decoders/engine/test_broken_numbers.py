@@ -9,6 +9,8 @@ import torch
 
 import draftmill.decoders.builtin
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import ModelInfo, Outcome, Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.causal.settings import AutoregressiveSettings, ModelDrafterSettings, SpeculativeSettings
@@ -16,7 +18,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import build_decoder, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import decode, run_all, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])

@@ -13,6 +13,8 @@ import torch
 
 import draftmill.decoders.builtin
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request, RowSettings
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.causal.settings import (
@@ -28,7 +30,7 @@ from draftmill.decoders.engine.algorithm import WHOLE
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.scheduler import PrefixCache
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder, build_scorer
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.support import run_all

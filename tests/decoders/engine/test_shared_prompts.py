@@ -11,6 +11,8 @@ import pytest
 
 import draftmill.decoders.builtin
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
@@ -22,7 +24,7 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import run_all, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])

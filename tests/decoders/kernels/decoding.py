@@ -10,11 +10,13 @@ import pytest
 from pydantic import TypeAdapter
 
 import draftmill.decoders.builtin
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer, find_heads, inspect_model, load_backbone
+from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
 from draftmill.decoders.settings import DecoderSettings
 from tests.decoders.support import run_all
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, inspect_model
+from draftmill.decoders.registry import build_decoder
 
 GREEDY = Sampling(temperature=0.0)
 CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}

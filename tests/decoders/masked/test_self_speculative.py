@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import build_decoder, inspect_model
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable

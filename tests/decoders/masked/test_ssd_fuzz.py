@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import inspect_model
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable

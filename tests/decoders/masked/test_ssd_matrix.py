@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import inspect_model
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.references.token_table import TokenTable

@@ -1,0 +1,133 @@
+"""Loads a checkpoint folder as a backbone: JSON and safetensors only, no remote code, every tensor name checked.
+
+checkpoint.py reads what is known without the weights. Models must be on disk; nothing is downloaded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftmill.decoders.backbones import gpus
+from draftmill.decoders.backbones.base import Backbone, TokenBackbone
+from draftmill.decoders.backbones.checkpoint import (
+    bos_id,
+    check_counts,
+    check_names,
+    each_tensor,
+    header_shapes,
+    inspect_model,
+    read_config,
+    stop_ids,
+)
+from draftmill.decoders.backbones.families.shares import Share, check_shares
+from draftmill.decoders.backbones.families.table import Family, find_family
+from draftmill.decoders.backbones.families.xlnet import xlnet_shape
+from draftmill.decoders.backbones.xlnet import XLNetBackbone
+
+__all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_weights(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, Tensor]:
+    """Read every tensor of the checkpoint, one by one onto a device and into a dtype; ValueError where a file is damaged."""
+    return each_tensor(folder, lambda file, name: file.get_tensor(name).to(device=device, dtype=dtype), "pt")
+
+
+def pick_dtype(dtype: str, device: str) -> torch.dtype:
+    """Return the torch dtype of a setting; 'auto' is float32 on a CPU and bfloat16 on a GPU."""
+    if dtype == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if dtype not in _DTYPES:
+        raise ValueError(f"model.dtype: {dtype!r}; allowed: auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def pick_device(device: str) -> str:
+    """Return 'cpu' or 'cuda[:N]'; 'auto' takes a GPU where there is one. ValueError if torch can't use it: no silent CPU."""
+    if device == "auto":
+        if not torch.cuda.is_available() and gpus.has_gpu():
+            raise ValueError(f"model.device: {gpus.unusable(device)}")
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and not device.startswith("cuda"):
+        raise ValueError(f"model.device: {device!r}; allowed: auto, cpu, cuda, cuda:N")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"model.device: {gpus.unusable(device)}")
+    number = int(device.partition(":")[2] or 0)
+    if number and number >= torch.cuda.device_count():
+        seen = ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+        raise ValueError(
+            f"model.device: {device!r}, but this process sees other GPUs; allowed here: auto, cpu, cuda, {seen}"
+        )
+    return device
+
+
+def load_backbone(
+    folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto", share: Share | None = None
+) -> Backbone | TokenBackbone:
+    """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py). All processes of a
+    split model load it at the same time. Raises ValueError as `inspect_model` does, and what `check_masking` raises."""
+    config = read_config(folder)
+    found = find_family(config, family)
+    shapes = header_shapes(folder)
+    check_counts(config, shapes, folder)
+    found.check(config)
+    where = pick_device(device)
+    if where.startswith("cuda:"):
+        torch.cuda.set_device(where)  # Triton starts kernels on the current device
+    number = pick_dtype(dtype, where)
+    check_names(found, config, shapes, folder)
+    if not found.rows_are_tokens:
+        weights = load_weights(folder, dtype=number, device=where)
+        return XLNetBackbone(xlnet_shape(config), weights, dtype=number, device=where)
+    if share is not None:
+        return _load_split(found, config, folder, share, number, where)
+    return _load_module(found, config, folder, number, where)
+
+
+def _load_module(
+    family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str
+) -> TokenBackbone:
+    from draftmill.decoders.backbones.ddit import DDiTBackbone
+    from draftmill.decoders.backbones.llada2 import LLaDA2Backbone
+    from draftmill.decoders.backbones.self_test import check_masking
+    from draftmill.decoders.backbones.transformer import TransformerBackbone
+
+    # Our own networks keep some of their weights in float32 whatever their dtype.
+    weights = load_weights(folder, dtype=None if family.causal is None else dtype, device=device)
+    full = family.full_names(weights)
+    weights = {full[name]: tensor for name, tensor in weights.items()}
+    backbone: DDiTBackbone | LLaDA2Backbone | TransformerBackbone
+    if family.ddit is not None:
+        backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device)
+    elif family.llada2 is not None:
+        backbone = LLaDA2Backbone(family.llada2(config), weights, dtype=dtype, device=device)
+    else:
+        assert family.causal is not None
+        backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device)
+    check_masking(backbone)
+    return backbone
+
+
+def _load_split(
+    family: Family, config: Mapping[str, Any], folder: Path, share: Share, dtype: torch.dtype, device: str
+) -> TokenBackbone:
+    from draftmill.decoders.backbones.self_test import check_masking
+    from draftmill.decoders.backbones.split import SplitBackbone, share_of_weight
+
+    check_shares(family.causal, family.name, config, share.count)
+    assert family.causal is not None
+    full = family.full_names(header_shapes(folder))
+
+    def take(file: Any, name: str) -> Tensor:
+        return share_of_weight(full[name], file.get_tensor(name), share).to(device=device, dtype=dtype)
+
+    weights = {full[name]: tensor for name, tensor in each_tensor(folder, take, "pt").items()}
+    backbone = SplitBackbone(family.causal, config, weights, share=share, dtype=dtype, device=device)
+    check_masking(backbone)
+    return backbone
