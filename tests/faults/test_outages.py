@@ -30,7 +30,6 @@ PHASES = {
     "lease": ("PUT", "_lease.json"),
     "unit table": ("PUT", "/plan/"),
     "plan": ("PUT", "_plan.json"),
-    "log": ("PUT", "/log/"),
     "attempts": ("PUT", "/attempts/"),
     "read": ("GET", "/plan/"),
     "commit": ("PUT", "/data/"),
@@ -40,7 +39,7 @@ PHASES = {
 """The requests of each phase: method, and a part of the path or the query."""
 
 KINDS = ("403", "500", "503", "reset", "lost")
-BEST_EFFORT = {"log", "attempts"}
+BEST_EFFORT = {"attempts"}
 NOTHING_WRITTEN = {"listing", "input", "probe", "lease", "unit table"}
 PATIENT = {"read", "commit"}
 """Each unit is tried for two minutes before the job ends."""
