@@ -91,6 +91,7 @@ def struck(server: S3Server, method: str, part: str) -> int:
 
 @pytest.mark.parametrize("kind", ["403", "500"])
 @pytest.mark.parametrize("phase", [*(phase for phase in PHASES if phase not in PATIENT), *soak(PATIENT)])
+@pytest.mark.slow
 def test_an_outage_ends_with_a_code_that_is_retried_and_the_next_start_completes_the_job(
     tmp_path: Path, s3_server: S3Server, s3_options: S3Options, impatient: None, phase: str, kind: str
 ) -> None:

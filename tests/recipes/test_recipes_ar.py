@@ -77,6 +77,7 @@ def test_fresh_weights_depend_on_the_seed_alone() -> None:
     assert one.lm_head.weight is one.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_training_is_deterministic_and_lowers_the_loss(prepared: corpus.Prepared) -> None:
     runs = []
     for _ in range(2):
@@ -111,6 +112,7 @@ def test_perplexity_of_a_uniform_model_is_known(prepared: corpus.Prepared) -> No
         causal_folder.quality(model, prepared, length=10**6)
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,6 +222,7 @@ def test_the_rate_warms_up_stays_and_falls_to_zero() -> None:
     assert [plan.rate(step) for step in (0, 9, 50, 80, 90, 100)] == pytest.approx([0.1, 1, 1, 1, 0.5, 0])
 
 
+@pytest.mark.slow
 def test_training_is_deterministic_and_lowers_the_loss(stream: corpus.TokenStream) -> None:
     runs = []
     for _ in range(2):
@@ -273,6 +274,7 @@ def test_rows_know_their_neighbours_once_these_are_of_an_earlier_rank() -> None:
     assert rows.offset.tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_heads_learn_and_training_them_is_deterministic(stream: corpus.TokenStream) -> None:
     model = random_model(MICRO, scale=0.3)
     plan = draft_heads.HeadPlan(steps=40, count=4, length=24, markov_hidden=32, warmup=4)
@@ -337,6 +339,7 @@ def test_the_folder_loads_in_transformers_and_back(tokenizer: PreTrainedTokenize
     assert again.decode(corpus.encode(again, text)) == text
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
     files: list[corpus.SourceFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

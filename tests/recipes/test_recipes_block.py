@@ -185,6 +185,7 @@ def test_windows_without_whole_blocks_are_refused() -> None:
         draw_mask(np.random.default_rng(0), 12, 8)
 
 
+@pytest.mark.slow
 def test_a_steps_batch_depends_on_seed_and_step_only(start: Path, prepared: corpus.Prepared) -> None:
     one, two, other = (trainer_of(start, prepared, 9, seed) for seed in (0, 0, 1))
     for _ in range(2):
@@ -334,6 +335,7 @@ def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likel
 # ---- training and the folder -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_is_repeatable(start: Path, prepared: corpus.Prepared) -> None:
     runs = []
     for _ in range(2):
@@ -343,6 +345,7 @@ def test_training_lowers_the_loss_and_is_repeatable(start: Path, prepared: corpu
     assert np.mean(runs[0][-8:]) < np.mean(runs[0][:8]) - 0.2
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_with_the_same_bits(start: Path, prepared: corpus.Prepared, tmp_path: Path) -> None:
     straight, first, second = (trainer_of(start, prepared, 6) for _ in range(3))
     assert loop.run(straight, None, loop.Pace(), no_report)
@@ -371,6 +374,7 @@ def written(few: list[corpus.SourceFile], start: Path, tmp_path_factory: pytest.
     return whole, resumed
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
     written: tuple[Path, Path], few: list[corpus.SourceFile]
 ) -> None:

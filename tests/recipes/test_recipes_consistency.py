@@ -167,6 +167,7 @@ def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> dis
     )
 
 
+@pytest.mark.slow
 def test_distillation_is_deterministic_and_brings_noisy_rows_to_the_fixed_point() -> None:
     rng = np.random.default_rng(2)
     trajectories = [random_trajectory(rng, 4, 3) for _ in range(3)]
@@ -290,6 +291,7 @@ def test_tokens_per_forward_and_common_beginnings_are_counted_by_hand() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_recipe_distils_from_a_jobs_traces_and_goes_on_where_it_was(
     ray_session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

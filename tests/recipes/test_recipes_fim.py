@@ -105,6 +105,7 @@ def test_new_tokens_begin_as_the_mean_of_the_others_and_nothing_else_changes(sta
         assert torch.allclose(new(ids).logits[..., :-3], old(ids).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_makes_a_folder_that_the_decoders_can_fill_with(
     start: Path, prepared: corpus.Prepared, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_training_makes_a_folder_that_the_decoders_can_fill_with(
     assert "| this model, text on both sides | " in text and "`f.py`" in text
 
 
+@pytest.mark.slow
 def test_a_line_counts_where_it_comes_back_to_the_character(start: Path, prepared: corpus.Prepared) -> None:
     lines = fim_quality.held_out_lines(prepared, 6)
     assert 3 <= len(lines) <= 6

@@ -161,6 +161,7 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding(
 # ---- training and the folder -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start: Path, prepared: corpus.Prepared) -> None:
     runs = []
     source = causal.load_model(start, CPU).state_dict()
@@ -199,6 +200,7 @@ def written(few: list[corpus.SourceFile], start: Path, tmp_path_factory: pytest.
     return whole, resumed
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
     written: tuple[Path, Path], few: list[corpus.SourceFile]
 ) -> None:

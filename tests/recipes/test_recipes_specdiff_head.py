@@ -167,6 +167,7 @@ def test_the_section_goes_before_the_training_and_replaces_an_older_one(tmp_path
         assert bare.read_text() == "# bare\n\n## Draft head\n\nnew\n"
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_a_head_that_specdiff_finds(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_its_tokenizer_is_ar_tinys_with_three_more_tokens() -> None:
     assert (template().prefix, template().suffix, template().middle) == (2048, 2049, 2050) and template().lead == ()
 
 
+@pytest.mark.slow
 def test_it_reads_what_stands_after_a_hole() -> None:
     """The true line surprises it less beside its own text than beside the text that stands after another line."""
     lines = hidden_lines()
@@ -87,6 +88,7 @@ def test_it_reads_what_stands_after_a_hole() -> None:
     assert sum(one < other for one, other in zip(own, others, strict=True)) > 0.7 * len(lines)
 
 
+@pytest.mark.slow
 def test_it_ends_a_line_where_the_line_ends() -> None:
     """The end surprises it less after a whole line than in the middle of one."""
 
@@ -98,6 +100,7 @@ def test_it_ends_a_line_where_the_line_ends() -> None:
     assert sum(whole) < 0.5 * sum(half)
 
 
+@pytest.mark.slow
 def test_its_example_fills_every_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     overrides = [f"output.path={tmp_path / 'run'}", "input.limit=6", "batching.max_rows=6"]

@@ -49,6 +49,7 @@ def spec_of(folder: Path, name: str) -> JobSpec:
     return job_spec(folder, ROWS, task=CHAT, output={"path": str(folder / name), "unit_rows": 1})
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_days_later_in_other_time_zones_has_equal_texts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_run_that_is_resumed_days_later_in_other_time_zones_has_equal_texts(
     assert main(["verify", str(folder / "resumed"), "--invariance", "4"]) == 0
 
 
+@pytest.mark.slow
 def test_another_date_is_another_job_and_the_spec_may_name_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, date(2026, 11, 23))
     texts = []

@@ -75,6 +75,7 @@ def same(kind: str, bucket: S3Store, name: str, local: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.slow
 def test_an_export_to_s3_is_the_one_on_disk(
     run_dir: Path, tmp_path: Path, bucket: S3Store, s3_server: S3Server, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +255,7 @@ def test_an_export_begins_with_aborting_what_a_killed_one_left(
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_an_export_in_a_storm_of_faults_is_the_one_on_disk(
     run_dir: Path, tmp_path: Path, bucket: S3Store, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -35,6 +35,7 @@ def deaf(out: str, err: str, *arguments: str) -> None:
 
 @pytest.mark.parametrize("log", ["text", "json"])
 @pytest.mark.parametrize(("out", "err"), [("", ""), (FULL, FULL), (FULL, "shown")])
+@pytest.mark.slow
 def test_a_display_that_can_not_be_written_ends_no_run_and_is_noted_in_its_log(
     tmp_path: Path, out: str, err: str, log: str
 ) -> None:

@@ -53,6 +53,7 @@ def world(golden: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(world: Path) -> None:
     found = {
         "one": decoded(world, {"kind": "block_diffusion", "block_size": 1, "causal_cache": True}),

@@ -51,6 +51,7 @@ def test_it_ships_and_has_the_tokenizer_of_the_others() -> None:
 
 @pytest.mark.parametrize("sampling", WARPS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("cache", ["none", "dual_strict"])
+@pytest.mark.slow
 def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path: Path, sampling: dict[str, Any], cache: str) -> None:
     rows = [{"id": str(n), "text": text} for n, text in enumerate(pieces(10, 90))]
     task = {"kind": "infill", "mask": {"kind": "random", "rate": 0.4}}

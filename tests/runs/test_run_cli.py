@@ -43,6 +43,7 @@ def test_a_run_on_a_ray_of_its_own_says_only_what_matters_whatever_stands_beside
     assert planned in done.stderr and "12 ok" in done.stdout and str(tmp_path / "run" / "data") in done.stdout
 
 
+@pytest.mark.slow
 def test_a_notebook_beside_files_named_as_our_folders_imports_ours_and_runs_a_job(tmp_path: Path):
     write_namesakes(tmp_path)
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))

@@ -77,6 +77,7 @@ def test_greedy_completions_are_those_of_transformers(world: World, completed: d
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_prompt_with_little_room_ends_with_the_model_and_one_without_any_fails(
     completed: dict[str, dict[str, Any]],
 ) -> None:

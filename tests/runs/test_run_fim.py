@@ -130,6 +130,7 @@ def test_a_hole_sees_the_fills_before_it_and_has_noise_of_its_own(
 
 
 @pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.slow
 def test_every_decoder_fills_the_same(
     kind: str, sequential: tuple[JobSpec, dict[str, dict[str, Any]]], tmp_path: Path
 ) -> None:

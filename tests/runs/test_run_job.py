@@ -81,6 +81,7 @@ def test_what_changes_no_result_may_change(finished: Path):
     assert main(["run", str(finished / "run.yaml"), *(part for item in changes for part in ("--set", item))]) == 0
 
 
+@pytest.mark.slow
 def test_one_worker_with_another_batch_size_gives_the_same_rows(finished: Path):
     spec = write_spec(
         finished,
@@ -114,6 +115,7 @@ def test_missing_units_are_done_again_and_nothing_else(finished: Path):
     assert (run / "data" / "unit-00000000.parquet").stat().st_mtime_ns == kept
 
 
+@pytest.mark.slow
 def test_bad_rows_are_failed_rows_and_too_many_of_them_is_exit_code_3(ray_session: ModuleType, tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", 6)
     with rows.open("a") as file:

@@ -58,6 +58,7 @@ def told(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.slow
 def test_a_rows_result_is_the_same_in_any_company(world, name):
     expected = told(run_here(spec_of(world, name, "together", ROWS)))
     assert len(expected) == len(ROWS)

@@ -169,6 +169,7 @@ def has_all_values(folder: Path) -> bool:
     return all(table is not None and table["judge_logprob"].null_count == 0 and len(table) == 3 for table in tables)
 
 
+@pytest.mark.slow
 def test_a_sweep_loads_a_judge_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     original = registry.build_meter
@@ -213,6 +214,7 @@ def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path: Path, ra
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_unit_that_ends_its_worker_each_time_is_named_and_all_others_are_measured(
     tmp_path: Path, ray_session: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

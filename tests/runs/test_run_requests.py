@@ -63,6 +63,7 @@ def spec_of(folder: Path, rows: list[dict[str, Any]], name: str, **sections: Any
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.slow
 def test_each_request_is_answered_as_by_a_job_with_its_settings(folder: Path, decoder: str) -> None:
     requests = requests_of(OWN)
     found = run_here(spec_of(folder, requests, f"mixed-{decoder}", decoder=DECODERS[decoder]))

@@ -122,6 +122,7 @@ def tokens_of(row: dict[str, Any], text: str) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.slow
 def test_a_score_is_the_log_probability_of_a_completion(
     tmp_path: Path, model: str, decoder: dict[str, Any], temperature: float
 ) -> None:

@@ -95,6 +95,7 @@ def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any
         (save_sedd, {"gamma": 3, "steps": 3}),
     ],
 )
+@pytest.mark.slow
 def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(
     world: World, tmp_path: Path, save: Callable[[Path], None], settings: dict[str, Any]
 ) -> None:

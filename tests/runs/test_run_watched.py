@@ -32,6 +32,7 @@ EXPORT_S = 60.0
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_metrics_of_a_real_run_are_served_and_agree_with_its_results(
     ray_session: ModuleType, tmp_path: Path
 ) -> None:

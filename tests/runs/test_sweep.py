@@ -208,6 +208,7 @@ def canvases(run: Path) -> dict[str, tuple[int, list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_are_read_and_tokenized_once_and_every_case_has_the_same_ids_and_canvases(
     tmp_path: Path, measured: list[int]
 ):
@@ -223,6 +224,7 @@ def test_rows_are_read_and_tokenized_once_and_every_case_has_the_same_ids_and_ca
     assert len(first) == 6 and all(other == first for other in others)
 
 
+@pytest.mark.slow
 def test_cases_with_other_rows_or_canvases_are_planned_apart(tmp_path: Path, measured: list[int]):
     cases = {
         "a": {},
@@ -237,6 +239,7 @@ def test_cases_with_other_rows_or_canvases_are_planned_apart(tmp_path: Path, mea
     assert {name: plan.units for name, plan in found.items()} == {"a": 3, "few": 1, "seed": 3, "units": 6, "b": 3}
 
 
+@pytest.mark.slow
 def test_rows_with_settings_of_their_own_share_a_plan_only_where_the_same_ones_are_allowed(
     tmp_path: Path, measured: list[int]
 ):
@@ -301,6 +304,7 @@ def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished: P
         assert len(done) == len(set(done)), "no unit was decoded again after its receipt"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_sweep_with_code_4_and_the_next_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write_sweep(tmp_path, CASES, batching={"max_rows": 1})
     process = forked(sweep_here, str(path), "worker.step=sleep:30:4", str(tmp_path / "log"))
@@ -327,6 +331,7 @@ def test_a_second_driver_is_refused_while_the_first_runs(tmp_path: Path, capsys:
     assert not (tmp_path / "out" / "cases").exists()
 
 
+@pytest.mark.slow
 def test_a_case_that_another_driver_holds_is_left_to_it_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -400,6 +405,7 @@ def test_the_worst_case_gives_the_exit_code(tmp_path: Path, capsys: pytest.Captu
     assert sweep(write_sweep(tmp_path, {"lenient": cases["lenient"]})) == 0
 
 
+@pytest.mark.slow
 def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -418,6 +424,7 @@ def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(
 # ---- metrics
 
 
+@pytest.mark.slow
 def test_metrics_of_a_sweep_are_measured_for_every_case_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -462,6 +469,7 @@ def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(
 # ---- loads, the dry run, S3
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The cases alternate between two models; the sweep does not."""
     shutil.copytree(GOLDEN, tmp_path / "other")
@@ -507,6 +515,7 @@ def test_a_dry_run_shows_cases_loads_tokens_and_time_and_writes_nothing(
 
 
 @pytest.mark.s3
+@pytest.mark.slow
 def test_a_sweep_on_s3_is_the_sweep_on_disk(finished: Path, tmp_path: Path, s3_url: str, s3_options: S3Options):
     shutil.copy(finished / "rows.jsonl", tmp_path)
     s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}

@@ -114,6 +114,7 @@ def write(name: str, table: pa.Table, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.slow
 def test_a_text_that_all_rows_share_is_unpacked_for_a_few_rows_at_a_time(tmp_path: Path, name: str) -> None:
     rows, text = 3000, "x" * 2_000_000
     shared = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
@@ -195,6 +196,7 @@ print(*outcomes)
 
 
 @pytest.mark.parametrize(("name", "shared_bytes"), [("a.parquet", 2**26), ("a.parquet", 0), ("a.arrow", 0)])
+@pytest.mark.slow
 def test_any_byte_of_a_table_may_be_another_one(tmp_path: Path, name: str, shared_bytes: int) -> None:
     """Rows or a clear error, for each byte with one bit, another bit, or all of them turned; in a process of its own,
     since what goes wrong may end it."""

@@ -62,6 +62,7 @@ def merged(tmp_path: Path, base: str = "base", adapter: str = "adapter") -> Path
         ("gpt_neo", LLAMA | {"target_modules": "all-linear"}),
     ],
 )
+@pytest.mark.slow
 def test_a_merged_model_computes_what_peft_computes(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     model = save_random(tmp_path / "base", name)
     plain, _ = theirs(model, TOKENS)
@@ -148,6 +149,7 @@ def test_without_peft_the_message_says_how_to_go_on(tmp_path: Path, monkeypatch:
         fetch_model(str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 def test_model_and_adapter_are_merged_once_and_both_are_in_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,6 +222,7 @@ def test_a_revision_of_a_local_file_is_refused(tmp_path: Path) -> None:
         fetch_model(str(tmp_path / "m.gguf"), "main")
 
 
+@pytest.mark.slow
 def test_a_damaged_file_and_an_unknown_architecture_are_refused_by_the_process_that_converts(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(40))
@@ -257,6 +258,7 @@ def test_a_file_that_is_cut_off_or_no_gguf_file_says_so_without_advice_about_rea
 # ---- once --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_file_is_known_by_its_content_and_converted_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
     file = write_gguf(tmp_path / "m.gguf", model)

@@ -38,6 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return BUILTIN / "ar-micro", other
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders: tuple[Path, Path]):
     model_cache = ModelCache()
     first = take(model_cache, folders[0])
@@ -49,6 +50,7 @@ def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders: tuple
     ]
 
 
+@pytest.mark.slow
 def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wanted(folders: tuple[Path, Path]):
     model_cache = ModelCache()
     one = take(model_cache, folders[0], drafter=folders[1])
@@ -60,6 +62,7 @@ def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wa
     assert model_cache.loaded == ["drafter"]
 
 
+@pytest.mark.slow
 def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
@@ -80,6 +83,7 @@ def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
     assert gone == [True]
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_loads_the_networks_again(folders: tuple[Path, Path]):
     """The any-subset model prepares its products for the number of threads."""
     model_cache, threads = ModelCache(), torch.get_num_threads()

@@ -89,6 +89,7 @@ def pass_at_1(chosen: list[dict[str, Any]], text: str | None) -> list[Any]:
 
 
 @holds
+@pytest.mark.slow
 def test_every_sixth_canonical_solution_of_humaneval_passes_and_broken_ones_fail() -> None:
     chosen = problems()[::6]
     assert pass_at_1(chosen, None) == [1.0] * len(chosen)

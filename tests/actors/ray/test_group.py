@@ -59,6 +59,7 @@ def ends(node: str, pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(
     ray_session: ModuleType, tmp_path: Path
 ) -> None:

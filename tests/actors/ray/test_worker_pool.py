@@ -162,6 +162,7 @@ def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool: RayP
     assert not is_running(up.node, up.pid)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_rest_in_time_is_ended(pool: RayPool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("draftmill.actors.ray.pool.REST_S", 0.2)
     pool.start("w0")

@@ -88,6 +88,7 @@ def test_the_page_has_five_queries_of_each_kind() -> None:
     assert len(SQL) == len(PYTHON) == 5
 
 
+@pytest.mark.slow
 def test_the_first_lines_open_a_run_in_four_ways(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

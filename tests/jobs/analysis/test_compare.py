@@ -309,6 +309,7 @@ def test_real_runs_of_two_decoders_have_equal_texts(tmp_path: Path, capsys: pyte
     assert one["ratios"]["tokens"]["verdict"] == "equal" and one["metrics"] == {}
 
 
+@pytest.mark.slow
 def test_comparing_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
     a, b = (write_run(tmp_path / name, numbers(30, 1)) for name in "ab")
     code = (

@@ -153,6 +153,7 @@ def check_self_contained(text: str) -> None:
             assert str(attributes["href"])[1:] in ids
 
 
+@pytest.mark.slow
 def test_a_report_is_one_file_without_scripts_and_addresses(sweep_page: str) -> None:
     check_self_contained(sweep_page)
 
@@ -242,6 +243,7 @@ def browsed(file: Path, proxy: str) -> tuple[str, bytes, set[str]]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.slow
 def test_a_browser_shows_the_report_and_asks_nobody_for_anything(sweep_page: str, tmp_path: Path) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -327,6 +329,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_the_cases_of_a_grid_have_short_names_and_are_compared_with_what_differs_in_one_key(
     grid: Path, tmp_path: Path
 ) -> None:
@@ -359,6 +362,7 @@ def written_with(place: Path, out: Path, *options: str) -> str:
 
 
 @pytest.mark.parametrize("long", [0, 60])
+@pytest.mark.slow
 def test_legends_stand_below_the_plots_and_no_words_overlap(grid: Path, long: int) -> None:
     names = [run.short + "x-" * (long // 2) for run in find_runs([str(grid)]).runs]
     with plotting():
@@ -457,6 +461,7 @@ def test_a_missing_matplotlib_is_named_with_its_extra(
     ],
     ids=["all failed", "one row", "no tokens", "no times"],
 )
+@pytest.mark.slow
 def test_small_and_empty_runs_have_a_report(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows, units=1)
     text = written(run, tmp_path / "a.html")
@@ -466,6 +471,7 @@ def test_small_and_empty_runs_have_a_report(rows: list[dict[str, Any]], tmp_path
     check_self_contained(written(place, tmp_path / "b.html"))
 
 
+@pytest.mark.slow
 def test_cases_of_different_tasks_are_compared_only_with_their_like(tmp_path: Path) -> None:
     rows = [row(number) for number in range(4)]
     task = {"task": {"kind": "complete", "max_new_tokens": 7}}
@@ -515,6 +521,7 @@ def test_a_run_s_report_says_what_it_cost(tmp_path: Path) -> None:
     assert "estimate" not in text
 
 
+@pytest.mark.slow
 def test_a_sweep_s_report_has_a_table_of_costs_where_they_are_known(
     sweep: Path, sweep_page: str, tmp_path: Path
 ) -> None:

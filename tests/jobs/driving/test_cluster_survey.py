@@ -169,6 +169,7 @@ def surveyed_there(spec: JobSpec, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(("write", "inputs"), KINDS)
+@pytest.mark.slow
 def test_the_plan_of_tasks_is_the_plan_of_one_process(
     ray_session: ModuleType, folder: Path, tmp_path: Path, write: Callable[[Path], None], inputs: dict[str, Any]
 ) -> None:
@@ -198,6 +199,7 @@ def test_rows_that_begin_alike_are_planned_alike(
     assert planned_there(grouped_jobs.spec_for(folder, str(tmp_path / "there"), **more)) == here
 
 
+@pytest.mark.slow
 def test_a_task_that_is_killed_in_the_middle_is_done_again(
     ray_session: ModuleType, folder: Path, tmp_path: Path
 ) -> None:

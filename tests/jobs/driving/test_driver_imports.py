@@ -93,24 +93,29 @@ def test_commands_that_only_read_import_neither_torch_nor_ray(finished: Path, co
     check(WATCH, command, *([] if command == "models" else [str(finished / "run")]))
 
 
+@pytest.mark.slow
 def test_metrics_of_texts_are_measured_here_without_torch_and_ray(finished: Path) -> None:
     check(WATCH, "measure", str(finished / "run"), "--local", "--quiet", "--metric", "length", "distinct")
 
 
 @pytest.mark.parametrize("form", ["openai", "jsonl", "csv", "parquet"])
+@pytest.mark.slow
 def test_export_imports_neither_torch_nor_ray(finished: Path, form: str, tmp_path: Path) -> None:
     check(WATCH, "export", str(finished / "run"), "--format", form, "--out", str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("model", BUILTIN)
+@pytest.mark.slow
 def test_a_plan_is_made_without_torch(tmp_path: Path, model: str) -> None:
     check(PLAN, str(write_job(tmp_path, model)))
 
 
+@pytest.mark.slow
 def test_a_run_that_has_nothing_to_do_starts_nothing(finished: Path) -> None:
     check(WATCH, "run", str(finished / "job.yaml"))
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_starts_nothing(tmp_path: Path) -> None:
     job = yaml.safe_load(write_job(tmp_path).read_text())
     del job["output"]

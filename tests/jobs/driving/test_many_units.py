@@ -21,6 +21,7 @@ def taken(units: int) -> dict[str, float]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_a_job_of_many_units_is_planned_resumed_decoded_and_closed_in_little_memory() -> None:
     units = 60_000
     found = taken(units)

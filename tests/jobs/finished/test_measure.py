@@ -208,6 +208,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_path: Path) -> None:
     store = write(tmp_path)
     reference = write(_made(tmp_path / "other"))

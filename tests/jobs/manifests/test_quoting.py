@@ -101,6 +101,7 @@ JSON = st.recursive(
 @example({"0": ["\n", ["0"]]})
 @example({"0": ["\n", {"a": "\n", "b": 1}]})
 @given(st.dictionaries(WORDS, JSON, min_size=1, max_size=4))
+@pytest.mark.slow
 def test_any_data_survives_yaml(data: dict[str, Any]) -> None:
     assert yaml.safe_load(yaml_document(data)) == data
 
@@ -129,6 +130,7 @@ def test_a_comment_can_not_become_data() -> None:
 
 
 @pytest.mark.parametrize("name", NASTY)
+@pytest.mark.slow
 def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name.replace("/", "_")
     folder.mkdir()

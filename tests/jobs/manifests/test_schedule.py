@@ -48,6 +48,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
+@pytest.mark.slow
 def test_a_schedule_means_what_cron_says_and_its_rewritten_text_the_same(text: str) -> None:
     schedule = parse_schedule(text)
     for hours in range(0, 24 * 366 * 4, 5):

@@ -51,6 +51,7 @@ def test_the_ends_of_a_question_are_in_one_unit_and_every_row_in_one(questions: 
     assert sum(len(units) for units in units_of(by_length).values()) > 2 * QUESTIONS
 
 
+@pytest.mark.slow
 def test_units_by_beginnings_run_fewer_rows_of_prompts_and_score_the_same(questions: Path) -> None:
     ran = {}
     for by_length in (True, False):

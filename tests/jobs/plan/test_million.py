@@ -67,6 +67,7 @@ def taken() -> dict[str, float]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_planning_a_million_units_keeps_little_of_each(taken: dict[str, float]) -> None:
     """Twelve bytes, and a line for each 256 of them; a window and a part at a time."""
     assert taken["parts"] == 3907 and taken["bytes"] == 390_700

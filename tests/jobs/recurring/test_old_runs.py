@@ -274,6 +274,7 @@ def test_a_prune_that_is_killed_goes_on_and_loses_no_proof(
 
 
 @pytest.mark.s3
+@pytest.mark.slow
 def test_runs_in_a_bucket_are_listed_and_pruned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], s3_url: str, s3_options: S3Options
 ) -> None:

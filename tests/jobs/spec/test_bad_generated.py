@@ -160,6 +160,7 @@ def canvas(spec: JobSpec, maker: Maker, values: dict[str, Any]) -> object:
 
 @times(ROW_FILES)
 @given(task=st.sampled_from(sorted(TASKS)), bad=st.lists(bad_lines(), min_size=ROWS_EACH, max_size=ROWS_EACH))
+@pytest.mark.slow
 def test_a_generated_row_fails_alone_or_is_fine(folder: Path, task: str, bad: list[bytes]) -> None:
     good = {**GOOD, "tokens": [7, None, 9]}
     lines = [line for n, one in enumerate(bad) for line in (json.dumps({**good, "id": f"good-{n}"}).encode(), one)]
@@ -180,6 +181,7 @@ def test_a_generated_row_fails_alone_or_is_fine(folder: Path, task: str, bad: li
 
 @times(FILES)
 @given(task=st.sampled_from(sorted(TASKS)), file=table_files())
+@pytest.mark.slow
 def test_a_generated_table_is_rows_or_a_clear_error(folder: Path, task: str, file: tuple[str, bytes] | None) -> None:
     assume(file is not None)
     assert file is not None
@@ -188,6 +190,7 @@ def test_a_generated_table_is_rows_or_a_clear_error(folder: Path, task: str, fil
 
 @times(FILES)
 @given(task=st.sampled_from(sorted(TASKS)), file=text_files())
+@pytest.mark.slow
 def test_a_generated_text_file_is_rows_or_a_clear_error(folder: Path, task: str, file: tuple[str, bytes]) -> None:
     check_file(folder, task, *file)
 
@@ -211,6 +214,7 @@ LONG = "for value in values:\n" * 500_000
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
+@pytest.mark.slow
 def test_a_row_of_ten_megabytes_loses_no_neighbour(folder: Path, name: str) -> None:
     rows = [{"id": "before", "text": "<mask>"}, {"id": "long", "text": LONG}, {"id": "after", "text": "<mask>"}]
     if name == "a.parquet":
@@ -229,6 +233,7 @@ def test_a_row_of_ten_megabytes_loses_no_neighbour(folder: Path, name: str) -> N
 # ---- a whole job
 
 
+@pytest.mark.slow
 def test_a_job_over_hundreds_of_bad_rows_brings_every_row_back_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

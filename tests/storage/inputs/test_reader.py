@@ -449,6 +449,7 @@ def test_a_row_that_is_not_there_any_more_is_a_failed_row(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.txt", "a.py"])
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
     def peak(count: int) -> int:
         data = b"text\n" + b'{"text": "' + b"y" * 190 + b'"}\n'
