@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -90,7 +90,8 @@ class TrialRow:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Measurements from briefly decoding a few rows; `memory_bytes` is the peak of the process or of the GPU.
+    """Measurements from briefly decoding a few rows; `memory_bytes` is the peak of the process or of the GPU. `tokens` take
+    `took_s` in a job; 0 if the trial was too short to tell.
 
     `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
     hold that runs alone on this machine.
@@ -107,6 +108,15 @@ class Trial:
     longest: int | None = None
     room: Room | None = None
     device: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Step(NamedTuple):
+    """A step of a trial: the samples that it admitted, and whether all slots were full, or no sample was left, before it."""
+
+    admitted: int
+    is_full: bool
+    tokens: int
+    took_s: float
 
 
 def take_sample(prepared: Prepared) -> TrialSample:
@@ -205,19 +215,34 @@ def _rows_at_once(spec: JobSpec, lengths: Sequence[int], budget: int) -> int:
 
 
 def _decoded(decoder: Decoder, rows: Sequence[TrialRow], budget: int, trial_s: float = TRIAL_S) -> tuple[int, float]:
-    """Decode for about `trial_s`; returns tokens and seconds. `budget` is the number of canvas tokens the first step admits."""
+    """Decode for about `trial_s`; returns tokens, and the seconds that they take in a job. No tokens if the trial can't tell.
+
+    A job's rate is not that of the first steps, which run prompts for few samples. So the time of a token is that of steps with
+    all samples in their slots, and the time of a sample's prompt is that of the steps that admit samples. `budget` is the number
+    of canvas tokens the first step admits.
+    """
     waiting = deque(row.request(number) for number, row in enumerate(rows))
-    began_s = time.perf_counter()
-    since_s, before = began_s, 0
+    steps, began_s = list[_Step](), time.perf_counter()
     while (waiting or decoder.active) and (now_s := time.perf_counter()) - began_s < trial_s:
+        left, before = len(waiting), decoder.stats.committed
         _step(decoder, waiting, budget)
-        if not before:  # the first forward allocates and chooses kernels
-            since_s, before = time.perf_counter(), decoder.stats.committed
-        if time.perf_counter() - now_s < QUICK_S:
+        took_s, admitted = time.perf_counter() - now_s, left - len(waiting)
+        is_full = not admitted and not (waiting and decoder.room(len(waiting[0].canvas)))
+        steps.append(_Step(admitted, is_full, decoder.stats.committed - before, took_s))
+        if took_s < QUICK_S:
             budget *= 2
-    if decoder.stats.committed > before:
-        return decoder.stats.committed - before, time.perf_counter() - since_s
-    return decoder.stats.committed, time.perf_counter() - began_s  # time sufficed only for the first step
+    later = steps[1:] or steps  # the first forward allocates and chooses kernels
+    to_generate = sum(end - start for row in rows for start, end in row.canvas.holes)
+    if not to_generate or not (waiting or decoder.active):
+        return sum(step.tokens for step in later), sum(step.took_s for step in later)
+    full = [step for step in later if step.is_full]
+    tokens = sum(step.tokens for step in full)
+    if not tokens:
+        return 0, 0.0
+    prompts = [step for step in later if step.admitted] or steps[:1]
+    token_s = sum(step.took_s for step in full) / tokens
+    prompt_s = sum(step.took_s for step in prompts) / sum(step.admitted for step in prompts)
+    return to_generate, to_generate * token_s + len(rows) * prompt_s
 
 
 def shortened(row: TrialRow, most: int) -> TrialRow:

@@ -165,8 +165,10 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
     rate = trial.tokens / trial.took_s if trial.took_s else 0.0
     todo = float(sample.masked().mean()) * sample.total
     cut = "" if trial.longest is None else f"; longer samples cut to {trial.longest:,} tokens, so the job takes longer"
-    yield f"rate      {rate:,.{0 if rate >= 10 else 1}f} tokens/s on one worker, measured over {trial.took_s:.1f} s{cut}"
-    if rate:
+    if not rate:
+        yield f"rate      unknown: {TRIAL_S:.0f} s sufficed for prompts only; a run with `--set input.limit=N` measures it"
+    else:
+        yield f"rate      {rate:,.{0 if rate >= 10 else 1}f} tokens/s on one worker, by the trial{cut}"
         counts = [shape.count for shape in prepared.spec.shapes]
         known = [count for count in counts if count != "auto"]
         workers = sum(known) if len(known) == len(counts) else 1

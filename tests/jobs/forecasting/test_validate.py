@@ -154,17 +154,28 @@ def test_a_trial_takes_short_rows_first_and_more_at_once_while_steps_are_quick(m
     clock = Clock()
     monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=0.1)
-    tokens, took_s = _decoded(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
+    known = _decoded(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
     assert decoder.steps == [[10, 20], [30], [], [], [400]], "the last one waits until as much is known to be quick"
     assert clock.now_s == pytest.approx(5.1)
-    assert tokens == 3 + 3 + 3 + 4 and took_s == pytest.approx(4.7), "the first step is not counted"
+    assert known == (0, 0.0), "no step had all samples and no prompt"
+
+
+def test_a_trials_rate_is_that_of_full_steps_and_the_time_of_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
+    decoder = SlowDecoder(clock, rest_s=0.3)
+    rows = trial_rows(10, 20, 60)
+    tokens, took_s = _decoded(decoder, rows, budget=32)  # type: ignore[arg-type]
+    assert decoder.steps[:3] == [[10, 20], [], [60]] and not any(decoder.steps[3:])
+    # A full step takes 0.3 s for three tokens; the one that admitted a sample took 0.9 s. Three tokens are to generate.
+    assert tokens == 3 and took_s == pytest.approx(3 * 0.1 + 3 * 0.9)
 
 
 def test_a_trial_on_a_slow_machine_ends_with_the_step_that_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=TRIAL_S)
-    assert _decoded(decoder, trial_rows(200, 300), budget=8) == (1, 2.0 + TRIAL_S)  # type: ignore[arg-type]
+    assert _decoded(decoder, trial_rows(200, 300), budget=8) == (0, 0.0)  # type: ignore[arg-type]
     assert decoder.steps == [[200]], "one row where even the first is more than the budget"
 
 
@@ -220,7 +231,7 @@ def test_samples_that_were_cut_are_said_to_be() -> None:
     spec = SimpleNamespace(shapes=[SimpleNamespace(count="auto")], output=SimpleNamespace(unit_rows=50))
     prepared: Any = SimpleNamespace(spec=spec)
     lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
-    assert "rate      2.0 tokens/s on one worker, measured over 6.0 s; longer samples cut to 300 tokens" in lines[2]
+    assert "rate      2.0 tokens/s on one worker, by the trial; longer samples cut to 300 tokens" in lines[2]
 
 
 def test_half_precision_that_is_slower_on_this_cpu_is_said_to_be() -> None:
