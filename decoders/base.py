@@ -20,16 +20,14 @@ class StopText(Protocol):
     """Looks for stop strings in generated tokens (actors/rows/stop_text.py, which knows the vocabulary)."""
 
     def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
-        """How many of the generated `tokens` to keep so that their text ends with a stop string; None if there is no stop
-        string. The token that completes the string is kept. The first `num_checked` tokens were searched before; they hold
-        none."""
+        """How many of the generated `tokens` to keep so that their text ends with a stop string, with the token that
+        completes it; None if there is none. The first `num_checked` tokens were searched before, and hold none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
     """Settings of one request that replace the decoder's; None keeps the decoder's value. `top_p` = 1 keeps all tokens. With
-    `token_logprobs` the outcome holds the log-probability of each generated token, in the decoders that know it (causal and
-    any-subset models)."""
+    `token_logprobs` the outcome has each generated token's log-probability, where decoders know it (causal, any-subset)."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -1,7 +1,4 @@
-"""Builds a running decoder from its settings.
-
-A decoder's settings say what runs them (DecoderChoice.runs); its module is imported when the decoder is built.
-"""
+"""Builds a running decoder from its settings, which name what runs them (`runs`); its module is imported only then."""
 
 from __future__ import annotations
 
@@ -39,9 +36,8 @@ def algorithm_of(setup: Setup, settings: DecoderChoice) -> Algorithm:
 def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> CachedDecoder:
     """Return what scores texts, with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)
-    algorithm = cast("Callable[[Setup, DecoderChoice, Estimate], Algorithm]", _named(settings.scorer))(
-        setup, settings, estimate
-    )
+    scorer = cast("Callable[[Setup, DecoderChoice, Estimate], Algorithm]", _named(settings.scorer))
+    algorithm = scorer(setup, settings, estimate)
     # The model's own distribution scores; at temperature 0 its first choice is known beside it, and there is no noise.
     plain = replace(setup, sampling=Sampling(temperature=0.0), heads=None, drafter=None, trace=False)
     return ScoreEngine(plain, algorithm) if algorithm.estimates else Engine(plain, algorithm)

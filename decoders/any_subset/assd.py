@@ -1,7 +1,6 @@
 """`assd`: draft k tokens from the model's own marginals or from an n-gram, then verify them by their density in one forward.
 
-An iteration is a draft forward and a density forward (self drafter), or a density forward alone (n-gram drafter). n tokens are
-decided, D are drafted:
+An iteration takes both forwards (self drafter), or only the second (n-gram drafter). n tokens are decided, D are drafted:
 
     forward   content rows           query rows                    gives
     draft     the last decided       ranks n .. n+D-1, sight n     drafts; at rank n the target's own token
@@ -12,9 +11,8 @@ needs no density forward. With a Markov head (decoders/backbones/heads.py) the d
 other, each from its row corrected with the tokens before it. An n-gram drafts where the first hole has a left neighbour; all of
 its drafts are verified, those at ranks n .. n+D-1.
 
-`fused: rows` (`one_pass`): one forward verifies the drafts and makes the proposals for the next window. Speculative acceptance is
-exact for any proposal that is known when the draft is drawn, so the rows that propose may be stale: computed without the tokens
-that this forward decides.
+`fused: rows` (`one_pass`): one forward verifies the drafts and proposes the next window. Acceptance is exact for any
+proposal known when the draft is drawn, so the rows that propose may be stale: without the tokens that this forward decides.
 
     rows           rank          sight   for
     content        n-1 .. n+D-1  own     the last decided token and the drafts
@@ -131,22 +129,19 @@ class Ngrams:
 
     def after(self, position: int, drafted: int) -> Counter[int]:
         """The counts for the hole at `position`, whose left neighbour may be one of the ranks below `drafted`."""
-        self._count_decided()
-        rank = self._s.rank_at.get(position - 1, drafted)
-        pairs = self._pairs.get(self._s.tokens[rank]) if rank < drafted else None
-        return pairs or self._singles
-
-    def _count_decided(self) -> None:
         s = self._s
         for rank in range(self._known, s.decided):
-            token, position = s.tokens[rank], self._order[rank]
+            token, place = s.tokens[rank], self._order[rank]
             self._singles[token] += 1
-            left, right = (s.rank_at.get(place, rank) for place in (position - 1, position + 1))
+            left, right = (s.rank_at.get(beside, rank) for beside in (place - 1, place + 1))
             if left < rank:
                 self._pairs[s.tokens[left]][token] += 1
             if right < rank:
                 self._pairs[token][s.tokens[right]] += 1
         self._known = s.decided
+        rank = s.rank_at.get(position - 1, drafted)
+        pairs = self._pairs.get(s.tokens[rank]) if rank < drafted else None
+        return pairs or self._singles
 
 
 # ---- one forward an iteration ------------------------------------------------------------------------------------------
@@ -195,14 +190,19 @@ def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
 
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     """How the engine runs these settings."""
-    is_auto = settings.k == "auto"
+    is_auto, ngram, ends = settings.k == "auto", settings.drafter == "ngram", settings.rows == "ends"
     k = MOST_AUTO if settings.k == "auto" else settings.k
-    head = INDEPENDENT if settings.drafter == "ngram" or setup.heads is None else MARKOV
-    return (_fused if settings.fused == "rows" else _in_two_forwards)(settings, k, head, is_auto=is_auto)
-
-
-def _in_two_forwards(settings: AssdSettings, k: int, head: int, *, is_auto: bool) -> Algorithm:
-    ngram = settings.drafter == "ngram"
+    head = INDEPENDENT if ngram or setup.heads is None else MARKOV
+    if settings.fused == "rows":
+        # Content and query rows of an iteration in the middle of a sample whose windows have e drafts.
+        stale = [sum(count for _, count in stale_rows(e, e, ends=ends)) for e in range(k + 1)]
+        return any_subset_model(
+            decode=partial(one_pass, k=k, head=head, ends=ends, auto=is_auto),
+            window=k + 1,
+            most_auto=k * is_auto,
+            auto_rows=[2 * (e + 1) + rows for e, rows in enumerate(stale)],
+            keeps_laws=True,
+        )
     return any_subset_model(
         decode=partial(assd, k=k, ngram=ngram, head=head, auto=is_auto),
         window=k,
@@ -212,17 +212,4 @@ def _in_two_forwards(settings: AssdSettings, k: int, head: int, *, is_auto: bool
         auto_forwards=[1 if ngram or e == 0 else 2 for e in range(k)],
         keeps_laws=True,
         names_laws=ngram,
-    )
-
-
-def _fused(settings: AssdSettings, k: int, head: int, *, is_auto: bool) -> Algorithm:
-    ends = settings.rows == "ends"
-    # Content and query rows of an iteration in the middle of a sample whose windows have e drafts.
-    stale = [sum(count for _, count in stale_rows(e, e, ends=ends)) for e in range(k + 1)]
-    return any_subset_model(
-        decode=partial(one_pass, k=k, head=head, ends=ends, auto=is_auto),
-        window=k + 1,
-        most_auto=k * is_auto,
-        auto_rows=[2 * (e + 1) + rows for e, rows in enumerate(stale)],
-        keeps_laws=True,
     )

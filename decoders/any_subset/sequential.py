@@ -15,7 +15,7 @@ ASSD verifies drafts. The content rows hold the text in decoding order, the give
     content row     sees prompt   | sees itself and less | not run: nothing follows it
     query row       none          | sees the ranks before| sees the ranks before
 
-The product of these conditionals is the joint: the order is the one in which every decoder of this room fills the same holes.
+The product of these conditionals is the joint: every decoder of this room fills the same holes in the same order.
 
 Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled parallel sampling" (ASSD), the sections on
 decoding, parallel sampling and density estimation.

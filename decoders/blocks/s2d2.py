@@ -28,11 +28,11 @@ a valid draft. So a round's forward holds, for a sample with n decided tokens an
     copies   n .. n+k       a mask at the place of each draft and after the last: the prediction at block size 1
     ahead    n+g .. n+g+k   masks that see the first g drafts and each other, as in a drafting forward
 
-The copies verify the drafts and predict one more token: the recovered one, or the bonus after all drafts. The main rows write the
-keys and values of the accepted drafts as a causal cache needs them, so no commit is needed. The masks ahead predict the next
-drafts. They assume that g drafts are accepted, as many as in the last round. If fewer are accepted, the masks ahead saw rejected
-tokens, and so did the copies after the rejected draft; the next drafts then come from these copies. The first forward runs the
-prompt without drafts. Models that predict the next token need no copies, since their main rows predict the same tokens.
+The copies verify the drafts and predict one more token: the recovered one, or the bonus after all drafts. The main rows
+write the keys and values of the accepted drafts as a causal cache needs them, so no commit is needed. The masks ahead
+predict the next drafts, if g drafts are accepted, as many as in the last round. If fewer are, the masks ahead saw rejected
+tokens; so did the copies after the rejected draft, from which the next drafts then come. The first forward runs the prompt
+without drafts. Models that predict the next token need no copies, since their main rows predict the same tokens.
 
     column    cached .. n+k | n+size+1 ..    | n+2(size+1) ..
     holds     main          | copies         | ahead
@@ -56,12 +56,6 @@ from draftmill.decoders.blocks.verifier import SelfVerifier, measure_of
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, Answer, Ask, Decoding, Run, Span
 from draftmill.decoders.engine.setup import Setup
-
-
-def s2d2(s: BlockSample, rules: Rules, settings: S2d2Settings) -> Decoding:
-    """Block diffusion with a verifier."""
-    return denoise(s, rules, SelfVerifier(rules, settings))
-
 
 # ---- verifications that draft ------------------------------------------------------------------------------------------
 
@@ -157,8 +151,11 @@ def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     measure = measure_of(settings.router, settings.estimator)
     # Whether every token comes from a verification, which sees only the tokens to its left.
     known = settings.verifies_always and rules.settings.tau_edit is None and rules.takes_all_steps
-    decode, notes = partial(s2d2, rules=rules, settings=settings), notes_of(settings, measure)
-    made = algorithm_of(rules, decode, notes, by_ratio=by_ratio, knows_logprob=known)
+
+    def decode(s: BlockSample) -> Decoding:
+        return denoise(s, rules, SelfVerifier(rules, settings))
+
+    made = algorithm_of(rules, decode, notes_of(settings, measure), by_ratio=by_ratio, knows_logprob=known)
     return replace(made, measured=measure is not None, temper=settings.temper, keeps_laws=True)
 
 

@@ -234,7 +234,7 @@ class BlockDiffusionSettings(BlockSettings):
 
 
 class S2d2Settings(BlockSettings):
-    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy."""
+    """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so."""
 
     runs: ClassVar = "draftmill.decoders.blocks.s2d2:algorithm"
     kind: Literal["s2d2"]

@@ -214,10 +214,8 @@ def _bin(share: float, num_bins: int) -> int:
 
 
 Route = Threshold | UpperConfidence
-"""A router at work on one sample. Call `decide` once for each draft, then `learn` when that step's tokens are revealed.
-
-A block without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
-"""
+"""A router at work on one sample. Call `decide` once for each draft, then `learn` when that step's tokens are revealed. A
+block without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in public code."""
 
 
 def route_of(router: Router, cost: VerificationCost) -> Route:

@@ -1,8 +1,8 @@
 """`jacobi`: every forward refines a block of drafts and commits those that equal the target's own tokens.
 
-The drafts stand in the undecided columns. A forward runs the last decided token and the drafts after it under plain causal
-visibility, so every row predicts the target's next token. Drafts that equal the prediction of the row before them, from the
-first one on, are accepted, and so is the prediction after them. The predictions of the other rows are the next drafts.
+A forward runs the last decided token and the drafts after it, in the undecided columns, under plain causal visibility.
+Drafts that equal the prediction of the row before them, from the first one on, are accepted, and so is the prediction after
+them. The predictions of the other rows are the next drafts.
 
     column      .. D-1 | D   D+1  D+2  D+3          D tokens decided, four drafts
     tokens      .. the | cat sat  mat  .
@@ -14,37 +14,33 @@ argmax(log p + g) with the noise g of its position: the fixed point is the seque
 
 `window: fixed` finishes a block of n tokens before the next begins; `running` always keeps n drafts ahead. The token after a
 fully accepted block is the next block's first. If a block ends with the token after the accepted drafts, the next block's n
-drafts run in the same forward that finds its first token, so no forward is spent on that token alone. Drafts never extend
-beyond the canvas, and the last position is never fed, since nothing comes after it.
+drafts run in the same forward that finds its first token. The last position is never fed, since nothing comes after it.
 
-With tracing, the TraceStep of an iteration holds, as `proposed`, the drafts as they were fed: the first at positions[0], the
-others after it, up to the end of the block (or window, or the position before the canvas's last). With `window: fixed` block i
-is [P + i n, P + (i + 1) n) for a prompt of P tokens. Its state in an iteration is what the steps before have committed of it,
-then `proposed`; the block's first step shows the initial state, and the outcome's tokens the fixed point. A canvas of whole
-blocks and one token more shows every state in full.
+A TraceStep holds, as `proposed`, the drafts as they were fed: the first at positions[0], the others after it, up to the end
+of the block (or window, or the position before the canvas's last). With `window: fixed` block i is [P + i n, P + (i + 1) n)
+for a prompt of P tokens. Its state in an iteration is what the steps before have committed of it, then `proposed`; the
+block's first step shows the initial state, and the outcome's tokens the fixed point. A canvas of whole blocks and one token
+more shows every state in full.
 
-`multiblock_jacobi`: Jacobi decoding of several blocks at once, with candidates from rejected drafts.
-
-The undecided columns are cut into blocks of n. The first one not finished is *real-active*: only its tokens are committed. Up
-to K - 1 *pseudo-active* blocks after it are refined on top of its drafts; tokens that no longer change are accepted
-provisionally, held fixed, and verified again when the block is promoted. The newest block having ceil(r n) accepted tokens,
-the next one opens. Candidates for the rest of the real-active block, from the sample's n-gram pool, are verified in the same
-forward: at the same positions, in separate columns after the chain, with the decided prefix shared through visibility.
+`multiblock_jacobi`: Jacobi decoding of several blocks at once, with candidates from rejected drafts. The undecided columns
+are cut into blocks of n. The first one not finished is *real-active*: only its tokens are committed. Up to K - 1
+*pseudo-active* blocks after it are refined on top of its drafts; tokens that no longer change are accepted provisionally,
+held fixed, and verified again when the block is promoted. The newest block having ceil(r n) accepted tokens, the next one
+opens. Candidates for the rest of the real-active block, from the sample's n-gram pool, are verified in the same forward, in
+columns of their own.
 
     columns     .. D-1 | D .. e-1      e .. e+n-1 ..  end-1 | end .. end+m-1  end+m ..
     hold        decided| real-active   pseudo-active        | candidate 1     candidate 2
     positions   the column itself                           | D .. e-1        D .. e-1
     sees        all columns up to itself                    | columns < D, and its own candidate up to itself
 
-The chain of blocks is one run of drafts, so acceptance continues into the promoted block within the same forward that finished
-the block before it. If a candidate wins, its tokens are committed. Their keys and values are in its columns, so the next
-forward runs those tokens again in their own columns; this costs rows, not forwards.
+The chain of blocks is one run of drafts, so acceptance continues into the promoted block within the forward that finished
+the block before it. If a candidate wins, its tokens are committed, and the next forward runs them again in their own
+columns: this costs rows, not forwards. `proposed` counts the drafts of the chain, which a TraceStep shows as `jacobi` shows
+its block (accepted tokens and drafts alike), not those of the candidates.
 
 Details that the paper leaves open: a pseudo-active block's first token is compared with the prediction of the last row before
 the block; a new block starts with that row's token and then context tokens, not with a shifted copy of the real-active drafts.
-
-`proposed` counts the drafts of the chain, not those of the candidates. A TraceStep shows the chain as `jacobi` shows its block:
-the drafts of the real-active block, then those of the pseudo-active blocks (accepted tokens and drafts alike).
 
 Sources: Hu et al., "Fast and accurate causal parallel decoding using Jacobi forcing" (pcLLM), section 2 and figure 4 (running
 window), Algorithm 1 and section 3.2 (several blocks, rejection recycling); Santilli et al., 2023; Fu et al., "Break the
@@ -256,11 +252,9 @@ def jacobi_algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:
 def multiblock_algorithm(setup: Setup, settings: MultiblockJacobiSettings) -> Algorithm:
     """How the engine runs `multiblock_jacobi`."""
     n, most = settings.block_size, settings.verify_size - 1 if settings.pool_size else 0
-    spawn_at = math.ceil(settings.spawn_ratio * n)
+    decode = partial(multiblock_jacobi, n=n, blocks=settings.blocks, most=most, pool_size=settings.pool_size)
     return Algorithm(
-        decode=partial(
-            multiblock_jacobi, n=n, blocks=settings.blocks, spawn_at=spawn_at, most=most, pool_size=settings.pool_size
-        ),
+        decode=partial(decode, spawn_at=math.ceil(settings.spawn_ratio * n)),
         window=n * settings.blocks + 1,
         columns=lambda length: length + most * n,
         reusable=prompt_but_one,

@@ -154,7 +154,7 @@ class JacobiSettings(CausalSettings):
 
 
 class MultiblockJacobiSettings(CausalSettings):
-    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding)."""
+    """Jacobi decoding with several blocks at once and rejection recycling (pcLLM, Algorithm 1)."""
 
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.causal.jacobi:multiblock_algorithm"

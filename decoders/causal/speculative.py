@@ -6,8 +6,7 @@
 
 The first forward runs the prompt and the first drafts together, so a sample never needs more forwards than `autoregressive`.
 A sample with fewer drafts has fewer rows. Drafts never reach the canvas's end: there is always a place for the token after them.
-Under `coupled` acceptance the text is the sequential one whatever is drafted; under `rejection` it has the sequential
-distribution.
+Under `coupled` acceptance the text is the sequential one whatever is drafted; under `rejection` it has its distribution.
 
 A drafting model has its own cache, and is behind by what was accepted last:
 

@@ -9,9 +9,8 @@ A sample's own text is in the index as far as it is decided, so a repetition in 
 young one grows, the old one is only read. When the young one has half of the tokens that are allowed, it becomes the old one, and
 what was old is forgotten: so the index holds the last texts, at least half of what is allowed.
 
-What is drafted depends on the neighbours of a sample and on when they came.
-
-An automaton grows token by token, with counts of what followed: O(1) a token, on average.
+What is drafted depends on the neighbours of a sample and on when they came. An automaton grows token by token, with counts
+of what followed: O(1) a token, on average.
 
     texts      a b c | x b c d          the contexts `b c` and `c` have always stood in the same places: one state
     links      bc -> (empty)            the link of a state leads to the longest end of its contexts that also stood elsewhere
@@ -47,17 +46,12 @@ _TARGET: Final = _ONCE - 1
 class SuffixIndex:
     """Texts of up to `max_tokens` tokens in all. `era` counts how often the young automaton has become the old one."""
 
-    __slots__ = ("_most", "era", "factor", "least", "old", "young")
+    __slots__ = ("era", "factor", "least", "most", "old", "young")
 
     def __init__(self, settings: SuffixDrafterSettings) -> None:
         self.factor, self.least = settings.max_spec_factor, settings.min_token_prob
-        self._most = settings.max_tokens // 2
+        self.most = settings.max_tokens // 2
         self.young, self.old, self.era = Automaton(), Automaton(), 0
-
-    def make_room(self) -> None:
-        """Forget the oldest texts where there are too many."""
-        if self.young.size >= self._most:
-            self.young, self.old, self.era = Automaton(), self.young, self.era + 1
 
 
 class Reader:
@@ -75,7 +69,9 @@ class Reader:
         """Read on."""
         index = self._index
         for token in tokens:
-            index.make_room()
+            if index.young.size >= index.most:
+                # The oldest texts are forgotten.
+                index.young, index.old, index.era = Automaton(), index.young, index.era + 1
             self._follow_era()
             self._last = index.young.extend(self._last, token)
             self._match, self._length = advanced(index.old, self._match, self._length, token)
@@ -128,11 +124,9 @@ def advanced(automaton: Automaton, state: int, length: int, token: int) -> tuple
 
 class Automaton:
     """States are numbers. `length[s]` is the length of the state's longest context, `link[s]` leads to a shorter one.
-
-    `best[s]` is the token that followed most often, of several the last one that came so far, or NOWHERE; `target[s]` the state
-    that it leads to, `count[s]` how often it was followed, and `total[s]` how often any token was. `size` counts the tokens that
-    were not known to the automaton in their text: only these take memory.
-    """
+    `best[s]` is the token that followed most often, of several the last one that came so far, or NOWHERE; `target[s]` the
+    state that it leads to, `count[s]` how often it was followed, and `total[s]` how often any token was. `size` counts the
+    tokens that were not known to the automaton in their text: only these take memory."""
 
     __slots__ = ("_others", "best", "count", "length", "link", "size", "target", "total")
 

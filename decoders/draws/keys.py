@@ -40,17 +40,13 @@ def sample_key(job_seed: int, sample_id: str) -> int:
 
 def hole_key(key: int, hole: int) -> int:
     """Return the key of one hole of a sample whose holes are decoded one after the other: the first has the sample's own.
-
-    For the others it is blake2b of the key and the hole's number (8 bytes each, little endian).
-    """
+    For the others it is blake2b of the key and the hole's number (8 bytes each, little endian)."""
     return _derive(key, hole, b"")
 
 
 def nth_key(key: int, number: int) -> int:
-    """Return the key of one of several samples of a row: the first has the row's own.
-
-    For the others it is as in `hole_key`, personalised so that it never equals the key of a hole.
-    """
+    """Return the key of one of several samples of a row: the first has the row's own. For the others it is as in
+    `hole_key`, personalised so that it never equals the key of a hole."""
     return _derive(key, number, b"sample")
 
 

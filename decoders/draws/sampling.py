@@ -116,21 +116,16 @@ def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: TopP | None) -
     if not _looks(law_RV):
         return coupled_draw(law_RV.masked_fill(~_nucleus(law_RV, top_p), -torch.inf), gumbel_RV)
     tokens_R = coupled_draw(law_RV, gumbel_RV)
-    outside = _outside(law_RV, tokens_R, top_p)
+    own_R1 = law_RV.gather(-1, tokens_R.unsqueeze(-1)).exp()
+    # What comes before a token has at most the mass that the token leaves, up to rounding: most rows end here.
+    doubtful = (own_R1 <= 1.0 - top_p + _MASS_SLACK).squeeze(-1).nonzero().squeeze(1)
+    before_N1 = _mass_before(law_RV[doubtful].exp(), tokens_R[doubtful]).unsqueeze(1)
+    outside = doubtful[(before_N1 >= _in_rows(top_p, doubtful)).squeeze(1)]
     if len(outside):
         part_RV = law_RV[outside]
         part_RV = part_RV.masked_fill(~_nucleus(part_RV, _in_rows(top_p, outside)), -torch.inf)
         tokens_R[outside] = coupled_draw(part_RV, gumbel_RV[outside])
     return tokens_R
-
-
-def _outside(law_RV: Tensor, tokens_R: Tensor, top_p: TopP) -> Tensor:
-    """The indices of the rows whose token lies outside the row's nucleus."""
-    own_R1 = law_RV.gather(-1, tokens_R.unsqueeze(-1)).exp()
-    # What comes before a token has at most the mass that the token leaves, up to rounding: most rows end here.
-    doubtful = (own_R1 <= 1.0 - top_p + _MASS_SLACK).squeeze(-1).nonzero().squeeze(1)
-    before_N1 = _mass_before(law_RV[doubtful].exp(), tokens_R[doubtful]).unsqueeze(1)
-    return doubtful[(before_N1 >= _in_rows(top_p, doubtful)).squeeze(1)]
 
 
 def _mass_before(mass_RV: Tensor, tokens_R: Tensor) -> Tensor:

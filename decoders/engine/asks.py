@@ -1,4 +1,4 @@
-"""What a decoder asks the engine: rows of one sample for the next forward, and which of them are sampled.
+"""What a decoder asks the engine: rows of one sample for a forward, and which of them are sampled. Pure: imports no torch.
 
 A decoder is a generator over one sample. It yields an `Ask` and is sent an `Answer`; the engine runs the asks of all samples
 together (docs/engine.md). Rows come as *spans*, sampled rows as *runs*:
@@ -18,8 +18,6 @@ Which columns a row at column c sees:
     a copy of a place to its left           0        l     1      SELF    0        l: its column + 1 - its position
 
 In an any-subset model columns are ranks, and only *queries* are sampled: rows without a token, in spans of their own.
-
-Pure: imports no torch.
 """
 
 from __future__ import annotations
@@ -126,11 +124,9 @@ a drafting model, one a draft."""
 
 class Roll(NamedTuple):
     """Asks for drafts of the ranks `rank` .. `rank + num_drafts - 1`, of which none leaves the device before all are drawn.
-
-    Those of a MODEL: it runs its columns up to `rank`, then each draft but the last. All others come from rows of the sample's
-    last forward (of an any-subset model: query rows), before the next one. Draft j comes from the row `row + j`; with MARKOV it
-    is corrected with the tokens that the row has not seen, those at ranks from `limit` on.
-    """
+    Those of a MODEL: it runs its columns up to `rank`, then each draft but the last. All others come from rows of the
+    sample's last forward (of an any-subset model: query rows), before the next one. Draft j comes from the row `row + j`;
+    with MARKOV it is corrected with the tokens that the row has not seen, those at ranks from `limit` on."""
 
     head: int
     rank: int

@@ -57,13 +57,11 @@ _JUDGES_K: Final = np.isin(np.arange(SCORE + 1), (JUDGE, SURE))
 
 
 class Layout(NamedTuple):
-    """How the rows of a model stand in its cache.
-
-    `streams`: it has query rows. With `keeps` the rows of a sample stand in its slot; else each canvas has a slot of its own for
-    the time of a forward. `by_node`: a slot is named once for each canvas of its sample, whose rows see the same columns. A hole
-    reads as `mask_id`, an id above `most_id` as that one. `family` says which rows count as verified. `has_flags`: the model says
-    which rows are finite. `notes_drafts`: the tokens drawn are kept on the device, where the next rows of their slots find them.
-    """
+    """How the rows of a model stand in its cache. `streams`: it has query rows. With `keeps` the rows of a sample stand in
+    its slot; else each canvas has a slot of its own for the time of a forward. `by_node`: a slot is named once for each
+    canvas of its sample, whose rows see the same columns. A hole reads as `mask_id`, an id above `most_id` as that one.
+    `family` says which rows count as verified. `has_flags`: the model says which rows are finite. `notes_drafts`: the
+    tokens drawn are kept on the device, where the next rows of their slots find them."""
 
     family: str
     most_id: int = FAR
@@ -91,16 +89,14 @@ class Rule(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """Arrays as the module says, int64 or float64: numpy on the host, tensors on the device; None where there is nothing to say.
-
-    Row n is token `token_N` at `position_N`; it writes `column_N` of `slot_N` and sees [low_IN, high_IN). It is row `line_N` of
-    group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`; its noise is that
-    of `key_2R`, `place_R` and `draw_R`, its temperature and top-p are `own_2R`, and `scored_R` names the token that is scored. A
-    token drawn is noted in the cell `note_R`. Of rows under the rejection rule `judged_R` have a draft `draft_R`, whose
-    distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers, `owner_R` their samples. The rows `row_D`
-    draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are its chain. A head reads `told_5R`
-    (rolls.py).
-    """
+    """Arrays as the module says, int64 or float64: numpy on the host, tensors on the device; None where there is nothing to
+    say. Row n is token `token_N` at `position_N`; it writes `column_N` of `slot_N` and sees [low_IN, high_IN). It is row
+    `line_N` of group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`;
+    its noise is that of `key_2R`, `place_R` and `draw_R`, its temperature and top-p are `own_2R`, and `scored_R` names the
+    token that is scored. A token drawn is noted in the cell `note_R`. Of rows under the rejection rule `judged_R` have a
+    draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers, `owner_R`
+    their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are its
+    chain. A head reads `told_5R` (rolls.py)."""
 
     slots_G: Any = None
     sigma_G: Any = None
@@ -240,8 +236,7 @@ _FACTS: Final = tuple(one.name for one in fields(Batch))[len(_ARRAYS) :]
 
 
 def put(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Bring numbers to the device, without waiting for it: a transfer from pageable memory would wait, one from pinned does
-    not."""
+    """Bring numbers to the device, without waiting for it, as a transfer from pageable memory would."""
     held = torch.from_numpy(numbers)
     return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
 
@@ -271,12 +266,12 @@ def _add_rows(b: Batch, samples: Sequence[Sample], asks: Sequence[Ask], slot_B: 
     if layout.keeps and not layout.by_node:
         b.sample_G = np.arange(count)
     else:
-        is_next_P = np.diff(owner_P, prepend=-1).astype(np.bool_) | np.diff(span_PF[:, _NODE], prepend=-1).astype(
-            np.bool_
-        )
+        is_next_P = (np.diff(owner_P, prepend=-1) != 0) | (np.diff(span_PF[:, _NODE], prepend=-1) != 0)
         group_P, b.sample_G = is_next_P.cumsum() - 1, owner_P[is_next_P]
     b.slots_G = slot_B[b.sample_G] if layout.keeps else np.arange(len(b.sample_G))
-    b.num_groups, b.slots = len(b.slots_G), _as_slice(b.slots_G)
+    b.num_groups, slots = len(b.slots_G), b.slots_G.tolist()
+    neighbours = slice(slots[0], slots[0] + len(slots))
+    b.slots = neighbours if slots == list(range(neighbours.start, neighbours.stop)) else None
     assert (span_PF[:, _COUNT] > 0).all(), "a span without rows"
     rows_NF, step_N, b.owner_N = _expanded(span_PF, _COUNT, group_P)
     b.num_rows = len(rows_NF)
@@ -439,13 +434,6 @@ def _lines(owner_N: Ints, num_groups: int) -> tuple[Ints, int]:
     """The number of each row among those of its group, which follow each other; how many rows the largest group has."""
     rows_G = np.bincount(owner_N, minlength=num_groups)
     return np.arange(len(owner_N)) - (rows_G.cumsum() - rows_G)[owner_N], int(rows_G.max(initial=0))
-
-
-def _as_slice(slots_G: Ints) -> slice | None:
-    """Slots that follow each other as a slice; None for others."""
-    slots = slots_G.tolist()
-    first, end = slots[0], slots[0] + len(slots)
-    return slice(first, end) if slots == list(range(first, end)) else None
 
 
 def _table(parts: Sequence[Sequence[int] | Ints], width: int) -> tuple[Ints, Ints]:

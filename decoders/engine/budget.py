@@ -121,7 +121,8 @@ class DraftBudget:
         is_open = self._is_open = self.open(fresh=fresh)
         if not is_open:
             # Drafts don't pay: the step is then exactly that of the baseline.
-            self.pass_by()
+            self._begin_step(fresh=False, joined=False)
+            self._num_planned += self._resting
         for sample in samples:
             if sample.ask is SEARCH:
                 sample.ask = sample.decoding.send(int(is_open))  # type: ignore[union-attr]
@@ -178,11 +179,6 @@ class DraftBudget:
             not fresh and self._num_planned >= self._next_probe and self._ledger.allows(self._plain_s)
         )
 
-    def pass_by(self) -> None:
-        """Record a step in which no drafts were searched for."""
-        self._begin_step(fresh=False, joined=False)
-        self._num_planned += self._resting
-
     def _begin_step(self, *, fresh: bool, joined: bool) -> None:
         """Close the accounts of the previous step."""
         if self._joined:
@@ -192,12 +188,10 @@ class DraftBudget:
         self._fresh, self._joined, self._drafting, self._lines = fresh, joined, False, 1.0
 
     def plan(self, slots_B: Counts, most_B: Counts, *, kv_tokens: int, fresh: bool, joined: bool = False) -> Counts:
-        """Return how many drafts each slot gets, at most `most_B`, int64 [B].
-
-        `kv_tokens` is the number of columns that the slots' rows read. With `fresh` the slots' prompts are in this step: it is
-        judged by the rate of the other steps, since the prompts must run anyway. `joined` says that some slots' prompts
-        are in the step, so that its time says nothing about its drafts.
-        """
+        """Return how many drafts each slot gets, at most `most_B`, int64 [B]. `kv_tokens` is the number of columns that the
+        slots' rows read. With `fresh` the slots' prompts are in this step: it is judged by the rate of the other steps,
+        since the prompts must run anyway. `joined` says that some slots' prompts are in the step, so that its time says
+        nothing about its drafts."""
         self._begin_step(fresh=fresh, joined=joined)
         most = np.minimum(most_B, self.most)
         cost = self.target.cost()

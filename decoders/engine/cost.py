@@ -73,11 +73,6 @@ class Cost:
         least_N = self.seconds_P[below_N] + self.per_kv_token * kv_tokens
         return np.where(unmet_N, least_N, self.seconds(tokens_N, kv_tokens))
 
-    @property
-    def most_tokens(self) -> float:
-        """The largest measured size."""
-        return float(self.tokens_P[-1])
-
 
 class CostTable:
     """Measured forwards, and the estimates that follow from them."""
@@ -186,7 +181,7 @@ class Offers:
 
     def _rates(self, seconds_C: Numbers) -> Numbers:
         """Tokens per second; 0 for allocations much larger than any measured one."""
-        near_C = self.rows_C <= max(_GROWTH * self.cost.most_tokens, self.rows_C[-1])
+        near_C = self.rows_C <= max(_GROWTH * float(self.cost.tokens_P[-1]), self.rows_C[-1])
         return np.where(near_C, self.gain_C / (seconds_C + self.drafting_C), 0.0)
 
     def fastest(self, margin: float) -> tuple[Counts, float]:

@@ -19,10 +19,9 @@ the next kernel.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Protocol
@@ -75,9 +74,12 @@ class CudaRecorder:
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with _same_stream(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            found = work()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                found = work()
+        finally:
+            torch.cuda.set_stream(stream)  # torch.cuda.graph leaves its own stream current where a capture fails
         return graph.replay, found
 
     def drop_pool(self) -> None:
@@ -86,16 +88,6 @@ class CudaRecorder:
             torch.cuda.synchronize()
             torch._C._cuda_clearCublasWorkspaces()
         self._pool = None
-
-
-@contextlib.contextmanager
-def _same_stream() -> Iterator[None]:
-    """torch.cuda.graph leaves its own stream current where a capture fails."""
-    stream = torch.cuda.current_stream()
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +100,7 @@ class _Graph:
     work: Callable[[Batch], Work]
 
 
-# All graphs of this process that live now, by their owner and by what their forwards have in common; the works that were seen
-# once.
+# All graphs of this process that live now, by owner and what their forwards have in common; the works seen once.
 _LIVING: Final[dict[Hashable, _Graph]] = {}
 _SEEN: Final[set[Hashable]] = set()
 _RECORDERS: Final[list[Recorder]] = []
@@ -153,17 +144,14 @@ class Graphs:
             self.num_replayed += 1
             return graph.found
         found = work(batch.to(self._device))
-        if self.stopped is None and key in _SEEN and self._pays:
+        # More graphs only while those that there are have been used often enough.
+        pays = self.num_captured < 2 * _MOST_GRAPHS or self.num_replayed >= _LEAST_USES * self.num_captured
+        if self.stopped is None and key in _SEEN and pays:
             if len(_LIVING) >= _MOST_GRAPHS:
                 drop_all()
             self._capture(key, batch, work, found)
         _SEEN.add(key)
         return found
-
-    @property
-    def _pays(self) -> bool:
-        """Whether graphs are used often enough to capture more of them."""
-        return self.num_captured < 2 * _MOST_GRAPHS or self.num_replayed >= _LEAST_USES * self.num_captured
 
     def _fill(self, inputs: Tensor, batch: Batch) -> None:
         flat = torch.from_numpy(batch.flat())
@@ -186,9 +174,8 @@ class Graphs:
             drop_all()
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, steps run without graphs; a lost device rejects the next one
-            self._stop(
-                f"a step could not be captured: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            )
+            why = (str(error).splitlines() or [""])[0][:200]
+            self._stop(f"a step could not be captured: {type(error).__name__}: {why}")
             return
         if is_close:
             _LIVING[key] = _Graph(inputs, replay, replace(found, stays=True), work)
@@ -217,9 +204,8 @@ def find_graphs(backbone: Any) -> Graphs | None:
 
 def find_recorder(device: torch.device) -> Recorder | None:
     """What captures on this device; None if nothing does, or it is not wanted."""
-    return (
-        _recorder_of(device) if is_on(VARIABLE) and device.type == "cuda" and torch.version.cuda is not None else None
-    )
+    there = is_on(VARIABLE) and device.type == "cuda" and torch.version.cuda is not None
+    return _recorder_of(device) if there else None
 
 
 @cache

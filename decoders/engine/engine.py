@@ -9,9 +9,7 @@
                  samples whose generators end give their outcomes and free their slots
 
 A sample keeps its slot. The next admission takes the lowest free one, so that the slots in use are mostly adjacent and a forward
-reads the cache in place. See draftmill.decoders.base.Decoder, and docs/engine.md for the design.
-
-Legend: see batch.py.
+reads the cache in place. See draftmill.decoders.base.Decoder, and docs/engine.md for the design. Legend: see batch.py.
 """
 
 from __future__ import annotations

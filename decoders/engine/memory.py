@@ -108,8 +108,7 @@ class Capacity:
         return self.plan.slots is None or num_rows * self._slot_bytes(num_columns) <= self.plan.slots
 
     def shape(self, now: Shape, *, needed: int, longest: int) -> Shape:
-        """What `needed` samples get; `now` is the present shape. Raises MemoryError for a sample that does not fit even
-        alone."""
+        """What `needed` samples get; `now` is the present shape. MemoryError for a sample that does not fit even alone."""
         least = self.columns(longest)
         if not self.fits(needed, least):
             asked, free = needed * self._slot_bytes(least), max(self.plan.slots or 0, 0)

@@ -4,9 +4,7 @@
     wait      the record of a forward, on the host; others may be started before
 
 A record is flat float64: what is told of the sampled rows (sampler.py), then the sum of the hidden states of each row, which is
-NaN or infinite if any of these is.
-
-Legend: see batch.py.
+NaN or infinite if any of these is. Legend: see batch.py.
 """
 
 from __future__ import annotations
@@ -116,12 +114,10 @@ class Started:
 
 
 class ModelRunner:
-    """A backbone and the sampler of its rows. `vocab_size` is the target's: logits get that width.
-
-    `graphs` are None where no forward is captured. `num_slots`: so many slots of the cache for each sample. With `whole` a
-    forward runs whole canvases each time, whose rows are memory of their own. A drafting model of windows has its `drafts`: their
-    info, and whether windows are full.
-    """
+    """A backbone and the sampler of its rows. `vocab_size` is the target's: logits get that width. `graphs` are None where
+    no forward is captured. `num_slots`: so many slots of the cache for each sample. With `whole` a forward runs whole
+    canvases each time, whose rows are memory of their own. A drafting model of windows has its `drafts`: their info, and
+    whether windows are full."""
 
     def __init__(
         self,
@@ -236,12 +232,8 @@ class ModelRunner:
             sizes[axis] = size
         if len(self._sampler.parts(sizes["R"])) > 1:
             return False
-        b.padded(
-            sizes,
-            dead_column=self._columns - 1,
-            dead_note=len(self._sampler.noted_C) - 1,
-            dead_cell=self._sampler.dead_cell,
-        )
+        dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
+        b.padded(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
         return True
 
     def more(self, key: Hashable, b: Batch, work: Draws) -> NDArray[np.float64]:

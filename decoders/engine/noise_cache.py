@@ -1,8 +1,7 @@
 """Noise that several forwards read, computed once; on a CPU only, where it costs as much as a small model's forward.
 
 A position keeps its noise until its token is decided: drafts are drawn by it, then the target's own token. What a cell holds is
-known on the host, and noted once the noise is there. On a device noise is computed where it is read: kernels make it as they
-draw.
+known on the host, and noted once the noise is there. Elsewhere kernels make noise as they draw.
 
     cell      0   1   2   3   4   5        six cells a slot: rank r is kept in cell r % 6, until another rank needs the cell
     rank      6   7   2   3   4   5
@@ -112,9 +111,8 @@ class NoiseCache:
     def _computed(self, slot_R: Ints, rank_R: Ints, draw_R: Ints) -> Tensor:
         """Noise that is not kept: that of each different (slot, rank, draw) is computed once."""
         width, most = int(rank_R.max(initial=0)) + 1, int(draw_R.max(initial=0)) + 1
-        _, first_N, which_R = np.unique(
-            (slot_R * width + rank_R) * most + draw_R, return_index=True, return_inverse=True
-        )
+        number_R = (slot_R * width + rank_R) * most + draw_R
+        _, first_N, which_R = np.unique(number_R, return_index=True, return_inverse=True)
         found_NV = self._gumbel(slot_R[first_N], rank_R[first_N], draw_R[first_N])
         return found_NV if len(first_N) == 1 == len(which_R) else found_NV[torch.from_numpy(which_R.reshape(-1))]
 

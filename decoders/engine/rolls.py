@@ -1,5 +1,4 @@
-"""Draft windows of which no token reaches the host before they are complete: from rows of the last forward, or by a drafting
-model.
+"""Draft windows of which no token reaches the host before all are drawn: from the last forward's rows, or by a model.
 
 A drafting model runs a forward a rank, each of which takes the draft before it from the device. A draft head corrects a row of
 the last forward with the tokens that it has not seen, rank after rank. The host knows which tokens it reads, except those that
@@ -9,7 +8,6 @@ the window itself drafts; it refers to these by number:
     read before   ..      | 17   -2   -3            an id, or -2 - r: what sampled row r of this batch drafts
 
 The sampled rows are in the order of ranks, those of all samples together: the head runs the rows of one rank at once.
-
 Legend: see batch.py; B samples, those with the longest windows first.
 """
 

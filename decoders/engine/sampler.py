@@ -106,10 +106,8 @@ class Sampler:
         """Make room for so many slots; if memory runs out, nothing changes."""
         cells = num_slots * self._slot_cells + 1
         if cells != len(self._states_CD) and self._states_CD.shape[1]:
-            states_CD, log_q_C = (
-                self._states_CD.new_zeros(cells, self._states_CD.shape[1]),
-                self._log_q_C.new_zeros(cells),
-            )
+            states_CD = self._states_CD.new_zeros(cells, self._states_CD.shape[1])
+            log_q_C = self._log_q_C.new_zeros(cells)
             both = min(cells, len(self._states_CD)) - 1
             states_CD[:both], log_q_C[:both] = self._states_CD[:both], self._log_q_C[:both]
             self._states_CD, self._log_q_C = states_CD, log_q_C
@@ -202,7 +200,9 @@ class Sampler:
             states_DD = hidden_RD[b.row_D]
             if self.algorithm.names_laws:
                 states_DD = self._again(logits, hidden_RD, b, b.row_D, held)[1]
-            self._keep(b.cell_R[b.row_D], states_DD, self._q_of(told_FR, log_p_R, b.row_D))
+            # At temperature 0 S2D2's code takes the model's own probability, which is a note.
+            log_q_D = told_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
+            self._keep(b.cell_R[b.row_D], states_DD, log_q_D)
         self._note(b, told_FR[0].to(torch.int64), slice(None))
         return torch.cat([told_FR.flatten(), accepted_B.to(torch.float64)])
 
@@ -249,12 +249,6 @@ class Sampler:
         plain_RV = law_RV if plain else torch.log_softmax(logits_RV, dim=-1)
         return plain_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
 
-    def _q_of(self, told_FR: Tensor, log_p_R: Tensor, row_D: Tensor) -> Tensor:
-        """log q of the drafts in these rows. At temperature 0 S2D2's code takes the model's own probability, which is a note."""
-        if self._greedy and self.algorithm.by_ratio:
-            return told_FR[2, row_D].log()
-        return log_p_R[row_D]
-
     def _keep(self, cell_D: Tensor, states_DD: Tensor, log_q_D: Tensor) -> None:
         self._states_CD[cell_D] = states_DD.to(self._states_CD.dtype)
         self._log_q_C[cell_D] = log_q_D
@@ -285,7 +279,10 @@ class Sampler:
         logits_BV, law_BV, warp = self._again(logits, hidden_RD, b, last_B, held)
         p_BV = self._judging(logits_BV, law_BV)
         if has_q:
-            q_BV = self._q_again(b, last_B, warp)
+            q_BV = self._states_CD[b.cell_R[last_B]]
+            if not self.algorithm.names_laws:
+                assert self.drafts_by is not None, "drafts come from a model"
+                q_BV = self.law(warp.suppress(self.drafts_by(q_BV)), warp)
         else:
             q_BV = torch.full_like(p_BV, -torch.inf).scatter_(1, b.draft_R[last_B].unsqueeze(1), 0.0)
         mass_BV = torch.where(refused_B.unsqueeze(1), residual(p_BV, q_BV), law_BV.exp())
@@ -307,14 +304,6 @@ class Sampler:
         logits_BV = warp.suppress(logits(hidden_RD[row_B]))
         return logits_BV, self.law(logits_BV, warp), warp
 
-    def _q_again(self, b: Batch, row_B: Tensor, warp: Warp) -> Tensor:
-        """What the drafts of some rows were drawn from."""
-        states_BD = self._states_CD[b.cell_R[row_B]]
-        if self.algorithm.names_laws:
-            return states_BD
-        assert self.drafts_by is not None, "drafts come from a model"
-        return self.law(warp.suppress(self.drafts_by(states_BD)), warp)
-
     # ---- drafts that need no forward of their own ----------------------------------------------------------------
 
     def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, b: Batch, part: slice) -> Tensor:
@@ -329,13 +318,11 @@ class Sampler:
         return token_R
 
     def named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
-        """Drafts from distributions that decoders name. These are few tokens: they are drawn on the host, no device is waited
-        for."""
+        """Drafts from distributions that decoders name: few tokens, drawn on the host, so that no device is waited for."""
         token_BT, weight_BT = spread(asks, self._vocab_size, self._never)
-        slot_B, rank_B, when_B = (
-            np.array(one)
-            for one in zip(*((s.slot, ask.rank, s.decided) for s, ask in zip(samples, asks, strict=True)), strict=True)
-        )
+        slot_B, rank_B, when_B = np.array(
+            [(s.slot, ask.rank, s.decided) for s, ask in zip(samples, asks, strict=True)]
+        ).T
         key_B2, order_SW = self._slots.key_S2[slot_B], self._slots.order_SW
         place_B = rank_B if order_SW is None else order_SW[slot_B, rank_B]
         own_2B, cuts = None, (self._slots.top_p_S[slot_B] < 1.0).any()

@@ -53,11 +53,9 @@ def decoding_order(
     canvas: NDArray[np.int32], hole_order: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], int]:
     """Return (position at each rank, number of prompt tokens): prompt positions first, then the holes from left to right.
-
     This is the binary-lattice rule: one order for each pattern of holes, so that the density is unique. `hole_order`
-    replaces the order of the holes; it must be a permutation of them. Source: Guo and Ermon, "Reviving any-subset autoregressive
-    models" (ASSD), on orders.
-    """
+    replaces the order of the holes; it must be a permutation of them. Source: Guo and Ermon, "Reviving any-subset
+    autoregressive models" (ASSD), on orders."""
     is_hole = canvas == HOLE
     prompt, holes = np.flatnonzero(~is_hole), np.flatnonzero(is_hole)
     if hole_order is not None:
@@ -187,7 +185,9 @@ class Sample:
         proposed = min(len(drafts), kept) if is_over else len(drafts)
         self._close_iteration(kept, proposed, min(accepted, kept))
         if self.trace is not None:
-            self._show(before, list(drafts[: proposed if shown is None else shown]))
+            span, seen = slice(before, self.decided), list(drafts[: proposed if shown is None else shown])
+            positions = list(range(before, self.decided)) if self.order is None else self.order[span]
+            self.trace.append(TraceStep(len(self.trace), self.nfe, seen, self.tokens[span], positions))
         return kept
 
     def grade(self, log_ps: Sequence[float], first_choices: int) -> None:
@@ -224,12 +224,6 @@ class Sample:
         if committed >= len(histogram):
             histogram += [0] * (committed + 1 - len(histogram))
         histogram[committed] += 1
-
-    def _show(self, before: int, proposed: list[int]) -> None:
-        assert self.trace is not None, "only a traced sample shows its iterations"
-        span = slice(before, self.decided)
-        positions = list(range(before, self.decided)) if self.order is None else self.order[span]
-        self.trace.append(TraceStep(len(self.trace), self.nfe, proposed, self.tokens[span], positions))
 
     def _generated(self) -> tuple[list[int], list[float]]:
         """The generated tokens in canvas order, and their log-probabilities if the request asks for them."""

@@ -7,10 +7,9 @@ with a budget of rows beside those that decode, in chunks:
     A  prompt of 300    300, its first ask decodes           decodes
     B  prompt of 900    212 rows           512 rows          176 rows, its first ask
 
-A chunk is leading rows of a prompt of which none is sampled: it writes their columns and raises `cached`, as columns do that are
-taken over from another sample. So the decoder's generator starts when only the rest is left, and notices nothing. The same rules
-say where a prompt can be cut: anywhere in a causal model, between blocks in block diffusion, nowhere in an any-subset model,
-whose prompt sees all of itself. The chunks of a prompt and its first ask are one evaluation.
+A chunk is leading rows of a prompt of which none is sampled: it writes their columns and raises `cached`, as columns do
+that are taken over from another sample. So the decoder's generator starts when only the rest is left, and notices nothing.
+The chunks of a prompt and its first ask are one evaluation.
 
 A sample waits for another one's prompt if both have more in common than any slot holds yet: the samples of a row (`sampling.n`)
 have one prompt, those of a task the same examples before their questions.
@@ -25,13 +24,12 @@ What prompts have in common is looked up in a table of the slots (`PrefixCache`)
     slot 1    shots shots question B          takes over what it has in common with A, and runs the rest
     slot 2    (free) shots shots question C   what the last sample left there stays good until it is overwritten
 
-In a causal model a column depends on the tokens up to its own: any common beginning can be taken over. In block diffusion whole
-blocks can, in an any-subset model, whose prompt sees all of itself, the whole prompt or nothing. Prompts are compared as
-integers: tokens, or (any-subset) tokens with their positions. Numpy only; the engine copies what is on the device.
+In a causal model a column depends on the tokens up to its own: any common beginning can be taken over or run as a chunk. In
+block diffusion whole blocks can, in an any-subset model, whose prompt sees all of itself, the whole prompt or nothing.
+Prompts are compared as integers: tokens, or (any-subset) tokens with their positions. Numpy only; the engine copies what is
+on the device.
 
-Source of chunks: Agrawal et al., "Sarathi" (2023), section 4.
-
-Legend: S slots, C columns, A some slots.
+Source of chunks: Agrawal et al., "Sarathi" (2023), section 4. Legend: S slots, C columns, A some slots.
 """
 
 from __future__ import annotations
@@ -131,10 +129,7 @@ class Scheduler:
     # ---- before a step -------------------------------------------------------------------------------------------
 
     def next(self, everyone: list[Sample], plan: MemoryPlan, *, alternates: bool) -> Turn:
-        """Who runs next. `alternates`: of the steps with and without prompts every other one has none (lengths `auto`)."""
-        if not self.line:
-            self._was_mixed = False
-            return Turn(everyone)
+        """Who runs next, while anyone is in line. `alternates`: every other step has no prompts (lengths `auto`)."""
         budget = self._budget(len(everyone), plan, alternates=alternates)
         if budget == 0:
             return self._turn(everyone, [])
@@ -338,8 +333,7 @@ class PrefixCache:
         self._held_S[slot] = 0
 
     def find(self, slot: int, most: int) -> tuple[int, int]:
-        """How much of the prompt in `slot` another slot holds, at most `most` columns, and which slot; 0 and -1 where none
-        does."""
+        """How much of the prompt in `slot` another holds, at most `most` columns, and which slot; 0 and -1 if none does."""
         others = np.flatnonzero(self._held_S)
         return self._longest(slot, most, others[others != slot], self._held_S)
 

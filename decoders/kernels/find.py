@@ -140,17 +140,13 @@ def _problem(name: str, device: torch.device, tried: Callable[[], list[tuple[Ten
         # this one then raises, which ends the worker.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        reason = f"fails here: {_in_a_line(error)}"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+        reason = "fails here: " + f"{type(error).__name__}: {lines[0]}"[:_MOST_REASON]
     else:
         reason = f"is wrong here by up to {max(wrong):g}" if wrong else ""
     if reason:
         _log.warning("the kernel for %s %s; torch's own operations run instead", name, reason)
     return reason or None
-
-
-def _in_a_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:_MOST_REASON]
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
@@ -185,18 +181,14 @@ def reference_attend(
     key_NHWd, value_NHWd = layer_2SKWd[:, seen.slot_N].to(wide).repeat_interleave(group, 2)
     score_NHW = (key_NHWd @ query_NHd.to(wide).unsqueeze(3)).squeeze(3) * scaling
     if relative_NHP is not None:
-        score_NHW += _by_distance(relative_NHP.to(wide), seen, num_columns)
+        assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
+        distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
+        num_heads, num_distances = relative_NHP.shape[1:]
+        place_N1W = (distance_NW + num_distances // 2).clamp(0, num_distances - 1).unsqueeze(1)
+        score_NHW += relative_NHP.to(wide).gather(2, place_N1W.expand(-1, num_heads, -1))
     hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
     weight_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf).softmax(2).masked_fill(hidden_N1W, 0.0)
     return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
-
-
-def _by_distance(relative_NHP: Tensor, seen: Seen, num_columns: int) -> Tensor:
-    assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
-    distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
-    num_distances = relative_NHP.shape[2]
-    place_NW = (distance_NW + num_distances // 2).clamp(0, num_distances - 1)
-    return relative_NHP.gather(2, place_NW.unsqueeze(1).expand(-1, relative_NHP.shape[1], -1))
 
 
 def reference_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:

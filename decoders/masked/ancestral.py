@@ -8,8 +8,7 @@
     euler     (SEDD) the same, to first order in the time
 
 A mask draws one uniform number a step, and its token with the noise of its position, so a sample is a function of its key.
-With ddpm the chance does not depend on the model. A step that reveals nothing needs no forward, so a sample takes one forward
-for each step that reveals something, the last one included. With scores each step takes one.
+With ddpm a sample takes one forward for each step that reveals something, the last one included; with scores one a step.
 
 Differs from the public samplers on purpose: a canvas with a prompt starts at its own share of masks instead of at time 1; the
 last masks are drawn like all others instead of by an argmax (MDLM); float32 exponential races, which lower the temperature, are
@@ -62,9 +61,8 @@ def by_scores(s: Canvas, steps: int, shift: int, vocab_size: int, *, euler: bool
         answer = yield ask_about(s, masks, time, shift)
         total_R = np.exp(answer.notes[0][0] - log_scale(total_noise(time), vocab_size))
         struck_R = strikes(s, masks, chances(total_R, time, later, euler=euler), step)
-        s.reveal(
-            [pick for pick, struck in zip(picks_of(answer, masks), struck_R, strict=True) if struck or step >= steps]
-        )
+        told = zip(picks_of(answer, masks), struck_R, strict=True)
+        s.reveal([pick for pick, struck in told if struck or step >= steps])
         step += 1
 
 

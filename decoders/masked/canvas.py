@@ -7,7 +7,8 @@ Blocks begin at the first mask, so that those of a completion are those of the p
 without one are never changed. A completion ends as soon as all tokens before an end token, or up to a stop string, are revealed;
 tokens after it are dropped.
 
-What a decoder asks about (`CanvasAsk`): rows of canvases with drafts in them, and the surest tokens for some of their masks.
+What a decoder asks about (`CanvasAsk`): rows of canvases with drafts in them (nodes, which ssd.py draws, all in one
+forward), and the surest tokens for some of their masks.
 
     canvas       the  _  sat  _  _  .            a mask at 1, 3 and 4
     node 0       the  _  sat  _  _  .            the canvas as it is
@@ -26,8 +27,6 @@ masks.
 Other positions are read from the cache. It is rebuilt at the start of each block; or, with `refresh`, after that many tokens,
 wherever blocks begin. In the latter case a block that ended since the last forward runs once more, so that its last token is not
 read as the mask that it was. A model with a shift reads a position from the row before it, so that row runs with the window.
-
-Nodes (`Node`) are canvases with drafts in them, all of which run in one forward; ssd.py draws them.
 
 Source of windows: Wu et al., "Fast-dLLM" (2025), section 3.2, whose caches live as long as a block; the interval in tokens is
 that of the SSD paper, section 4.1, which does not specify how to treat a finished block.
@@ -243,9 +242,8 @@ class Windows:
     def window(self, block: int) -> Positions:
         """What a forward in a block runs without rebuilding the cache."""
         start = self._s.origin + block * self._s.size
-        return max(start - self._caching.shift, 0), (
-            self._s.length if self._caching.kind == "prefix" else self._s.end_of(block)
-        )
+        end = self._s.length if self._caching.kind == "prefix" else self._s.end_of(block)
+        return max(start - self._caching.shift, 0), end
 
     def next_runs(self, block: int) -> list[Positions]:
         """What the next forward runs, whose next masks are in `block`; from then on it counts as the last one."""

@@ -1,10 +1,8 @@
 """Scores texts under masked diffusion (LLaDA, Dream, MDLM, SEDD): a bound of the log-probability of any tokens given all others.
 
-A canvas is the text with one random mask over its scored tokens (decoders/estimates.py). All rows of a
-canvas see all of it, and each masked token's probability is read from the row that predicts it.
-
-A network that is conditioned on the noise (SEDD) gets that of the time at which the canvas's own share of masks is expected: the
-given tokens of a text are never masked, so with few scored tokens that is early.
+A canvas is the text with one random mask over its scored tokens (decoders/estimates.py). All rows see all of it, and each
+masked token's probability is read from the row that predicts it. A network that is conditioned on the noise (SEDD) gets
+that of the time at which the canvas's own share of masks is expected: early with few scored tokens, as no other is masked.
 """
 
 from __future__ import annotations

@@ -14,10 +14,8 @@ A node whose drafts are right reveals what `stepwise` reveals from that canvas, 
 the next drafts. With `tree: mixed` each node but the last two has one more child, which swaps the next two drafts: if only the
 order of two drafts was wrong, the walk gets one token further.
 
-Nodes are canvases with some drafts in them (`Node`), all of which run in one forward, each in a slot of its own, or around a
-cache. A chain of nodes stands for forwards of `stepwise` that would follow each other. So with a cache each node runs the window
-that its forward would run, and reads every other position from the last node before it that ran it, in the same layer of the same
-forward:
+Each node has a slot of its own, or stands beside the others around a cache. There it runs the window that its forward of
+`stepwise` would run, and reads every other position from the last node before it that ran it, in the same layer:
 
     block_length 3, refresh 9    the canvas     block 0   block 1         runs                reads
     node 0 (the root)            the big _      _ _ _     . . .           block 0             the cache
@@ -179,10 +177,8 @@ class Predictions:
         """Take a node's readings of the steps from `first` on. Of a block that was read in part, the others stay as they were."""
         for block in dict.fromkeys(asked[0] for asked in node.asked):
             own = [index for index, asked in enumerate(node.asked) if asked[0] == block]
-            ranges = [
-                (0, 1 << 60) if is_whole else (low, high)
-                for _, low, high, _, is_whole in map(node.asked.__getitem__, own)
-            ]
+            stretches = [node.asked[index] for index in own]
+            ranges = [(0, 1 << 60) if is_whole else (low, high) for _, low, high, _, is_whole in stretches]
             news = []
             for step, said in enumerate(said_A, first):
                 old = [pick for pick in self._at(block, step) if not any(low <= pick[1] < high for low, high in ranges)]

@@ -161,9 +161,8 @@ def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
 
 def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
     """How the settings ask for masks to be read."""
-    return Reading(
-        Caching(settings.cache, settings.refresh, setup.info.shift), settings.confidence, fresh=settings.draws_anew
-    )
+    caching = Caching(settings.cache, settings.refresh, setup.info.shift)
+    return Reading(caching, settings.confidence, settings.draws_anew)
 
 
 def algorithm_of(
