@@ -128,6 +128,7 @@ def refused(call):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "sdar_moe"])
+@pytest.mark.slow
 def test_what_transformers_refuses_is_refused_and_the_rest_has_the_same_shapes(name):
     family = FAMILIES[name]
     accepted, wrong = 0, []
@@ -156,6 +157,7 @@ def test_a_meta_module_costs_no_memory():
     assert shapes["lm_head.weight"] == (10**7, 32) and torch.device("meta").type == "meta"
 
 
+@pytest.mark.slow
 def test_loading_a_model_imports_no_compilers():
     """They cost as much time as torch itself, and nothing of a decode comes to them; afterwards they are there as ever."""
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "sklearn", "scipy", "pandas")

@@ -194,6 +194,7 @@ def test_the_cases_hold_every_pair_of_values():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_text_is_that_of_autoregressive(zoo, kind, family):
     committed: Counter[int] = Counter()
     finishes, refused = set(), 0

@@ -88,6 +88,7 @@ def generate(model, request):
 
 
 @pytest.mark.parametrize("variation", VARIATIONS)
+@pytest.mark.slow
 def test_logits_and_greedy_texts_are_those_of_transformers(tmp_path, variation):
     name, built, saved = VARIATIONS[variation]
     save_random(tmp_path, name, **({"eos_token_id": None, "bos_token_id": None} | built))

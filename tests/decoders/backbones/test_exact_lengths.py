@@ -94,6 +94,7 @@ def split_beyond(limit):
 
 
 @pytest.mark.parametrize("limit", [100, 60])
+@pytest.mark.slow
 def test_the_self_test_sees_a_library_that_splits_sums_and_finds_rules_that_hold_there(monkeypatch, limit):
     usual = model_rules([], HEADS, torch.float32, CPU)
     bmm, baddbmm_ = split_beyond(limit)
@@ -142,6 +143,7 @@ def grown(text, at):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_causal_row_has_the_same_bits_beside_any_longer_one(tmp_path, name):
     save_random(tmp_path, name, **LONG.get(name, {"max_position_embeddings": 2048}))
     backbone = load(tmp_path)

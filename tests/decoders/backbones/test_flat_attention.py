@@ -22,6 +22,7 @@ FLAT = Kernels(attend=find.reference_attend)
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_outcomes_are_those_of_the_rectangle(name):
     found, expected = (decoded(name, kernels, warp="plain") for kernels in (FLAT, TORCH))
     assert_equal(found, expected, rounding=1e-3)

@@ -92,6 +92,7 @@ def test_two_processes_write_the_texts_of_one_on_a_hundred_prompts(tmp_path, sec
     dismiss()
 
 
+@pytest.mark.slow
 def test_every_family_with_a_plan_writes_the_same_texts_split(tmp_path, second_process):
     folders = [tmp_path / name for name in MODELS]
     for folder in folders:
@@ -105,6 +106,7 @@ def test_every_family_with_a_plan_writes_the_same_texts_split(tmp_path, second_p
         dismiss()
 
 
+@pytest.mark.slow
 def test_a_slot_that_held_nan_is_cleared_in_both_processes(tmp_path, second_process):
     save_random(tmp_path, "llama")
     second_process([tmp_path])
@@ -118,6 +120,7 @@ def test_a_slot_that_held_nan_is_cleared_in_both_processes(tmp_path, second_proc
     dismiss()
 
 
+@pytest.mark.slow
 def test_without_its_second_process_a_model_raises_and_says_why(tmp_path, second_process):
     save_random(tmp_path, "llama")
     second_process([tmp_path], end=True)

@@ -73,6 +73,7 @@ def test_float32_hidden_states_and_logits_are_those_of_transformers(tmp_path, na
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_half_precision_stays_near_float32(tmp_path, name, dtype):
     model = save_random(tmp_path, name)
     backbone = load(tmp_path, dtype)

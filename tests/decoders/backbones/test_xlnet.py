@@ -69,6 +69,7 @@ def theirs(model, tokens, order, num_prompt, queries):
     [{}, {"ff_activation": "relu"}, {"clamp_len": 4}, {"n_head": 2, "n_layer": 1}, {"untie_r": False}],
     ids=str,
 )
+@pytest.mark.slow
 def test_logits_agree_with_transformers_to_1e_5(tmp_path, changes):
     model = save_random(tmp_path, **changes)
     backbone: Any = load_backbone(tmp_path, device="cpu")
@@ -118,6 +119,7 @@ def test_the_shape_rules_hold_on_this_machine():
     assert rules.exact, "no rule makes float32 rows independent of their batch on this machine"
 
 
+@pytest.mark.slow
 def test_every_decoder_gives_the_sequential_text_bit_by_bit_in_any_batch(tmp_path):
     save_random(tmp_path)
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")
@@ -141,6 +143,7 @@ def test_every_decoder_gives_the_sequential_text_bit_by_bit_in_any_batch(tmp_pat
             assert all(found[i].logprob == pytest.approx(expected[i].logprob, abs=1e-9) for i in expected)
 
 
+@pytest.mark.slow
 def test_float64_gives_the_same_text_in_any_batch(tmp_path):
     # Double precision sums in an order that depends on the batch here; the differences stay far below any decision.
     save_random(tmp_path)

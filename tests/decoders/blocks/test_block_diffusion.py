@@ -85,6 +85,7 @@ CASES = list(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
+@pytest.mark.slow
 def test_tokens_and_counts_are_those_of_the_plain_reference(case):
     info = table_info(shift=case["shift"], max_length=case["max_length"])
     settings, sampling = settings_of(case["kind"], case), SAMPLINGS[case["sampling"]]

@@ -64,6 +64,7 @@ def block_size_one(canvas: list[int], *, shift: int = 0) -> Law:
 @pytest.mark.parametrize(
     ("size", "canvas"), [(1, "tail"), (2, "tail"), (2, "whole"), (2, "long"), (2, "block"), (3, "whole")]
 )
+@pytest.mark.slow
 def test_the_law_is_that_of_block_size_one(canvas: str, shift: int, size: int, fused: bool) -> None:
     tokens = CANVASES[canvas]
     law = law_of(setup_of(shift=shift), always(size, fused=fused), [request(tokens)], 0)
@@ -158,6 +159,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.slow
 def test_what_is_drawn_has_the_law_of_the_public_loops(name: str) -> None:
     canvas = [0, -1, -1] if name == "editing" else [0, 1, -1, -1] if name == "two blocks" else [-1, -1, -1]
     settings = BlockDiffusionSettings(kind="block_diffusion", **PUBLIC[name])
@@ -225,6 +227,7 @@ def test_a_cached_count_that_is_too_large_is_found(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTING], ids=["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize(("shift", "fused"), [(0, False), (1, False), (0, True), (1, True)])
+@pytest.mark.slow
 def test_batched_draws_are_those_of_a_chooser_that_reads_the_samples_noise(
     shift: int, fused: bool, sampling: Any
 ) -> None:

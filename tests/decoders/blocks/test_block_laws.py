@@ -128,6 +128,7 @@ def test_rejecting_samples_follow_the_law_of_block_size_one():
     [("sdar", {}), ("fast_dllm_v2", {"sub_block": 4}), ("llada2", {"tau_edit": 0.9, "post_steps": 2})],
     ids=["sdar", "fast_dllm_v2", "llada2"],
 )
+@pytest.mark.slow
 def test_a_networks_samples_do_not_depend_on_their_batch(golden, folder, more):
     """To the bit: confidences, routes, edits and ratios included."""
     info, backbone = loaded(golden / folder)

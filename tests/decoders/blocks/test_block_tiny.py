@@ -64,6 +64,7 @@ def block_size_one() -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.slow
 def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused: bool) -> None:
     """By rejection, always verified, over a causal cache: chi-square over the texts of 400 keys."""
     law, num = block_size_one(), 400
@@ -84,6 +85,7 @@ def test_over_another_cache_it_says_what_block_size_one_never_does() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.slow
 def test_its_text_is_that_of_block_size_one_alone_and_in_company(temperature: float) -> None:
     """Token for token, by coupled acceptance and at temperature 0."""
     sampling, asked = Sampling(temperature=temperature, top_p=0.95), requests(6, lengths=(6, 17, 26, 21))

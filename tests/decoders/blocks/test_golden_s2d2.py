@@ -37,6 +37,7 @@ def sdar_cases(folder):
     return [case for case in cases if case not in halves], halves
 
 
+@pytest.mark.slow
 def test_s2d2_on_sdar_is_the_public_code(golden):
     folder = golden / "s2d2"
     cases, _ = sdar_cases(folder)
@@ -131,6 +132,7 @@ def test_the_causal_front_of_a_draft_ends_at_the_blocks_first_mask(golden, monke
 # ---- LLaDA2.1
 
 
+@pytest.mark.slow
 def test_s2d2_on_llada21_is_the_public_code(golden):
     """With editing, whose replacements nobody verifies."""
     folder = golden / "llada2"
