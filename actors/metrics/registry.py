@@ -1,4 +1,4 @@
-"""Builds the meter of a metric that is ready to run, and runs what is not ours: a model's programs (pass@k), a user's file.
+"""Builds meters; runs judges, programs and users' files.
 
 A judge gives the log-probability of each text under another causal model, batched by the scorer of `task: score`. Programs run
 in the sandbox; a file with a function `measure(row)` runs in the worker's process, with its rights.

@@ -2,6 +2,10 @@
 
 Each verb's first sentence is its guarantee. Names are relative, with `/` between parts (`data/unit-00000017.parquet`).
 Knows no particular store (local.py, s3.py, store.py) and nothing of what the bytes mean.
+
+A new store needs a branch in `open_store`, its scheme in `SCHEMES` (jobs/spec/places.py) and a parameter of the fixture `store`
+(tests/storage/conftest.py), which holds it to every guarantee. A place without "://" is a local folder; grep for that text if the
+new store lies on the local disk.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from draftmill.storage.errors import ChangedInput, StoreError, StoreRefused, Use
 class Stat:
     """The facts about one object that need no read of its content.
 
-    `size` is in bytes, `mtime_s` is Unix time. `etag` changes when the content does. `metadata` is what `create` was
+    `size` is the number of bytes that `get` returns, `mtime_s` is Unix time. `etag` changes when the content does. `metadata` is what `create` was
     given, if the store keeps it (S3 and memory; not local disk) and the verb returns it (not `list`).
     """
 

@@ -1,4 +1,4 @@
-"""Opens a store by its URL, and probes whether it honours conditional writes; and the store in memory."""
+"""Opens stores by URL; the store in memory. Probes whether a store honours conditional writes."""
 
 from __future__ import annotations
 
