@@ -22,8 +22,8 @@ from draftmill.storage.errors import ChangedInput, StoreError, StoreRefused, Use
 class Stat:
     """The facts about one object that need no read of its content.
 
-    `size` is the number of bytes that `get` returns, `mtime_s` is Unix time. `etag` changes when the content does. `metadata` is what `create` was
-    given, if the store keeps it (S3 and memory; not local disk) and the verb returns it (not `list`).
+    `size` is the number of bytes that `get` returns, `mtime_s` is Unix time. `etag` changes when the content does. `metadata` is
+    what `create` was given, if the store keeps it (S3 and memory; not local disk) and the verb returns it (not `list`).
     """
 
     name: str
