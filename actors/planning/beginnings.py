@@ -3,7 +3,7 @@
     tokens      shots .............. | question A ..... | end 1
     noted       h h h h h h h h h h h h h h h h h h h        a hash of every 8 tokens, 4 bytes; the rest is left out
 
-    examples question A end 1        one group: what its texts have in common is computed once (decoders/engine/prefixes.py)
+    examples question A end 1        one group: what its texts have in common is computed once (decoders/engine/scheduler.py)
     examples question A end 2
     examples question B end 1        inside of it again groups of what is still alike
     another text                     a group of its own

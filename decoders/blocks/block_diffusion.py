@@ -161,8 +161,7 @@ def drafted(
     s.draws, s.number, block.drawn = s.draws + 1, block.drawn if rules.fresh else 0, block.drawn + 1
     tokens = [rules.mask if token == HOLE else token for token in s.tokens[start:end]]
     spans: tuple[int, ...] = ()
-    # How many places are drafted causally: those before the first mask.
-    front = (masks[0] if masks else end - start) if rules.causal_draft else 0
+    front = front_of(rules, masks, end - start)
     if front:
         spans += Span(front, start, start)
     if start + front < end:
@@ -179,6 +178,13 @@ def drafted(
     entropies, numbers = (told.notes[1] if len(told.notes) > 1 else sures), told.notes[-1]
     fields = (told.tokens, told.log_ps, sures, entropies, numbers)
     return {place: Drafted(*row) for place, row in zip(places, zip(*fields, strict=True), strict=True)}
+
+
+def front_of(rules: Rules, masks: list[int], size: int) -> int:
+    """How many places of a block are drafted causally: those before its first mask."""
+    if not rules.causal_draft:
+        return 0
+    return masks[0] if masks else size
 
 
 def edits_of(s: BlockSample, rules: Rules, block: Block, draft: Draft) -> list[Revealed]:

@@ -2,7 +2,7 @@
 
 transformers is not imported, which would take seconds. FIELDS are the fields of those classes, with their types and defaults.
 Derived fields are computed as in the classes, and values that the classes or modules reject are rejected here. All of it is
-compared with transformers in tests/decoders/backbones/test_config_fields.py. Unknown fields are kept, as in transformers.
+compared with transformers in tests/decoders/backbones/test_causal_config.py. Unknown fields are kept, as in transformers.
 """
 
 from __future__ import annotations
