@@ -20,7 +20,7 @@ ROWS = 240
 def test_a_hopeless_job_is_stopped_early_and_goes_on_when_more_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(exit_codes, "HOPELESS", 20)
+    monkeypatch.setattr(exit_codes, "_HOPELESS", 20)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "\n".join(json.dumps({"id": f"row-{n}", "tokens": [7, None] if n % 2 else [99999]}) for n in range(ROWS))
