@@ -119,6 +119,7 @@ def whole(name: str, acceptance: str) -> tuple[dict[int, list[Any]], int]:
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 64])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_texts_log_probabilities_and_counts_are_the_same_bits_under_any_budget(name: str, budget: int) -> None:
     expected, rows = whole(name, "coupled")
     decoder = made(name, 4, budget)
@@ -205,6 +206,7 @@ def test_samples_that_decode_go_on_in_every_step_while_a_long_prompt_comes_in(na
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.slow
 def test_a_drafting_model_runs_a_long_prompt_in_chunks_too(acceptance: str) -> None:
     decoder = made("speculative, model", 3, 8, acceptance=acceptance)
     one, two = prompts(9, 12, new=110)

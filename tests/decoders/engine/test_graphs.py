@@ -108,6 +108,8 @@ def replayed(engine: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where_it_is(
     name: str, monkeypatch: Any
 ) -> None:

@@ -142,6 +142,7 @@ def said(outcomes: dict[int, Outcome]) -> dict[int, list[Any]]:
 
 @pytest.mark.parametrize("rows", [3, 16])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_texts_counts_and_log_probabilities_are_the_same_bits_as_without(name: str, rows: int) -> None:
     folder, _ = CASES[name]
     some = infills(5) if folder == "asarm-tiny" else shots(10, new=12, samples=2, log_ps=folder == "ar-tiny")
