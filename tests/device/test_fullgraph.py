@@ -99,6 +99,7 @@ def drawn(backbone: Any, rows: Any, asked_R: Tensor, key_R2: Tensor, warp: Warp)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_a_step_of_every_family_is_one_graph(family: str) -> None:
     backbone, make = loaded(FAMILIES[family])
     prompt, step = make([5, 3, 4], [0, 0, 0]), make([1, 2, 1], [5, 3, 4])

@@ -63,6 +63,7 @@ RATIO = {"speculative": (1, 1, 1, 1), "speculative, model": (5, 5, 5, 2), "assd,
 @pytest.mark.parametrize(
     ("name", "acceptance"), [*((name, "coupled") for name in LIMITS), *((name, "rejection") for name in RATIO)]
 )
+@pytest.mark.slow
 def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(
     name: str, acceptance: str, monkeypatch: Any
 ) -> None:

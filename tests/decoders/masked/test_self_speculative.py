@@ -68,6 +68,7 @@ def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual_strict"])
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.slow
 def test_ssd_is_stepwise_on_the_public_architectures(golden, family, cache, sampling):
     folder = golden / family
     backbone, info = load(folder, dtype="float64" if sampling == "greedy" else "float32"), inspect_model(folder)
