@@ -1,7 +1,7 @@
 """Holds a lease while a driver works, and does what `--if-running` says where another driver has it.
 
-    BASE/_lease.json               one driver of a whole recurring job
-    BASE/2026-11-22/_lease.json    one driver of this run, whoever started it
+    BASE/_lease.json               held by the one driver that works on the recurring job
+    BASE/2026-11-22/_lease.json    held by the one driver that works on this run
 
 A job without a date in its output path has only the lease of its run directory. A thread of its own renews a lease, however long
 planning or a store's answer takes.
