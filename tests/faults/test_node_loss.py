@@ -70,7 +70,7 @@ def told_to_go(cluster: Any, node: Any, *, in_s: float) -> None:
 def happened(run: Path) -> list[str]:
     """What the log of attempts has, in order."""
     lines = [line for path in sorted((run / "attempts").iterdir()) for line in path.read_text().splitlines()]
-    return [json.loads(line).get("what", "") for line in lines]
+    return [json.loads(line).get("event", "") for line in lines]
 
 
 def is_undisturbed(rows: Path) -> bool:
@@ -101,8 +101,8 @@ def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(patience:
     process.join(300)
     assert process.exitcode == 0, log.read_text()
     assert is_undisturbed(rows)
-    what = happened(rows.parent / "run")
-    assert what.count("worker_leaving") == what.count("worker_left") == 1 and "worker_died" not in what
+    events = happened(rows.parent / "run")
+    assert events.count("worker_leaving") == events.count("worker_left") == 1 and "worker_died" not in events
 
 
 @pytest.mark.soak

@@ -138,4 +138,4 @@ def test_a_row_that_kills_its_worker_or_never_ends_is_found_and_its_unit_is_ok(
     assert ("no progress for 3 s" in reason) == (fate == ENDLESS)
     assert main(["verify", str(tmp_path / "run")]) == 0
     log = "".join(path.read_text() for path in (tmp_path / "run" / "attempts").iterdir())
-    assert log.count('"what": "quarantined"') == 1
+    assert log.count('"event": "quarantined"') == 1
