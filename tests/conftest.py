@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("test")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not want
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow all but one in n cases of a test with the mark `one_in(n)`; leave out `soak` without its option."""
+    cases = Counter[str]()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % mark.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
     if config.getoption("--soak"):
         return
     soak = [item for item in items if item.get_closest_marker("soak")]
