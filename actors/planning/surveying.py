@@ -23,7 +23,7 @@ from draftmill.actors.rows.unit_io import guarded
 from draftmill.actors.task import Columns, Task
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
-from draftmill.storage.inputs.reader import column_types, fetched_ahead, iterate
+from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
 from draftmill.storage.inputs.rows import WHOLE, InputFile, Row, Slice, default_id
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.interface import S3Options
@@ -100,7 +100,7 @@ def batches(
     """Yield the rows of the pieces in batches of one piece each, at most `limit` rows in total."""
     left, s3 = limit, reading.s3
     places = ((piece.file, [(piece.part.row, piece.part.offset)]) for piece in pieces)
-    for piece, (file, _) in zip(pieces, fetched_ahead(places, s3=s3), strict=True):
+    for piece, (file, _) in zip(pieces, fetch_ahead(places, s3=s3), strict=True):
         batch = Batch(piece)
         columns = reading.columns.wanted(reading.task)
         types = column_types(file, reading.kept, s3) if kept is not None else None

@@ -38,10 +38,10 @@ from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.contents import hashed, num_bytes_to_hash, recognised
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.sources import hashed, num_bytes_to_hash, recognised
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 

@@ -23,9 +23,9 @@ from draftmill.jobs.recurring.runs import FoundRun, finished_below
 from draftmill.jobs.spec.dated_path import base_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.contents import hashed
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.sources import hashed
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.parallel import parallel_map

@@ -2,7 +2,7 @@
 
 A bad row is a Row with an error; an exception means that a whole input is missing, damaged or unreadable.
 
-Large files of lines can be cut by byte ranges, and Parquet files by row groups (row_groups.py), into slices that are read
+Large files of lines can be cut by byte ranges, and Parquet files by row groups (tables.py), into slices that are read
 independently. The rows of a file's slices, one slice after another, are the rows of the file, with the same numbers and offsets.
 """
 
@@ -21,7 +21,6 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs import lines
 from draftmill.storage.inputs.fields import lifted, types_in
 from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS
-from draftmill.storage.inputs.row_groups import Columns
 from draftmill.storage.inputs.rows import FIELD, WHOLE, InputFile, Row, Slice, failed
 from draftmill.storage.inputs.sources import (
     SEEK_BUFFER_BYTES,
@@ -32,7 +31,7 @@ from draftmill.storage.inputs.sources import (
     open_stream,
     stamp_of,
 )
-from draftmill.storage.inputs.tables import pick_table_rows, table_rows, table_schema
+from draftmill.storage.inputs.tables import Columns, pick_table_rows, table_rows, table_schema
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, ahead
 from draftmill.storage.stores.interface import S3Options, about
 
@@ -97,8 +96,8 @@ def read_rows(
         yield by_number.get(number) or failed(number, offset, "bad_row", f"row {number} is not in {file.uri} any more")
 
 
-def fetched_ahead(
-    wanted: Iterable[tuple[InputFile, Places]], *, s3: S3Options | None
+def fetch_ahead(
+    files: Iterable[tuple[InputFile, Places]], *, s3: S3Options | None
 ) -> Iterator[tuple[InputFile, Places]]:
     """Yield files with places in them, in order, while the data of the next ones is fetched from S3.
 
@@ -106,15 +105,15 @@ def fetched_ahead(
     since the position of a row in them is unknown.
     """
 
-    def blocks(one: tuple[InputFile, Places]) -> Iterable[Block]:
-        file, places = one
+    def blocks(item: tuple[InputFile, Places]) -> Iterable[Block]:
+        file, places = item
         if file.size is not None and file.size <= BLOCK_BYTES:
             return blocks_at(file, [0], s3)
         if file.format in TABLE_FORMATS or file.compression is not None:
             return []
         return blocks_at(file, [offset for _, offset in places if offset is not None], s3)
 
-    return ahead(wanted, blocks)
+    return ahead(files, blocks)
 
 
 def has_lines(file: InputFile, chunk_chars: int | None) -> bool:

@@ -17,7 +17,7 @@ class InputFile:
     `name` is relative to the input's root and stable when the data moves; row ids contain it. `format` is one of
     jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
     time; they and `etag` are None if the place does not provide them. `sha256` is that of the content, None if unknown
-    (storage/inputs/contents.py). `delimiter` is that of a csv file; None takes the one of the file's ending.
+    (storage/inputs/sources.py). `delimiter` is that of a csv file; None takes the one of the file's ending.
     """
 
     uri: str

@@ -14,8 +14,8 @@ import io
 import os
 import tempfile
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -23,11 +23,12 @@ from typing import IO, Any, TypeVar
 import pyarrow as pa
 
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.inputs.inputs import local_path
+from draftmill.storage.inputs.inputs import STDLIB, local_path
 from draftmill.storage.inputs.rows import FIELD, InputFile, damaged
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, RangeFile, SeekableFile
-from draftmill.storage.stores.interface import Conflict, S3Options, Store
+from draftmill.storage.stores.interface import Conflict, S3Options, Store, about
 from draftmill.storage.stores.local import translated
+from draftmill.storage.stores.parallel import thread_pool
 from draftmill.storage.stores.store import open_store
 
 T = TypeVar("T")
@@ -325,3 +326,49 @@ class DecompressionCache:
     def num_bytes(self) -> int:
         """The bytes kept of all files."""
         return sum(unpacked.num_bytes for unpacked, _ in self._open.values())
+
+
+_MOST_THREADS = 4
+"""Hashing threads. Hashing releases the interpreter's lock; disks gain nothing from more threads."""
+
+
+def hashed(files: Sequence[InputFile], *, most_bytes: int | None = None) -> list[InputFile]:
+    """Return the files, local ones with the SHA-256 of their content; those above `most_bytes` are identified by date alone.
+
+    Raises ChangedInput where a file has changed since it was listed.
+    """
+    return _each(files, lambda file: _hashed(file) if _wants_hash(file, most_bytes) else file)
+
+
+def num_bytes_to_hash(files: Iterable[InputFile], most_bytes: int | None = None) -> int:
+    """How much `hashed` reads."""
+    return sum(file.size or 0 for file in files if _wants_hash(file, most_bytes))
+
+
+def recognised(files: Sequence[InputFile], known: Mapping[str, InputFile]) -> list[InputFile]:
+    """Return the files, each with its hash if an earlier listing (name -> file) has one.
+
+    A file with the same size and date counts as the same; with another date it is hashed. With another size it stays as it is.
+    """
+    return _each(files, lambda file: _recognised(file, known.get(file.name)))
+
+
+def _recognised(file: InputFile, before: InputFile | None) -> InputFile:
+    if before is None or before.sha256 is None or not _wants_hash(file, None) or file.size != before.size:
+        return file
+    return replace(file, sha256=before.sha256) if file.mtime_s == before.mtime_s else _hashed(file)
+
+
+def _each(files: Sequence[InputFile], change: Callable[[InputFile], InputFile]) -> list[InputFile]:
+    with thread_pool(min(_MOST_THREADS, os.cpu_count() or 1), "contents") as threads:
+        return list(threads.map(change, files))
+
+
+def _wants_hash(file: InputFile, most_bytes: int | None) -> bool:
+    is_local = "://" not in file.uri and not file.uri.startswith(f"{STDLIB}/") and file.sha256 is None
+    return is_local and (most_bytes is None or (file.size or 0) <= most_bytes)
+
+
+def _hashed(file: InputFile) -> InputFile:
+    with about(FIELD), open_bytes(file) as stream:
+        return replace(file, sha256=hashlib.file_digest(stream, "sha256").hexdigest())
