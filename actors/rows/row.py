@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def row_id(values: Values, columns: Columns) -> str | None:
     if columns.id is None and values.get("id") is None:
         return None
     column = columns.id or "id"
-    value = decoded(required(values, column), column)
+    value = decode_bytes(required(values, column), column)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise RowError("bad_row", "read", f"the id {value!r} is neither a string nor a whole number"[:1000])
     text = str(value)
@@ -80,10 +80,10 @@ def text_of(values: Values, columns: Columns) -> str:
 
 def string_of(values: Values, column: str) -> str:
     """Return the text in a column; RowError if there is none."""
-    value = decoded(required(values, column), column)
+    value = decode_bytes(required(values, column), column)
     if not isinstance(value, str):
         raise RowError("bad_row", "read", f"the column {column!r} holds {type(value).__name__}, not text")
-    return checked_text(value, column)
+    return check_text(value, column)
 
 
 def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat: bool) -> str | Messages:
@@ -159,7 +159,7 @@ def scored_text(values: Values, columns: Columns) -> tuple[str, bool]:
     return string_of(values, columns.text or "text"), False
 
 
-def decoded(value: Any, column: str) -> Any:
+def decode_bytes(value: Any, column: str) -> Any:
     """Decode text that is stored as bytes, as older writers of Parquet do; RowError if it is not UTF-8."""
     if not isinstance(value, bytes):
         return value
@@ -169,7 +169,7 @@ def decoded(value: Any, column: str) -> Any:
         raise RowError("bad_encoding", "read", f"the column {column!r} is not valid UTF-8: {error.reason}") from None
 
 
-def checked_text(text: str, column: str) -> str:
+def check_text(text: str, column: str) -> str:
     """Return the text; RowError for an unpaired UTF-16 surrogate, which has no UTF-8 encoding and so no tokens."""
     try:
         if not text.isascii():
@@ -201,16 +201,17 @@ def given_ids(values: Values, column: str, info: ModelInfo, *, nulls: bool) -> N
         if not is_id(token) and not (nulls and token is None):
             hint = "" if nulls else " (null is allowed only with mask kind given)"
             raise RowError("bad_tokens", STAGE, f"{token!r} is not a token id{hint}")
-    check_ids(np.asarray([0 if token is None else min(int(token), 2**62) for token in given], dtype=np.int64), info)
+    check_ids([0 if token is None else min(int(token), 2**62) for token in given], info)
     return np.asarray([HOLE if token is None else int(token) for token in given], dtype=np.int32)
 
 
-def check_ids(ids: NDArray[np.int64], info: ModelInfo) -> NDArray[np.int32]:
+def check_ids(ids: Sequence[int], info: ModelInfo) -> NDArray[np.int32]:
     """Return the ids as int32; RowError if the model lacks one of them."""
-    wrong = ids[(ids < 0) | (ids >= info.vocab_size)]
+    wide = np.asarray(ids, dtype=np.int64)
+    wrong = wide[(wide < 0) | (wide >= info.vocab_size)]
     if len(wrong):
         raise RowError("bad_tokens", STAGE, f"id {wrong[0]}; the model's ids are 0 to {info.vocab_size - 1}")
-    return ids.astype(np.int32)
+    return wide.astype(np.int32)
 
 
 def check_scored(tokens: NDArray[np.int32], scored: NDArray[np.int64], info: ModelInfo) -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from draftmill.actors.rows.prompts import PromptMaker
+from draftmill.actors.rows.makers import PromptMaker
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.actors.task import Columns, Complete

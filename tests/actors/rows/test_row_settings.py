@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.rows.prompts import PromptMaker
+from draftmill.actors.rows.makers import PromptMaker
 from draftmill.actors.rows.requests import CHAT, COMPLETIONS
 from draftmill.actors.rows.row import row_key
 from draftmill.actors.rows.row_settings import Asked, RowRules
