@@ -9,13 +9,23 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from operator import eq
 from typing import Any, Final
 
-from draftmill.actors.metrics.base import MeasuredRow, RowByRow, Values, compared
-from draftmill.actors.metrics.settings import Bleu, Chrf, Distinct, EditSimilarity, Entropy, ExactMatch, Length, Rouge
+from draftmill.actors.metrics.base import MeasuredRow, RowByRow, Values, reference_meter
+from draftmill.actors.metrics.settings import (
+    Bleu,
+    Chrf,
+    Distinct,
+    EditSimilarity,
+    Entropy,
+    ExactMatch,
+    Length,
+    MetricBase,
+    Rouge,
+)
 
 PACKAGES: Final = {"rouge": "rouge_score", "bleu": "sacrebleu", "chrf": "sacrebleu"}
 """The module that each kind of metric needs."""
@@ -28,30 +38,30 @@ _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 
 def exact_match(settings: ExactMatch) -> RowByRow:
     """Whether the text equals one of the references."""
-    same = {"exact_match": eq, "normalised_match": _equal_normalised, "number_match": _equal_number}[settings.kind]
-    return compared(lambda text, references: (float(any(same(text, one) for one in references)),))
+    same = {"exact_match": eq, "normalised_match": _equal_words, "number_match": _equal_number}[settings.kind]
+    return reference_meter(lambda text, references: (float(any(same(text, reference) for reference in references)),))
 
 
-def _equal_normalised(text: str, reference: str) -> bool:
-    return normalised(text) == normalised(reference)
+def _equal_words(text: str, reference: str) -> bool:
+    return normalise(text) == normalise(reference)
 
 
 def _equal_number(text: str, reference: str) -> bool:
-    wanted = last_number(reference)
-    if wanted is None:
+    number = last_number(reference)
+    if number is None:
         raise ValueError("the reference has no number")
-    return last_number(text) == wanted
+    return last_number(text) == number
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Lower case, without punctuation and the articles a, an, the, and with single spaces (SQuAD's evaluation script)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, with commas between thousands left out; None if there is none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def edit_similarity(settings: EditSimilarity) -> RowByRow:
@@ -60,7 +70,9 @@ def edit_similarity(settings: EditSimilarity) -> RowByRow:
     def parts(text: str) -> Sequence[str]:
         return text if settings.over == "characters" else text.split()
 
-    return compared(lambda text, references: (max(similarity(parts(text), parts(one)) for one in references),))
+    return reference_meter(
+        lambda text, references: (max(similarity(parts(text), parts(reference)) for reference in references),)
+    )
 
 
 def similarity(one: Sequence[str], other: Sequence[str]) -> float:
@@ -154,10 +166,10 @@ def rouge(settings: Rouge) -> RowByRow:
     field = {"f": "fmeasure", "precision": "precision", "recall": "recall"}[settings.score]
 
     def score(text: str, references: Sequence[str]) -> Values:
-        found = scorer.score_multi(list(references), text)
-        return tuple(float(getattr(found[one], field)) for one in settings.types)
+        scores = scorer.score_multi(list(references), text)
+        return tuple(float(getattr(scores[kind], field)) for kind in settings.types)
 
-    return compared(score)
+    return reference_meter(score)
 
 
 def bleu(settings: Bleu) -> RowByRow:
@@ -177,4 +189,11 @@ def chrf(settings: Chrf) -> RowByRow:
 
 
 def _sentences(score: Callable[[str, list[str]], Any]) -> RowByRow:
-    return compared(lambda text, references: (float(score(text, list(references)).score),))
+    return reference_meter(lambda text, references: (float(score(text, list(references)).score),))
+
+
+METERS: Final[Mapping[type[MetricBase], Callable[[Any], RowByRow]]] = {
+    ExactMatch: exact_match, EditSimilarity: edit_similarity, Distinct: distinct, Entropy: entropy, Length: length,
+    Rouge: rouge, Bleu: bleu, Chrf: chrf,
+}  # fmt: skip
+"""What makes the meter of a metric of texts, by the class of its settings."""
