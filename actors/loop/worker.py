@@ -34,8 +34,6 @@ from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Re
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 
-__all__ = ["DecodeWorker", "Turns", "UnitRunner", "build_parts", "build_runner"]
-
 
 class Turns:
     """The remote interface of a worker: drives a runner by calls."""
