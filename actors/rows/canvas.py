@@ -24,7 +24,6 @@ from draftmill.actors.rows import masking
 from draftmill.actors.rows.fim import Infilling
 from draftmill.actors.rows.masking import Range
 from draftmill.actors.rows.row import (
-    STAGE,
     Values,
     check_ids,
     check_length,
@@ -34,6 +33,7 @@ from draftmill.actors.rows.row import (
     required,
     string_of,
     text_of,
+    token_error,
 )
 from draftmill.actors.rows.row_settings import Asked, RowRules
 from draftmill.actors.rows.stop_text import StopStrings
@@ -262,7 +262,7 @@ class CanvasMaker(RowMaker):
             return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [default]
         parts = masking.marker_pattern(mask.marker).split(text_of(values, self.columns))
         if len(parts) == 1:
-            raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
+            raise token_error("marker_absent", f"the text has no marker {mask.marker!r}")
         return parts[::2], [masking.hole_length(written, mask, default) for written in parts[1::2]]
 
     @property
@@ -276,7 +276,7 @@ class CanvasMaker(RowMaker):
         if not isinstance(texts, list | tuple):
             texts = [string_of(values, column)]
         if len(texts) != count or not all(isinstance(text, str) for text in texts):
-            raise RowError("bad_mask", STAGE, f"{column!r} must give a text for each of the row's {count} holes")
+            raise token_error("bad_mask", f"{column!r} must give a text for each of the row's {count} holes")
         return [check_text(text, column) for text in texts]
 
     def _missing_ids(self, values: Values, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -284,7 +284,7 @@ class CanvasMaker(RowMaker):
         column, count = self.columns.reference or "reference", int((tokens == HOLE).sum())
         ids = given_ids(values, column, self.info, nulls=False)
         if len(ids) != count:
-            raise RowError("bad_mask", STAGE, f"{column!r} has {len(ids)} ids, but the row's tokens have {count} nulls")
+            raise token_error("bad_mask", f"{column!r} has {len(ids)} ids, but the row's tokens have {count} nulls")
         return ids
 
     def _hidden_text(self, values: Values, key: int) -> tuple[str, list[Range]]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from draftmill.actors.rows.canvas import Canvas, CanvasMaker, RowMaker, Size, ru
 from draftmill.actors.rows.fim import IDS, Infilling, Template, fills_in_middle, template_of
 from draftmill.actors.rows.masking import Range, masked_positions
 from draftmill.actors.rows.row import (
-    STAGE,
     Messages,
     Values,
     check_ids,
@@ -40,6 +39,7 @@ from draftmill.actors.rows.row import (
     prompt_of,
     scored_text,
     text_of,
+    token_error,
 )
 from draftmill.actors.rows.row_settings import Asked, RowRules
 from draftmill.actors.rows.text import Tokenizer
@@ -89,9 +89,8 @@ class PromptMaker(RowMaker):
             prompt = self._cut(values, prompt, prompt_room(most, room), chat=chat)
             room = min(room, most - len(prompt))
         if room < 1:
-            raise RowError(
-                "too_long", STAGE, f"a prompt of {len(prompt)} tokens leaves no room; the model's limit is {most}"
-            )
+            reason = f"a prompt of {len(prompt)} tokens leaves no room; the model's limit is {most}"
+            raise token_error("too_long", reason)
         holes = ((len(prompt), len(prompt) + room),)
         tokens = np.append(prompt, np.full(room, HOLE, dtype=np.int32))
         return Canvas(tokens, holes, truncated=whole - len(prompt))
@@ -100,9 +99,9 @@ class PromptMaker(RowMaker):
         """Reject an empty prompt (causal models), or a prompt with the mask token (masked models), which would be filled."""
         mask = self.info.mask_id
         if mask is None and not len(prompt):
-            raise RowError("empty_prompt", STAGE, "the prompt has no tokens, not even a begin token")
+            raise token_error("empty_prompt", "the prompt has no tokens, not even a begin token")
         if mask is not None and bool((prompt == mask).any()):
-            raise RowError("bad_tokens", STAGE, f"id {mask} is the model's mask, which is not allowed in a prompt")
+            raise token_error("bad_tokens", f"id {mask} is the model's mask, which is not allowed in a prompt")
 
     def _score(self, values: Values) -> Canvas:
         if self.columns.tokens is not None:
@@ -137,7 +136,7 @@ class PromptMaker(RowMaker):
         start, text = (1, None) if causal and not start else (start, text)
         if len(tokens) <= start:
             why = "no token of the text has a token before it" if causal else "the text has no token"
-            raise RowError("empty_text", STAGE, f"there is nothing to score: {why}")
+            raise token_error("empty_text", f"there is nothing to score: {why}")
         check_scored(tokens, np.arange(start, len(tokens), dtype=np.int64), self.info)
         return Canvas(tokens, (), score_from=start, text=text, truncated=truncated)
 
@@ -193,15 +192,13 @@ class PromptMaker(RowMaker):
         chat = self._tokenizer().chat
         if chat is None:
             # If every row has this error kind, it becomes an error of the spec.
-            raise RowError(
-                "missing_column", STAGE, "the row has messages, but the tokenizer has no chat template for them"
-            )
+            raise token_error("missing_column", "the row has messages, but the tokenizer has no chat template for them")
         try:
             text = chat(messages, self.task.chat_date)
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             lacks = "the chat template needs something that the messages lack: "
             reason = f"{lacks if 'Undefined' in type(error).__name__ else ''}{type(error).__name__}: {error}"
-            raise RowError("bad_messages", STAGE, reason[:1000]) from None
+            raise token_error("bad_messages", reason[:1000]) from None
         return check_text(text, "messages")
 
 
@@ -251,7 +248,7 @@ def cut_chat(messages: Messages, keep: int, side: Side, tokenizer: Tokenizer, re
         ids = render(messages)
     if len(ids) <= keep:
         return ids
-    raise RowError("too_long", STAGE, f"{len(ids)} tokens of chat template and short messages; at most {keep} fit")
+    raise token_error("too_long", f"{len(ids)} tokens of chat template and short messages; at most {keep} fit")
 
 
 def _longest(messages: Sequence[dict[str, object]], tokenizer: Tokenizer) -> int | None:
@@ -265,18 +262,6 @@ def _longest(messages: Sequence[dict[str, object]], tokenizer: Tokenizer) -> int
 
 
 DEFAULT_LIMIT: Final = 128
-
-
-class Maker(Protocol):
-    """Turns rows into canvases; holds everything that a canvas depends on, except its row and key."""
-
-    def make(self, values: Values, key: int) -> Canvas:
-        """Return the row's canvas; RowError if the row does not fit the task or the model."""
-        ...
-
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
-        """Return the size of each row's canvas, or its error; rows are (values, key)."""
-        ...
 
 
 def maker_for(
@@ -348,7 +333,7 @@ class ScoreMaker:
 
 
 def _nothing() -> RowError:
-    return RowError("empty_text", STAGE, "there is nothing to score: the mask hides no token")
+    return token_error("empty_text", "there is nothing to score: the mask hides no token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,11 +354,8 @@ class FimMaker(CanvasMaker):
         pieces, limits = replace(self, task=task)._row(values, key)
         row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
         if row.room is not None and row.room < 1:
-            raise RowError(
-                "too_long",
-                STAGE,
-                f"a hole of up to {max(limits)} tokens leaves no room for text; the model takes {self.info.max_length}",
-            )
+            reason = f"a hole of up to {max(limits)} tokens leaves no room for text"
+            raise token_error("too_long", f"{reason}; the model takes {self.info.max_length}")
         tokens = row.ask([]).canvas
         return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row)
 
@@ -385,7 +367,10 @@ class FimMaker(CanvasMaker):
         """The visible pieces, and the maximum tokens of each hole."""
         mask = self.task.mask
         if isinstance(mask, SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
-            ids = self._ids(values)
+            if self.columns.tokens is not None:
+                ids = given_ids(values, self.columns.tokens, self.info, nulls=False)
+            else:
+                ids = self._encode(text_of(values, self.columns))
             hidden = np.zeros(len(ids), dtype=np.bool_)
             hidden[masked_positions(mask, key, len(ids))] = True
             ranges = list(runs(hidden))
@@ -403,13 +388,12 @@ class FimMaker(CanvasMaker):
         assert isinstance(self.task, Infill), "holes that are filled, not scored"
         return DEFAULT_LIMIT if self.task.max_new_tokens is None else self.task.max_new_tokens
 
-    def _ids(self, values: Values) -> NDArray[np.int32]:
-        if self.columns.tokens is not None:
-            return given_ids(values, self.columns.tokens, self.info, nulls=False)
-        return self._encode(text_of(values, self.columns))
-
 
 def _visible(ranges: Sequence[Range], size: int) -> list[Range]:
     """The gaps before, between and after sorted, disjoint ranges: one more than there are ranges."""
     edges = [0, *(edge for pair in ranges for edge in pair), size]
     return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+Maker = RowMaker | ScoreMaker
+"""What turns rows into canvases; holds everything that a canvas depends on, except its row and key."""

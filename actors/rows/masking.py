@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.row import STAGE
+from draftmill.actors.rows.row import token_error
 from draftmill.actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
 from draftmill.decoders.draws.keys import MASK, uniforms
 from draftmill.storage.errors import RowError
@@ -27,7 +27,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+")
 
 def bad_mask(message: str) -> RowError:
     """The error of a row that does not fit the mask."""
-    return RowError("bad_mask", STAGE, message)
+    return token_error("bad_mask", message)
 
 
 def least(key: int, choices: int, count: int) -> NDArray[np.int64]:
@@ -74,7 +74,7 @@ def masked_positions(mask: Random | Spans | SpanFraction, key: int, length: int)
 
 def line_ranges(mask: Lines, key: int, text: str) -> list[Range]:
     """The characters of the lines to hide, without their line ends; blank lines are never hidden."""
-    lines = [found.span() for found in re.finditer(r"[^\r\n]*[^\s][^\r\n]*", text)]
+    lines = [match.span() for match in re.finditer(r"[^\r\n]*[^\s][^\r\n]*", text)]
     if not lines:
         return []
     count = round_share(mask.rate, len(lines)) if mask.rate is not None else mask.count or 1
@@ -113,10 +113,9 @@ def split_sentences(text: str) -> list[Range]:
     ranges: list[Range] = []
     start = len(text) - len(text.lstrip())
     end = len(text.rstrip())
-    for found in _SENTENCE_END.finditer(text, start, end):
-        stop = found.end() - len(found[0]) + len(found[0].rstrip())
-        ranges.append((start, stop))
-        start = found.end()
+    for match in _SENTENCE_END.finditer(text, start, end):
+        ranges.append((start, match.end() - len(match[0]) + len(match[0].rstrip())))
+        start = match.end()
     return [*ranges, (start, end)] if start < end else ranges
 
 

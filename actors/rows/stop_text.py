@@ -59,8 +59,8 @@ class StopStrings:
 
     def cut(self, text: str) -> str:
         """The text before its stop string; of several, the one that ends first, and of those the longest."""
-        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
-        return text[: min(found)[1]] if found else text
+        ranges = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
+        return text[: min(ranges)[1]] if ranges else text
 
 
 def end_ids(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelInfo) -> tuple[int, ...]:

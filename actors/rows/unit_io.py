@@ -23,7 +23,7 @@ from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.rows.canvas import Canvas, finish_row
 from draftmill.actors.rows.fim import TextPart
 from draftmill.actors.rows.makers import maker_for
-from draftmill.actors.rows.requests import named_model
+from draftmill.actors.rows.requests import model_of
 from draftmill.actors.rows.row import Values, row_id, row_key
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.actors.rows.stop_text import StopStrings, stop_strings
@@ -137,9 +137,8 @@ def _score_columns(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None
     elif text is None and tokenizer is not None:
         text = scored_text = tokenizer.continuation(outcome.tokens.tolist())
     # The bytes of a hole are unknown where it begins or ends within a character.
-    num_bytes = (
-        0 if scored_text is None or (fills is not None and "\ufffd" in scored_text) else len(scored_text.encode())
-    )
+    is_cut = fills is not None and "\ufffd" in (scored_text or "")
+    num_bytes = 0 if scored_text is None or is_cut else len(scored_text.encode())
     metrics: dict[str, float] = {}
     if num_bytes and outcome.logprob is not None:
         metrics["bits_per_byte"] = -outcome.logprob / math.log(2) / num_bytes
@@ -282,15 +281,15 @@ class RowUnitIO:
         if row.error is not None:
             sample.error = row.error
             return
-        sample.note.request_model = named_model(row.values or {})
+        sample.note.request_model = model_of(row.values or {})
         if self._keep is not None:
             schema = self._keep
-            kept = guarded(lambda: kept_values(row.values or {}, schema), "read", "bad_row")
+            kept = try_row(lambda: kept_values(row.values or {}, schema), "read", "bad_row")
             if isinstance(kept, RowError):
                 sample.error = kept
                 return
             sample.note.keep = kept
-        canvas = guarded(lambda: self._canvas(sample, row), "tokenize", "tokenize_error")
+        canvas = try_row(lambda: self._canvas(sample, row), "tokenize", "tokenize_error")
         if isinstance(canvas, RowError):
             sample.error = canvas
         else:
@@ -327,7 +326,7 @@ class RowUnitIO:
 
     def _result(self, unit: WorkUnit, sample: Sample) -> dict[str, Any]:
         """One row of the result table, from the sample's plan entry, canvas and outcome."""
-        columns = sample.error or guarded(lambda: self._decoded_columns(sample), "detokenize", "detokenize_error")
+        columns = sample.error or try_row(lambda: self._decoded_columns(sample), "detokenize", "detokenize_error")
         if isinstance(columns, RowError):
             sample.error = columns
             columns = _error_columns(columns)
@@ -363,7 +362,7 @@ class RowUnitIO:
         return decoded_columns(self._job.task, canvas, outcome, self._tokenizer, self._stops)
 
 
-def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
+def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
     """The error boundary of one row: turns whatever `call` raises into the row's error, of `kind` unless it has its own.
 
     It catches broadly, since tokenizers raise bare Exceptions, their panics are not even Exceptions, and a bug of ours that

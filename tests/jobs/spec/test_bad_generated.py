@@ -23,7 +23,7 @@ from draftmill.actors.rows.chat import ChatTemplate
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import row_key
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.rows.unit_io import guarded
+from draftmill.actors.rows.unit_io import try_row
 from draftmill.jobs import cli
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.jobs.plan.plan import checked
@@ -145,7 +145,7 @@ def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[s
     for entry, row in zip(plan, rows, strict=True):
         found = row.error
         if found is None:
-            made = guarded(partial(canvas, spec, maker, row.values or {}), "tokenize", "tokenize_error")
+            made = try_row(partial(canvas, spec, maker, row.values or {}), "tokenize", "tokenize_error")
             found = made if isinstance(made, RowError) else None
         same = (found.kind if found else None) == entry["error_kind"]
         assert same or entry["error_kind"] in {"bad_row", "missing_column"}, (
