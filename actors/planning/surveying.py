@@ -19,7 +19,7 @@ from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.rows.canvas import Size
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.row import Values, row_id, row_key
-from draftmill.actors.rows.unit_io import guarded
+from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Columns, Task
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
@@ -152,10 +152,10 @@ def _measured(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
 
 def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | RowError]:
     """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
-    found = guarded(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
+    found = try_row(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
     if not isinstance(found, RowError):
         return found
-    return [guarded(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
+    return [try_row(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
 
 
 def _size(maker: Maker, row: tuple[Values, int]) -> Size | RowError:

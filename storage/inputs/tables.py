@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from draftmill.storage.arrow_validation import THREADS, sound
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.fields import lifted_batch, outer_columns
+from draftmill.storage.inputs.fields import lift_batch, outer_columns
 from draftmill.storage.inputs.huggingface import load
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.lines import too_long_message
 from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, InputFile, Row, Slice, damaged, failed
 from draftmill.storage.inputs.sources import check_same, open_bytes
 from draftmill.storage.stores.interface import S3Options
-from draftmill.storage.stores.local import translated
+from draftmill.storage.stores.local import translate_errors
 
 BATCH_BYTES = 8 * 2**20
 BATCH_ROWS = 4096
@@ -315,7 +315,7 @@ def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:
     # Skipping batches is free with mapped memory.
     if not file.uri.startswith("s3://") and file.size:
         path = local_path(file)
-        with translated(path):
+        with translate_errors(path):
             check_same(file, path.stat())
             return pa.memory_map(str(path))
     return pa.PythonFile(open_bytes(file, s3=s3), mode="r")
@@ -333,7 +333,7 @@ def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int], columns: 
     """The rows of a batch or table, in portions that fit into memory."""
     first = 0
     for read in table.to_batches() if isinstance(table, pa.Table) else (table,):
-        batch = read if columns is None else lifted_batch(read, columns)
+        batch = read if columns is None else lift_batch(read, columns)
         sizes = _row_bytes(batch)
         for start, stop in _portions(sizes):
             if sizes[start] > MAX_ROW_BYTES:  # then it is alone in its portion

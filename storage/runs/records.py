@@ -29,51 +29,33 @@ _MAPS = {"metrics": pa.map_(pa.string(), pa.float64()), "nfe_kinds": pa.map_(pa.
 
 _WORDS = pa.dictionary(pa.int32(), pa.string())
 _METRICS = pa.struct([pa.field("bits_per_byte", pa.float64())])
-_NFE_KINDS = pa.struct([pa.field(kind, pa.int32()) for kind in ("prefill", "draft", "verify", "commit")])
 
 
-def _required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
+def _fields(kind: pa.DataType, names: str, *, nullable: bool = True) -> list[pa.Field]:
+    return [pa.field(name, kind, nullable=nullable) for name in names.split()]
 
 
-_FILL = pa.struct([_required("start", pa.int32()), _required("end", pa.int32()), pa.field("text", pa.string())])
+_NFE_KINDS = pa.struct(_fields(pa.int32(), "prefill draft verify commit"))
+_FILL = pa.struct([*_fields(pa.int32(), "start end", nullable=False), pa.field("text", pa.string())])
 
 SCHEMA: pa.Schema = pa.schema(
     [
-        _required("id", pa.string()),
-        _required("unit", pa.int32()),
-        _required("pass", pa.int32()),
-        _required("attempt", pa.int32()),
-        _required("status", pa.string()),
-        pa.field("error_kind", pa.string()),
-        pa.field("error_stage", pa.string()),
-        pa.field("error", pa.string()),
-        pa.field("text", pa.string()),
+        *_fields(pa.string(), "id", nullable=False),
+        *_fields(pa.int32(), "unit pass attempt", nullable=False),
+        *_fields(pa.string(), "status", nullable=False),
+        *_fields(pa.string(), "error_kind error_stage error text"),
         pa.field("fills", pa.list_(_FILL)),
         pa.field("tokens", pa.list_(pa.int32())),
-        pa.field("prompt_tokens", pa.int32()),
-        pa.field("new_tokens", pa.int32()),
+        *_fields(pa.int32(), "prompt_tokens new_tokens"),
         pa.field("finish", pa.string()),
         pa.field("logprob", pa.float64()),
-        pa.field("decoder", _WORDS),
-        pa.field("model", _WORDS),
-        pa.field("drafter", _WORDS),
+        *_fields(_WORDS, "decoder model drafter"),
         pa.field("key", pa.uint64()),
-        pa.field("nfe", pa.int32()),
-        pa.field("nfe_draft", pa.int32()),
-        pa.field("iterations", pa.int32()),
-        pa.field("proposed", pa.int32()),
-        pa.field("accepted", pa.int32()),
+        *_fields(pa.int32(), "nfe nfe_draft iterations proposed accepted"),
         pa.field("accept_hist", pa.list_(pa.int32())),
-        pa.field("wait_s", pa.float64()),
-        pa.field("prefill_s", pa.float64()),
-        pa.field("decode_s", pa.float64()),
-        pa.field("total_s", pa.float64()),
-        pa.field("device_s", pa.float64()),
-        pa.field("batch_rows", pa.float32()),
-        pa.field("pad_fraction", pa.float32()),
-        pa.field("worker", _WORDS),
-        pa.field("node", _WORDS),
+        *_fields(pa.float64(), "wait_s prefill_s decode_s total_s device_s"),
+        *_fields(pa.float32(), "batch_rows pad_fraction"),
+        *_fields(_WORDS, "worker node"),
         pa.field("started_at", pa.timestamp("us", tz="UTC")),
         pa.field("metrics", _METRICS),
         pa.field("token_logprobs", pa.list_(pa.float32())),
@@ -100,14 +82,10 @@ def schema_of(version: int, keep: pa.Schema | None = None) -> pa.Schema:
 
 TRACE_SCHEMA: pa.Schema = pa.schema(
     [
-        _required("id", pa.string()),
-        _required("unit", pa.int32()),
-        _required("pass", pa.int32()),
-        _required("iteration", pa.int32()),
+        *_fields(pa.string(), "id", nullable=False),
+        *_fields(pa.int32(), "unit pass iteration", nullable=False),
         pa.field("nfe", pa.int32()),
-        pa.field("proposed", pa.list_(pa.int32())),
-        pa.field("committed", pa.list_(pa.int32())),
-        pa.field("positions", pa.list_(pa.int32())),
+        *_fields(pa.list_(pa.int32()), "proposed committed positions"),
         pa.field("sample", pa.int32()),
     ]
 )

@@ -80,8 +80,8 @@ def part_name(number: int, epoch: int = 0) -> str:
 
 def epoch_of(name: str) -> int:
     """The epoch in the name of a part; 0 if it has none."""
-    found = re.search(r"-(\d+)\.parquet$", name.removeprefix(f"{FOLDER}part"))
-    return int(found[1]) if found and found.start() else 0
+    match = re.search(r"-(\d+)\.parquet$", name.removeprefix(f"{FOLDER}part"))
+    return int(match[1]) if match and match.start() else 0
 
 
 def part_bytes(units: Iterable[pa.Table]) -> bytes:
@@ -113,7 +113,8 @@ class PlanTable:
             table = _open_part(self._store, part.name).read_row_group(unit - part.first, use_threads=THREADS)
         except (pa.ArrowException, OSError) as error:
             raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
-        return _rows(_with_sample(table))
+        columns = [_with_sample(table).column(name).to_pylist() for name in TABLE_SCHEMA.names]
+        return [PlannedRow(*values) for values in zip(*columns, strict=True)]
 
     def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """Yield one table per unit, in order; holds one part in memory at a time."""
@@ -144,11 +145,6 @@ def _with_sample(table: pa.Table) -> pa.Table:
     if "sample" in table.column_names:
         return table
     return table.append_column(TABLE_SCHEMA.field("sample"), pa.array(np.zeros(table.num_rows, dtype=np.int32)))
-
-
-def _rows(table: pa.Table) -> list[PlannedRow]:
-    columns = [table.column(name).to_pylist() for name in TABLE_SCHEMA.names]
-    return [PlannedRow(*values) for values in zip(*columns, strict=True)]
 
 
 @lru_cache(maxsize=4)
