@@ -52,16 +52,11 @@ class Columns(Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> Columns:
-        between = self.prefix is not None or self.suffix is not None
-        sources = {
-            "text": self.text,
-            "tokens": self.tokens,
-            "sentences": self.sentences,
-            "prefix/suffix": between or None,
-        }
-        named = [name for name, column in sources.items() if column is not None]
-        if len(named) > 1:
-            raise ValueError(f"input.columns: {' and '.join(named)} each give a row's content; name only one of them")
+        sources = {"text": self.text, "tokens": self.tokens, "sentences": self.sentences}
+        sources["prefix/suffix"] = self.suffix if self.prefix is None else self.prefix
+        names = [name for name, column in sources.items() if column is not None]
+        if len(names) > 1:
+            raise ValueError(f"input.columns: {' and '.join(names)} each give a row's content; name only one of them")
         return self
 
     def named(self) -> dict[str, str]:
@@ -165,9 +160,8 @@ class Fim(Settings):
     @model_validator(mode="after")
     def _psm_has_a_middle(self) -> Fim:
         if self.order == "psm" and self.middle is None:
-            raise ValueError(
-                "task.fim.middle: null is allowed only with order spm; order psm ends the prompt with this token"
-            )
+            reason = "null is allowed only with order spm; order psm ends the prompt with this token"
+            raise ValueError(f"task.fim.middle: {reason}")
         return self
 
 

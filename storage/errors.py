@@ -98,5 +98,6 @@ def printable(text: str) -> str:
     """The text with control characters and terminal sequences escaped; tabs and line ends stay."""
     if text.isprintable():
         return text
-    kept = [one if one.isprintable() or one in "\t\n" else one.encode("unicode_escape").decode() for one in text]
-    return "".join(kept)
+    return "".join(
+        char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode() for char in text
+    )

@@ -21,11 +21,7 @@ from typing import Any
 
 import draftmill
 from draftmill.storage.errors import UserError
-
-try:
-    import fcntl
-except ImportError:  # a system without locks of this kind
-    fcntl = None  # type: ignore[assignment]
+from draftmill.storage.stores.local import lock_file
 
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
@@ -72,9 +68,8 @@ def make_whole(target: Path, make: Callable[[Path], None]) -> None:
 def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock file, if the file system has locks. The file is never deleted: another process may be waiting on it."""
     with path.open("a") as file:
-        if fcntl is not None:
-            with suppress(OSError):  # no locks on this file system
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # no locks on this file system
+            lock_file(file)
         yield
 
 

@@ -184,16 +184,12 @@ def _gguf_file(path: str, revision: str | None, s3: S3Options | None, field: str
     if match is None or file.parent.is_dir():
         allowed = "a local GGUF file, s3://..., or owner/repository/FILE.gguf"
         raise UserError(f"{path!r} is not a file; allowed: {allowed}", field=field)
-    return _file_from_hub(match["repository"], match["file"], revision, field)
-
-
-def _file_from_hub(repository: str, name: str, revision: str | None, field: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repository, name, revision=revision))
+        return Path(hf_hub_download(match["repository"], match["file"], revision=revision))
     except (OSError, ValueError) as error:
-        message = f"{repository}/{name} is neither a local file nor a file on the hub: {_first_line(error)}"
+        message = f"{path} is neither a local file nor a file on the hub: {_first_line(error)}"
         raise UserError(message, field=field) from None
 
 

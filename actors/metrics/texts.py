@@ -75,22 +75,22 @@ def edit_similarity(settings: EditSimilarity) -> RowByRow:
     )
 
 
-def similarity(one: Sequence[str], other: Sequence[str]) -> float:
+def similarity(text: Sequence[str], reference: Sequence[str]) -> float:
     """1 - distance / length of the longer one; 1 if both are empty."""
-    longer = max(len(one), len(other))
-    return 1.0 - distance(one, other) / longer if longer else 1.0
+    longer = max(len(text), len(reference))
+    return 1.0 - distance(text, reference) / longer if longer else 1.0
 
 
-def distance(one: Sequence[str], other: Sequence[str]) -> int:
+def distance(text: Sequence[str], reference: Sequence[str]) -> int:
     """The Levenshtein distance, by Myers' algorithm on bit vectors of any length (Hyyro 2003, figure 8)."""
-    if not one or not other:
-        return len(one) + len(other)
+    if not text or not reference:
+        return len(text) + len(reference)
     places: dict[str, int] = {}
-    for place, part in enumerate(one):
+    for place, part in enumerate(text):
         places[part] = places.get(part, 0) | 1 << place
-    full, last = (1 << len(one)) - 1, 1 << (len(one) - 1)
-    plus, minus, score = full, 0, len(one)
-    for part in other:
+    full, last = (1 << len(text)) - 1, 1 << (len(text) - 1)
+    plus, minus, score = full, 0, len(text)
+    for part in reference:
         match = places.get(part, 0)
         zero = (((match & plus) + plus) ^ plus) | match | minus
         up, down = minus | (full & ~(zero | plus)), plus & zero

@@ -117,9 +117,8 @@ def fills_in_middle(task: Task, info: ModelInfo) -> bool:
 def template_of(fim: Any, tokenizer: Tokenizer | None, info: ModelInfo) -> Template:
     """The template of `task.fim` in the tokenizer's ids; UserError if the tokenizer lacks one of its tokens."""
     if tokenizer is None:
-        raise UserError(
-            "a causal model needs a tokenizer's special tokens to fill a hole; model.tokenizer is 'none'", field=FIELD
-        )
+        reason = "a causal model needs a tokenizer's special tokens to fill a hole"
+        raise UserError(f"{reason}; model.tokenizer is 'none'", field=FIELD)
     ids = {token: number for token, number in tokenizer.vocabulary().items() if number < info.vocab_size}
     if isinstance(fim, Fim):
         missing = [token for token in (*_prompt_tokens(fim), *fim.ends) if token not in ids]

@@ -89,27 +89,24 @@ def filter_for(machine: str, *, forks: bool) -> bytes:
     """The filter as an array of `struct sock_filter`; `forks` allows new processes. KeyError for other machines."""
     arch, numbers = MACHINES[machine]
     numbers = numbers | SINCE_5_1
+    kill, allow = (_RETURN, 0, 0, _KILL), (_RETURN, 0, 0, _ALLOW)
+    denied, unknown = (_RETURN, 0, 0, _refusal(errno.EPERM)), (_RETURN, 0, 0, _refusal(errno.ENOSYS))
     program = [
-        *((_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL)),
+        (_LOAD, 0, 0, _ARCH),
+        (_EQUAL, 1, 0, arch),
+        kill,
         (_LOAD, 0, 0, _NUMBER),
-        *((_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _refusal(errno.ENOSYS))),
+        (_AT_LEAST, 0, 1, _X32),
+        unknown,
     ]
     for name, number in sorted(numbers.items()):
         if name not in _BY_ARGUMENT and (forks or name not in _FORKS):
-            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    program += _on_argument(numbers["prlimit64"], [(_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _refusal(errno.EPERM))])
-    program += _on_argument(
-        numbers["prctl"], [(_EQUAL, 0, 1, _PR_SET_PDEATHSIG), (_RETURN, 0, 0, _refusal(errno.EPERM))]
-    )
-    clone = [(_ANY_BIT, 0, 1, _CLONE_NAMESPACES), (_RETURN, 0, 0, _refusal(errno.EPERM))]
-    if not forks:
-        clone += [(_ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _refusal(errno.EPERM))]
-    program += _on_argument(numbers["clone"], clone)
-    program += [
-        (_AT_LEAST, 0, 1, _SHARED),
-        (_RETURN, 0, 0, _refusal(errno.ENOSYS)),
-        (_RETURN, 0, 0, _refusal(errno.EPERM)),
-    ]
+            program += [(_EQUAL, 0, 1, number), allow]
+    program += _on_argument(numbers["prlimit64"], [(_EQUAL, 1, 0, 0), denied])
+    program += _on_argument(numbers["prctl"], [(_EQUAL, 0, 1, _PR_SET_PDEATHSIG), denied])
+    new_threads_only = [] if forks else [(_ANY_BIT, 1, 0, _CLONE_THREAD), denied]
+    program += _on_argument(numbers["clone"], [(_ANY_BIT, 0, 1, _CLONE_NAMESPACES), denied, *new_threads_only])
+    program += [(_AT_LEAST, 0, 1, _SHARED), unknown, denied]
     return b"".join(struct.pack("=HBBI", *line) for line in program)
 
 
@@ -236,32 +233,29 @@ class Sandbox:
             if os.getuid() == 0 and self.kind == "kernel":
                 os.chown(folder, NOBODY, NOBODY)
             with tempfile.TemporaryFile() as output:
-                process = self._start(folder, limits, (writer, secret), output)
+                process = subprocess.Popen(
+                    self.command(folder, limits, (writer, secret)),
+                    cwd=folder,
+                    env=environment(folder),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(writer, secret),
+                    start_new_session=True,
+                )
                 os.close(writer)
                 writer = -1
                 how = _watch(process, folder, limits, stopping)
-                said, report = _tail(output), os.read(reader, 4096)
+                text, report = _tail(output), os.read(reader, 4096)
         finally:
             os.close(reader)
             os.close(secret)
             if writer >= 0:
                 os.close(writer)
         if not report.startswith(b".") and how == "ended":
-            raise SandboxError(said.strip().splitlines()[-1] if said.strip() else "the sandbox did not start")
+            raise SandboxError(text.strip().splitlines()[-1] if text.strip() else "the sandbox did not start")
         passed = how == "ended" and process.returncode == 0 and report == b"." + token
-        return Ran(passed, how, process.returncode, said)
-
-    def _start(self, folder: Path, limits: Limits, pipes: tuple[int, int], output: BinaryIO) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.command(folder, limits, pipes),
-            cwd=folder,
-            env=environment(folder),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=pipes,
-            start_new_session=True,
-        )
+        return Ran(passed, how, process.returncode, text)
 
     def command(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> list[str]:
         """The command line of one program: the launcher, behind bubblewrap or alone. `pipes`: the report's, and the token's."""
@@ -288,7 +282,10 @@ class Sandbox:
             "uid": NOBODY if bare and is_root else None,
             "reads_any": bare and is_root and not is_open_to_all(interpreter(), sys.base_prefix),
             "machine": machine,
-            "limits": _rlimits(limits),
+            "limits": {
+                **{"AS": limits.memory_mb * 2**20, "FSIZE": limits.file_mb * 2**20, "CPU": int(limits.timeout_s) + 2},
+                **{"NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0},
+            },
             "tasks": limits.processes + SPARE_TASKS,
             "parent": os.getpid() if bare else None,
             "report": pipes[0],
@@ -301,12 +298,6 @@ class Sandbox:
 def is_supported() -> bool:
     """Whether the tables of system calls have this machine."""
     return sys.platform == "linux" and platform.machine() in MACHINES
-
-
-def _rlimits(limits: Limits) -> dict[str, int]:
-    memory, file_bytes = limits.memory_mb * 2**20, limits.file_mb * 2**20
-    seconds = int(limits.timeout_s) + 2
-    return {"AS": memory, "FSIZE": file_bytes, "CPU": seconds, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0}
 
 
 def interpreter() -> str:
@@ -322,12 +313,9 @@ def readable() -> list[str]:
 
 def is_open_to_all(*paths: str) -> bool:
     """Whether every user may read these paths."""
-    return all(_is_open(Path(path)) for path in paths)
-
-
-def _is_open(path: Path) -> bool:
-    is_reachable = all(place.stat().st_mode & stat.S_IXOTH for place in (path, *path.parents))
-    return bool(path.stat().st_mode & stat.S_IROTH) and is_reachable
+    folders = {folder for path in map(Path, paths) for folder in (path, *path.parents)}
+    is_reachable = all(folder.stat().st_mode & stat.S_IXOTH for folder in folders)
+    return is_reachable and all(os.stat(path).st_mode & stat.S_IROTH for path in paths)
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -90,8 +90,8 @@ def _jsonl_row(line: _Line) -> Row:
     try:
         values = json.loads(line.data.decode("utf-8"))
         _refuse_deep(line.data, values)
-        if b"\\u" in line.data:
-            _refuse_lone_surrogates(values)
+        if b"\\u" in line.data:  # half of a UTF-16 pair can't be stored or tokenized: UnicodeEncodeError
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
         return failed(line.row, line.offset, "bad_encoding", f"not valid UTF-8{_likely_format(line.data)}: {error}")
     except RecursionError:
@@ -138,11 +138,6 @@ def _refuse_deep(data: bytes, values: Any) -> None:
         if depth > MAX_LEVELS:
             raise RecursionError(TOO_DEEP)
         level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
-
-
-def _refuse_lone_surrogates(values: Any) -> None:
-    # JSON can contain half of a UTF-16 pair; such a string can't be stored or tokenized. Raises UnicodeEncodeError.
-    json.dumps(values, ensure_ascii=False).encode("utf-8")
 
 
 def txt_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
@@ -285,14 +280,14 @@ def _records(source: _Lines, delimiter: str, row: int) -> Iterator[_Record]:
         offset = source.offset - len(first)
         used: list[bytes] = []
         try:
-            yield row, offset, next(csv.reader(_decoded(source, first, used), delimiter=delimiter, strict=True))
+            yield row, offset, next(csv.reader(_decode(source, first, used), delimiter=delimiter, strict=True))
         except (csv.Error, StopIteration) as error:
             source.push_back(used)
             yield row, offset, f"not a csv record: {str(error) or 'the quotes do not end'}"
         row += 1
 
 
-def _decoded(source: _Lines, first: bytes, used: list[bytes]) -> Iterator[str]:
+def _decode(source: _Lines, first: bytes, used: list[bytes]) -> Iterator[str]:
     """The record's lines as text; those after the first are also kept in `used`, for another try."""
     size, line = 0, first
     while line:

@@ -83,5 +83,5 @@ def failed(row: int, offset: int | None, kind: str, message: str) -> Row:
 
 def damaged(file: InputFile, row: int, reason: object) -> UserError:
     """The error of a broken container: later rows are lost, which must not happen silently."""
-    said = printable(" ".join(str(reason).split()))[:500]
-    return UserError(f"{file.uri}: damaged or not {file.format} after row {row}: {said}", field=FIELD)
+    text = printable(" ".join(str(reason).split()))[:500]
+    return UserError(f"{file.uri}: damaged or not {file.format} after row {row}: {text}", field=FIELD)

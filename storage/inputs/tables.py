@@ -75,12 +75,12 @@ def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options |
     rows = min(BATCH_ROWS, BATCH_BYTES * about.num_rows // max(1, about.total_byte_size))
     if min(rows, about.num_rows) * about.total_byte_size > SHARED_BYTES:
         rows = min(rows, SHARED_BYTES // max(1, _longest_shared(file, group, columns, s3)))
-    found = 0
+    num_rows = 0
     for batch in parquet.iter_batches(batch_size=max(1, rows), row_groups=[group], columns=names, use_threads=THREADS):
-        found += batch.num_rows
+        num_rows += batch.num_rows
         yield batch
-    if found != about.num_rows:  # a damaged page may end a column early without an error
-        raise pa.ArrowInvalid(f"{found} rows, but the footer says {about.num_rows}")
+    if num_rows != about.num_rows:  # a damaged page may end a column early without an error
+        raise pa.ArrowInvalid(f"{num_rows} rows, but the footer says {about.num_rows}")
 
 
 def _leaves(parquet: pq.ParquetFile, columns: Columns) -> list[str] | None:
@@ -295,9 +295,9 @@ def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> I
         reader = _open_arrow(source)
         is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
         for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-            wanted = batch if columns is None else batch.select(outer_columns(batch.schema.names, columns))
+            selected = batch if columns is None else batch.select(outer_columns(batch.schema.names, columns))
             for first in range(0, batch.num_rows, BATCH_ROWS):
-                yield wanted.slice(first, BATCH_ROWS)
+                yield selected.slice(first, BATCH_ROWS)
         if not is_file and source.tell() != source.size():
             # Zeros, and a second stream after the first, look like the end of the stream.
             raise pa.ArrowInvalid(f"{source.size() - source.tell()} bytes after the end of the stream")

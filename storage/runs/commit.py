@@ -324,9 +324,9 @@ def is_closed(store: Store) -> bool:
 def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
     numbers = manifest.units.numbers()
     assert len(np.unique(numbers)) == len(numbers), "a unit is listed twice"
-    held, rows_held = len(manifest.units), manifest.total("rows")
-    if (held, rows_held) != (units, rows):
-        raise StoreError(f"not complete: {held} of {units} units and {rows_held} of {rows} rows are committed")
+    num_units, num_rows = len(manifest.units), manifest.total("rows")
+    if (num_units, num_rows) != (units, rows):
+        raise StoreError(f"not complete: {num_units} of {units} units and {num_rows} of {rows} rows are committed")
     assert manifest.total("ok") + manifest.total("failed") + manifest.total("skipped") == rows
 
 

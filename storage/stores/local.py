@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
@@ -211,13 +212,18 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def lock_file(file: IO[Any]) -> None:
+    """Wait for the lock of an open file, where the system has such locks; OSError if the file system has none."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
 @contextmanager
 def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock of the file that has this name now; a file that was replaced in the meantime has another lock."""
     while True:
         with path.open("r+b") as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield
                 return

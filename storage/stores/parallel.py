@@ -34,7 +34,7 @@ def parallel_map(
         yield from side_by_side(items, ask, threads=AHEAD, ahead=AHEAD)
         return
     for item in items:
-        yield item, _kept(ask, item)
+        yield item, _ask_now(ask, item)
 
 
 def side_by_side(
@@ -67,7 +67,7 @@ def thread_pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
     pool.shutdown()
 
 
-def _kept(ask: Callable[[T], R], item: T) -> Future[R]:
+def _ask_now(ask: Callable[[T], R], item: T) -> Future[R]:
     promise: Future[R] = Future()
     try:
         promise.set_result(ask(item))

@@ -243,8 +243,8 @@ class S3Store:
 
     def _log_once(self, name: str, state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
-            said = presentable(str(state.outcome.exception()))
-            _log.warning("%s: %s; trying again", self.where(name), said)
+            error = presentable(str(state.outcome.exception()))
+            _log.warning("%s: %s; trying again", self.where(name), error)
 
 
 @lru_cache(maxsize=8)

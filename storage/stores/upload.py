@@ -224,8 +224,8 @@ def _uploads(store: S3Store, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _clock_s(answer: Any) -> float:
-    said = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return parsedate_to_datetime(said).timestamp() if said else time.time()
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date).timestamp() if date else time.time()
 
 
 def _abort(store: S3Store, name: str, upload_id: str) -> None:
