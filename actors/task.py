@@ -59,17 +59,17 @@ class Columns(Settings):
             raise ValueError(f"input.columns: {' and '.join(names)} each give a row's content; name only one of them")
         return self
 
-    def named(self) -> dict[str, str]:
+    def mapping(self) -> dict[str, str]:
         """The columns that the spec names: task column -> file column."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
-    def own_settings(self) -> bool:
+    def has_own_settings(self) -> bool:
         """Whether a column holds the rows' own settings, other than the seed."""
         return any((self.max_new_tokens, self.temperature, self.top_p, self.stop))
 
-    def wanted(self, task: Task) -> dict[str, str]:
+    def to_read(self, task: Task) -> dict[str, str]:
         """The columns to read: the named ones, and the defaults that the task looks for if none is named."""
-        return {name: name for name in ("id", *task.reads)} | self.named()
+        return {name: name for name in ("id", *task.reads)} | self.mapping()
 
 
 class Marker(Settings):

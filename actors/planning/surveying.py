@@ -102,7 +102,7 @@ def batches(
     places = ((piece.file, [(piece.part.row, piece.part.offset)]) for piece in pieces)
     for piece, (file, _) in zip(pieces, fetch_ahead(places, s3=s3), strict=True):
         batch = Batch(piece)
-        columns = reading.columns.wanted(reading.task)
+        columns = reading.columns.to_read(reading.task)
         types = column_types(file, reading.kept, s3) if kept is not None else None
         if kept is not None and types is not None:
             kept.see_types(types)

@@ -30,12 +30,12 @@ from draftmill.actors.rows.row import (
     check_text,
     given_ids,
     is_id,
-    required,
+    require,
     string_of,
     text_of,
     token_error,
 )
-from draftmill.actors.rows.row_settings import Asked, RowRules
+from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import (
@@ -124,10 +124,10 @@ class RowMaker:
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row does not fit the task, the decoder or the model."""
         if self.rules is None:
-            return self._make(values, key, Asked())
-        asked = self.rules.asked(values)
-        settings, stops = self.rules.settings(asked)
-        return replace(self._make(values, key, asked), settings=settings, stops=stops, endpoint=asked.endpoint)
+            return self._make(values, key, OwnSettings())
+        own = self.rules.own_settings(values)
+        settings, stops = self.rules.settings(own)
+        return replace(self._make(values, key, own), settings=settings, stops=stops, endpoint=own.endpoint)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
         """Return the size of each row's canvas, or its error; rows are (values, key)."""
@@ -142,7 +142,7 @@ class RowMaker:
     def _size_of(self, canvas: Canvas) -> Size:
         return canvas.size
 
-    def _make(self, values: Values, key: int, asked: Asked) -> Canvas:
+    def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
         """The canvas without the row's settings."""
         raise NotImplementedError
 
@@ -163,8 +163,8 @@ class CanvasMaker(RowMaker):
 
     task: Infill | Score
 
-    def _make(self, values: Values, key: int, asked: Asked) -> Canvas:
-        """`asked` is unused here, since the holes' lengths are known."""
+    def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
+        """`own` is unused here, since the holes' lengths are known."""
         mask = self._mask
         if self.columns.tokens is not None:
             tokens = given_ids(values, self.columns.tokens, self.info, nulls=mask.kind == "given")
@@ -200,7 +200,7 @@ class CanvasMaker(RowMaker):
     def _text_or_error(self, values: Values) -> str | RowError:
         try:
             if self.rules is not None:
-                self.rules.asked(values)
+                self.rules.own_settings(values)
             return text_of(values, self.columns)
         except RowError as error:
             return error
@@ -272,7 +272,7 @@ class CanvasMaker(RowMaker):
     def _references(self, values: Values, count: int) -> list[str]:
         """The text of each of `count` holes: a text for a single hole, else a list of texts."""
         column = self.columns.reference or "reference"
-        texts = required(values, column)
+        texts = require(values, column)
         if not isinstance(texts, list | tuple):
             texts = [string_of(values, column)]
         if len(texts) != count or not all(isinstance(text, str) for text in texts):
@@ -351,7 +351,7 @@ def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
 
 
 def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, list[Range]]:
-    given = required(values, column)
+    given = require(values, column)
     if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
         raise RowError("bad_row", "read", f"{column!r} must be a list of strings")
     ranges, start = [], 0
@@ -362,7 +362,7 @@ def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, li
 
 
 def _own_spans(values: Values, column: str) -> list[Range]:
-    given = required(values, column)
+    given = require(values, column)
     if not isinstance(given, list | tuple):
         raise masking.bad_mask(f"{column!r} must be a list of [start, end) pairs")
     return [_pair(item, column) for item in given]

@@ -41,7 +41,7 @@ from draftmill.actors.rows.row import (
     text_of,
     token_error,
 )
-from draftmill.actors.rows.row_settings import Asked, RowRules
+from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Complete, Infill, Marker, Score, Side, SpanFraction, Spans, Task
 from draftmill.decoders.base import HOLE, ModelInfo
@@ -61,8 +61,8 @@ class PromptMaker(RowMaker):
     truncate: Side | None = None
     notes_beginnings: bool = field(default=False, kw_only=True)
 
-    def _make(self, values: Values, key: int, asked: Asked) -> Canvas:
-        return self._complete(values, self.task, asked) if isinstance(self.task, Complete) else self._score(values)
+    def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
+        return self._complete(values, self.task, own) if isinstance(self.task, Complete) else self._score(values)
 
     def _size_of(self, canvas: Canvas) -> Size:
         size = canvas.size
@@ -73,17 +73,17 @@ class PromptMaker(RowMaker):
 
     # ---- canvases
 
-    def _complete(self, values: Values, task: Complete, asked: Asked) -> Canvas:
+    def _complete(self, values: Values, task: Complete, own: OwnSettings) -> Canvas:
         names_prompts = any(
             (self.columns.prompt, self.columns.text, self.columns.messages)
         )  # overrides a request's body
-        chat = task.chat if asked.chat is None or names_prompts else asked.chat
+        chat = task.chat if own.chat is None or names_prompts else own.chat
         if self.columns.tokens is not None:
             prompt = given_ids(values, self.columns.tokens, self.info, nulls=False)
         else:
             prompt = self._chat_ids(self._messages(values)) if chat else self._begin(self._plain(values))
         self._check_prompt(prompt)
-        most, room = self.info.max_length, asked.max_new_tokens or task.max_new_tokens
+        most, room = self.info.max_length, own.max_new_tokens or task.max_new_tokens
         whole = len(prompt)
         if most is not None:
             prompt = self._cut(values, prompt, prompt_room(most, room), chat=chat)
@@ -346,11 +346,11 @@ class FimMaker(CanvasMaker):
 
     template: Template
 
-    def _make(self, values: Values, key: int, asked: Asked) -> Canvas:
+    def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
         """The canvas of the row's first hole, with the whole row; RowError if the row does not fit the mask or the model."""
         task = self.task
-        if asked.max_new_tokens is not None:
-            task = task.model_copy(update={"max_new_tokens": asked.max_new_tokens})
+        if own.max_new_tokens is not None:
+            task = task.model_copy(update={"max_new_tokens": own.max_new_tokens})
         pieces, limits = replace(self, task=task)._row(values, key)
         row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
         if row.room is not None and row.room < 1:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from draftmill.actors.task import Columns, Complete, Score
 from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.storage.errors import RowError, listed
+from draftmill.storage.errors import RowError, list_names
 from draftmill.storage.inputs.lines import is_openai_request
 
 Values = Mapping[str, Any]
@@ -29,12 +29,12 @@ def token_error(kind: str, message: str) -> RowError:
 
 
 def missing(values: Values, column: str) -> RowError:
-    """The error of a row that lacks a value in a required column."""
-    what = "is null" if column in values else f"is missing; the row has {listed(values)}"
+    """The error of a row that lacks a value in a require column."""
+    what = "is null" if column in values else f"is missing; the row has {list_names(values)}"
     return RowError("missing_column", "read", f"the column {column!r} {what}"[:1000])
 
 
-def required(values: Values, column: str) -> Any:
+def require(values: Values, column: str) -> Any:
     """The value in a column; RowError if there is none."""
     value = values.get(column)
     if value is None:
@@ -50,7 +50,7 @@ def row_id(values: Values, columns: Columns) -> str | None:
     if columns.id is None and values.get("id") is None:
         return None
     column = columns.id or "id"
-    value = decode_bytes(required(values, column), column)
+    value = decode_bytes(require(values, column), column)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise RowError("bad_row", "read", f"the id {value!r} is neither a string nor a whole number"[:1000])
     text = str(value)
@@ -65,7 +65,7 @@ def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) 
     A named column overrides the `seed` of an OpenAI request.
     """
     if columns.seed is not None:
-        seed = required(values, columns.seed)
+        seed = require(values, columns.seed)
     else:
         body = values.get("body") if is_openai_request(values) else None
         seed = body.get("seed") if isinstance(body, dict) else None
@@ -83,7 +83,7 @@ def text_of(values: Values, columns: Columns) -> str:
 
 def string_of(values: Values, column: str) -> str:
     """Return the text in a column; RowError if there is none."""
-    value = decode_bytes(required(values, column), column)
+    value = decode_bytes(require(values, column), column)
     if not isinstance(value, str):
         raise RowError("bad_row", "read", f"the column {column!r} holds {type(value).__name__}, not text")
     return check_text(value, column)
@@ -114,16 +114,18 @@ def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat:
 
 def _asks_nothing(body: Any) -> RowError:
     """The error of an OpenAI request that has no prompt and no messages."""
-    wanted = "an object with prompt or messages"
+    allowed = "an object with prompt or messages"
     if isinstance(body, dict):
-        return RowError("missing_column", "read", f"the request's body has {listed(body)}; allowed: {wanted}"[:1000])
+        return RowError(
+            "missing_column", "read", f"the request's body has {list_names(body)}; allowed: {allowed}"[:1000]
+        )
     what = "is missing" if body is None else f"is {type(body).__name__}"
-    return RowError("bad_request", "read", f"the request's body {what}; allowed: {wanted}")
+    return RowError("bad_request", "read", f"the request's body {what}; allowed: {allowed}")
 
 
 def messages_of(values: Values, column: str) -> Messages:
     """Return the conversation in a column; RowError if there is none."""
-    given = required(values, column)
+    given = require(values, column)
     fine = isinstance(given, list) and all(
         isinstance(item, dict) and isinstance(item.get("role"), str) for item in given
     )
@@ -195,7 +197,7 @@ def is_id(value: Any) -> bool:
 
 def given_ids(values: Values, column: str, info: ModelInfo, *, nulls: bool) -> NDArray[np.int32]:
     """Return the row's own ids, int32; with `nulls`, each null becomes HOLE."""
-    given = required(values, column)
+    given = require(values, column)
     if not isinstance(given, list | tuple | np.ndarray):
         raise token_error("bad_tokens", f"{column!r} is {type(given).__name__}, not a list of ids")
     for token in given:

@@ -31,7 +31,7 @@ from draftmill.storage.errors import RowError, brief
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OwnSettings:
     """One row's own settings; None means the job's value. `endpoint` is the endpoint of an OpenAI request."""
 
     max_new_tokens: int | None = None
@@ -62,36 +62,36 @@ class RowRules:
     ends: tuple[int, ...] = ()
     open_ended: bool = False
 
-    def asked(self, values: Values) -> Asked:
+    def own_settings(self, values: Values) -> OwnSettings:
         """The row's own settings; RowError if one is invalid or unsupported."""
         body = body_of(values)
-        if body is None and not self.columns.own_settings():
-            return Asked()
+        if body is None and not self.columns.has_own_settings():
+            return OwnSettings()
         endpoint = None
         if body is not None:
             endpoint = endpoint_of(values, body)
             if problems := list(problems_of(body, self._job_values(), endpoint)):
                 _refuse("; ".join(problems))
         if isinstance(self.task, Score):
-            return Asked(endpoint=endpoint)  # nothing is generated, so the settings have no effect
+            return OwnSettings(endpoint=endpoint)  # nothing is generated, so the settings have no effect
         return self._settings_of(values, body or {}, endpoint)
 
-    def settings(self, asked: Asked) -> tuple[RowSettings, StopStrings | None]:
+    def settings(self, own: OwnSettings) -> tuple[RowSettings, StopStrings | None]:
         """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
         stops = None
-        if asked.stop:
+        if own.stop:
             assert self.tokenizer is not None, "stop strings without a tokenizer are refused"
-            stops = StopStrings(self.tokenizer, asked.stop, skip_special=self._skips_special)
+            stops = StopStrings(self.tokenizer, own.stop, skip_special=self._skips_special)
         return RowSettings(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            stop_text=NeverStops() if asked.stop == () else stops,
-            token_logprobs=asked.logprobs,
+            temperature=own.temperature,
+            top_p=own.top_p,
+            stop_text=NeverStops() if own.stop == () else stops,
+            token_logprobs=own.logprobs,
         ), stops
 
     # ---- the values
 
-    def _settings_of(self, values: Values, body: Mapping[str, Any], endpoint: str | None) -> Asked:
+    def _settings_of(self, values: Values, body: Mapping[str, Any], endpoint: str | None) -> OwnSettings:
         name, most = _setting(values, self.columns.max_new_tokens, body, ("max_completion_tokens", "max_tokens"))
         stop_name, stop = _setting(values, self.columns.stop, body, ("stop",))
         if not isinstance(self.task, Complete):
@@ -103,7 +103,7 @@ class RowRules:
         temperature = _number(*_setting(values, self.columns.temperature, body, ("temperature",)), most=100.0)
         top_p = _number(*_setting(values, self.columns.top_p, body, ("top_p",)), most=1.0, above=True)
         self._check_draws(temperature, top_p)
-        return Asked(
+        return OwnSettings(
             max_new_tokens=_count(name, most),
             temperature=temperature,
             top_p=top_p,

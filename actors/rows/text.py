@@ -326,8 +326,8 @@ def _unnamed_values(config: Mapping[str, Any]) -> list[Any]:
 
 def _add(core: Core, added: Iterable[AddedToken], named: Sequence[Token], extra: Iterable[Token]) -> None:
     """Add the tokens that tokenizer.json lacks or has with other flags; marks special tokens of the vocabulary as special."""
-    held = core.get_added_tokens_decoder().values()
-    same, texts = {repr(token) for token in held}, {token.content for token in held}
+    known = core.get_added_tokens_decoder().values()
+    same, texts = {repr(token) for token in known}, {token.content for token in known}
     new: list[Token] = [token for token in added if repr(token) not in same]
     texts |= {str(token) for token in new}
     for token in (*named, *extra):
@@ -346,11 +346,13 @@ def _template(place: Path, config: Mapping[str, Any]) -> str | None:
     files = {file.stem: file for file in sorted(place.glob("additional_chat_templates/*.jinja"))}
     if (place / "chat_template.jinja").is_file():
         files = {"default": place / "chat_template.jinja"} | files
-    held: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()} or config.get("chat_template")
-    if isinstance(held, list):
-        held = {template["name"]: template["template"] for template in held}
-    if isinstance(held, dict):
-        held = held.get("default")
-    if held is not None and not isinstance(held, str):
+    template: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()} or config.get(
+        "chat_template"
+    )
+    if isinstance(template, list):
+        template = {item["name"]: item["template"] for item in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is not None and not isinstance(template, str):
         raise NotPlain("chat_template is not a text")
-    return held
+    return template

@@ -214,7 +214,7 @@ class RowUnitIO:
         self._drafter = drafter_of(job, has_head)
         self._keep = None if job.keep is None else schema_from_bytes(job.keep)
         self._schema = schema_of(SCHEMA_VERSION, self._keep)
-        self._columns = job.columns.wanted(job.task) | names_read(self._keep.names if self._keep is not None else ())
+        self._columns = job.columns.to_read(job.task) | names_read(self._keep.names if self._keep is not None else ())
         self._exact = exact
         self._latest: tuple[Row, int, Canvas] | None = None
 

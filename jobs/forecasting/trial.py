@@ -164,7 +164,7 @@ def first_canvases(prepared: Prepared, count: int) -> list[TrialRow]:
 
 def _canvases(prepared: Prepared) -> Iterator[TrialRow | RowError]:
     spec, maker = prepared.spec, maker_of(prepared)
-    columns = spec.input.columns.wanted(spec.task)
+    columns = spec.input.columns.to_read(spec.task)
     for file in prepared.inputs:
         for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
             yield try_row(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")

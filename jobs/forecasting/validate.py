@@ -345,7 +345,7 @@ def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
 def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
     """Why a row of the survey has no canvas: it is read again."""
     spec, file = prepared.spec, prepared.inputs[row["file"]]
-    columns = spec.input.columns.wanted(spec.task)
+    columns = spec.input.columns.to_read(spec.task)
     place = [(row["row"], row["offset"])]
     (found,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
     made = try_row(partial(canvas_of, spec, maker_of(prepared), found, row["id"]), "tokenize", "tokenize_error")

@@ -132,7 +132,7 @@ def sees_date(spec: JobSpec, tokenizer: Tokenizer | None, inputs: Sequence[Input
 
 def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
     """Whether the first row is an OpenAI request; then the others are, too."""
-    columns = spec.input.columns.wanted(spec.task)
+    columns = spec.input.columns.to_read(spec.task)
     try:
         rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))

@@ -21,7 +21,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs import lines
 from draftmill.storage.inputs.fields import lift, types_in
 from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS
-from draftmill.storage.inputs.rows import FIELD, WHOLE, InputFile, Row, Slice, failed
+from draftmill.storage.inputs.rows import FIELD, WHOLE, InputFile, Row, Slice, failed_row
 from draftmill.storage.inputs.sources import (
     SEEK_BUFFER_BYTES,
     DecompressionCache,
@@ -95,7 +95,9 @@ def read_rows(
             read = _with_fields(_pick_stream_rows(file, places, _reader(file, chunk_chars), s3), columns)
         by_number = {row.row: row for row in read}
     for number, offset in rows:
-        yield by_number.get(number) or failed(number, offset, "bad_row", f"row {number} is not in {file.uri} any more")
+        yield by_number.get(number) or failed_row(
+            number, offset, "bad_row", f"row {number} is not in {file.uri} any more"
+        )
 
 
 def fetch_ahead(

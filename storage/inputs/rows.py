@@ -76,12 +76,12 @@ def default_id(file: InputFile, row: int) -> str:
     return f"{file.name}:{row}"
 
 
-def failed(row: int, offset: int | None, kind: str, message: str) -> Row:
+def failed_row(row: int, offset: int | None, kind: str, message: str) -> Row:
     """A row that could not be read; `kind` is bad_encoding, bad_json or bad_row."""
     return Row(row, offset, None, RowError(kind, "read", message))
 
 
-def damaged(file: InputFile, row: int, reason: object) -> UserError:
+def damage_error(file: InputFile, row: int, reason: object) -> UserError:
     """The error of a broken container: later rows are lost, which must not happen silently."""
     text = printable(" ".join(str(reason).split()))[:500]
     return UserError(f"{file.uri}: damaged or not {file.format} after row {row}: {text}", field=FIELD)

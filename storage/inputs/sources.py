@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.inputs import STDLIB, local_path
-from draftmill.storage.inputs.rows import FIELD, InputFile, damaged
+from draftmill.storage.inputs.rows import FIELD, InputFile, damage_error
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, RangeFile, SeekableFile
 from draftmill.storage.stores.interface import Conflict, S3Options, Store, about, is_local
 from draftmill.storage.stores.local import translate_errors
@@ -152,7 +152,7 @@ class _Decompressed(io.RawIOBase):
         try:
             data = self._stream.read(len(buffer))
         except OSError as error:
-            raise damaged(self._file, 0, f"{self._file.compression} at byte {self._size}: {error}") from None
+            raise damage_error(self._file, 0, f"{self._file.compression} at byte {self._size}: {error}") from None
         buffer[: len(data)] = data
         self._size += len(data)
         if self._size > UNPACKED_BYTES and self._size > MAX_RATIO * self._source.tell():

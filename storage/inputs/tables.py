@@ -26,7 +26,7 @@ from draftmill.storage.inputs.fields import lift_batch, outer_columns
 from draftmill.storage.inputs.huggingface import load
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.lines import too_long_message
-from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, InputFile, Row, Slice, damaged, failed
+from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, InputFile, Row, Slice, damage_error, failed_row
 from draftmill.storage.inputs.sources import check_same, open_bytes
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.local import translate_errors
@@ -124,7 +124,7 @@ def _open_parquet(file: InputFile, s3: S3Options | None) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(open_bytes(file, s3=s3), pre_buffer=False, buffer_size=2**20)
     except DAMAGE as error:
-        raise UserError(str(damaged(file, 0, error))) from None
+        raise UserError(str(damage_error(file, 0, error))) from None
 
 
 @lru_cache(maxsize=4)
@@ -243,7 +243,7 @@ def table_rows(file: InputFile, columns: Columns, s3: S3Options | None, part: Sl
             yield from _rows_of(batch, range(row, row + batch.num_rows), columns)
             row += batch.num_rows
     except DAMAGE as error:
-        raise damaged(file, row, error) from None
+        raise damage_error(file, row, error) from None
 
 
 def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns, s3: S3Options | None) -> Iterator[Row]:
@@ -260,7 +260,7 @@ def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns, s3: 
         else:
             yield from _pick((file, columns, s3), 0, rows, columns, partial(_batches, file, columns, s3))
     except DAMAGE as error:
-        raise damaged(file, rows[0], error) from None
+        raise damage_error(file, rows[0], error) from None
 
 
 def table_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
@@ -273,7 +273,7 @@ def table_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
         with _arrow_source(file, s3) as source:
             return _open_arrow(source).schema
     except DAMAGE as error:
-        raise damaged(file, 0, error) from None
+        raise damage_error(file, 0, error) from None
 
 
 def _batches(
@@ -337,7 +337,7 @@ def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int], columns: 
         sizes = _row_bytes(batch)
         for start, stop in _portions(sizes):
             if sizes[start] > MAX_ROW_BYTES:  # then it is alone in its portion
-                yield failed(numbers[first + start], None, "bad_row", too_long_message("row"))
+                yield failed_row(numbers[first + start], None, "bad_row", too_long_message("row"))
             else:
                 yield from _portion_rows(batch.slice(start, stop - start), numbers[first + start : first + stop])
         first += batch.num_rows
@@ -385,9 +385,9 @@ def _single_row(batch: pa.RecordBatch, number: int) -> Row:
     try:
         return Row(number, None, batch.to_pylist()[0])
     except UnicodeError as error:
-        return failed(number, None, "bad_encoding", f"not valid UTF-8: {error}")
+        return failed_row(number, None, "bad_encoding", f"not valid UTF-8: {error}")
     except _NO_PYTHON_FORM as error:
-        return failed(number, None, "bad_row", f"a value has no Python form: {error}")
+        return failed_row(number, None, "bad_row", f"a value has no Python form: {error}")
 
 
 def _project(table: pa.Table, columns: Columns) -> pa.Table:

@@ -29,7 +29,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.lease import Lease, LeaseLost
-from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
+from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damage_error
 from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits, UnitFacts, unit_name
 from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, Stat, Store
 
@@ -181,7 +181,7 @@ def _read_metadata(store: Store, name: str) -> dict[str, str]:
     try:
         metadata = parquet_metadata(read_parquet(data, columns=["id"]).schema)
     except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(store, name, error) from None
+        raise damage_error(store, name, error) from None
     if "unit" not in metadata:
         raise ForeignUnit(f"{store.url}/{name} was not written by draftmill")
     return metadata | {"sha256": hashlib.sha256(data).hexdigest()}

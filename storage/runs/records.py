@@ -139,15 +139,15 @@ def read_results(
         try:
             table = read_parquet(data.result(), columns=columns)
         except NotFound:
-            raise damaged(store, name, "it does not exist") from None
+            raise damage_error(store, name, "it does not exist") from None
         except (pa.ArrowInvalid, OSError) as error:
-            raise damaged(store, name, error) from None
+            raise damage_error(store, name, error) from None
         yield table
 
 
 REMEDY = "delete it, _manifest.json and _SUCCESS, and the next run repeats its unit"
 
 
-def damaged(store: Store, name: str, reason: object) -> DamagedRun:
+def damage_error(store: Store, name: str, reason: object) -> DamagedRun:
     """The error of a unit's file that can't be read."""
     return DamagedRun(f"{store.url}/{name}", reason, REMEDY)

@@ -140,7 +140,7 @@ def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[st
 def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[str, Any]]) -> None:
     """What a worker finds in each row: an error of the row's own, and what the plan found."""
     places = [(row["row"], row["offset"]) for row in plan]
-    rows = list(read_rows(file, places, columns=spec.input.columns.wanted(spec.task)))
+    rows = list(read_rows(file, places, columns=spec.input.columns.to_read(spec.task)))
     assert len(rows) == len(plan)
     for entry, row in zip(plan, rows, strict=True):
         found = row.error
