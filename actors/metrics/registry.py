@@ -103,7 +103,7 @@ class Programs:
         settings = self.settings
         limits = Limits(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, processes=settings.processes)
         ran = self.sandbox.run(program_of(settings, row.text, row.values), limits, stopping=stopping)
-        if ran.how == "timeout" and stopping():
+        if ran.ending == "timeout" and stopping():
             raise Stopping
         return (float(ran.passed),)
 

@@ -280,7 +280,7 @@ Metric = (
 """Any metric's settings."""
 
 KINDS: Final[Mapping[str, type[MetricBase]]] = {
-    kind: one for one in get_args(Metric) for kind in get_args(one.model_fields["kind"].annotation)
+    kind: metric for metric in get_args(Metric) for kind in get_args(metric.model_fields["kind"].annotation)
 }
 """The settings class of each kind."""
 

@@ -105,14 +105,12 @@ def distinct(settings: Distinct) -> RowByRow:
 
     def measure(row: MeasuredRow) -> Values | None:
         parts = _parts(row, settings.over)
-        return None if parts is None else tuple(_distinct(parts, n) for n in settings.n)
+        if parts is None:
+            return None
+        grams = [[tuple(parts[start : start + n]) for start in range(len(parts) - n + 1)] for n in settings.n]
+        return tuple(len(set(of_n)) / len(of_n) if of_n else None for of_n in grams)
 
     return RowByRow(measure)
-
-
-def _distinct(parts: Sequence[str | int], n: int) -> float | None:
-    grams = [tuple(parts[start : start + n]) for start in range(len(parts) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else None
 
 
 def entropy(settings: Entropy) -> RowByRow:

@@ -276,7 +276,7 @@ class CanvasMaker(RowMaker):
         if not isinstance(texts, list | tuple):
             texts = [string_of(values, column)]
         if len(texts) != count or not all(isinstance(text, str) for text in texts):
-            raise token_error("bad_mask", f"{column!r} must give a text for each of the row's {count} holes")
+            raise masking.bad_mask(f"{column!r} must give a text for each of the row's {count} holes")
         return [check_text(text, column) for text in texts]
 
     def _missing_ids(self, values: Values, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -284,7 +284,7 @@ class CanvasMaker(RowMaker):
         column, count = self.columns.reference or "reference", int((tokens == HOLE).sum())
         ids = given_ids(values, column, self.info, nulls=False)
         if len(ids) != count:
-            raise token_error("bad_mask", f"{column!r} has {len(ids)} ids, but the row's tokens have {count} nulls")
+            raise masking.bad_mask(f"{column!r} has {len(ids)} ids, but the row's tokens have {count} nulls")
         return ids
 
     def _hidden_text(self, values: Values, key: int) -> tuple[str, list[Range]]:
@@ -298,7 +298,10 @@ class CanvasMaker(RowMaker):
         if isinstance(mask, Lines):
             return text, masking.line_ranges(mask, key, text)
         assert isinstance(mask, Spans) and self.columns.spans is not None
-        return text, masking.merge(_own_spans(values, self.columns.spans), len(text))
+        spans = require(values, self.columns.spans)
+        if not isinstance(spans, list | tuple):
+            raise masking.bad_mask(f"{self.columns.spans!r} must be a list of [start, end) pairs")
+        return text, masking.merge([_pair(item, self.columns.spans) for item in spans], len(text))
 
     def _without_ranges(self, text: str, ranges: Sequence[Range]) -> Canvas:
         if not self._tokenizer().joins:
@@ -359,13 +362,6 @@ def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, li
         ranges.append((start, start + len(sentence)))
         start += len(sentence) + len(separator)
     return check_text(separator.join(given), column), ranges
-
-
-def _own_spans(values: Values, column: str) -> list[Range]:
-    given = require(values, column)
-    if not isinstance(given, list | tuple):
-        raise masking.bad_mask(f"{column!r} must be a list of [start, end) pairs")
-    return [_pair(item, column) for item in given]
 
 
 def _pair(item: Any, column: str) -> Range:

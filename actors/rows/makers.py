@@ -82,7 +82,11 @@ class PromptMaker(RowMaker):
             prompt = given_ids(values, self.columns.tokens, self.info, nulls=False)
         else:
             prompt = self._chat_ids(self._messages(values)) if chat else self._begin(self._plain(values))
-        self._check_prompt(prompt)
+        mask = self.info.mask_id
+        if mask is None and not len(prompt):
+            raise token_error("empty_prompt", "the prompt has no tokens, not even a begin token")
+        if mask is not None and bool((prompt == mask).any()):  # it would be filled
+            raise token_error("bad_tokens", f"id {mask} is the model's mask, which is not allowed in a prompt")
         most, room = self.info.max_length, own.max_new_tokens or task.max_new_tokens
         whole = len(prompt)
         if most is not None:
@@ -94,14 +98,6 @@ class PromptMaker(RowMaker):
         holes = ((len(prompt), len(prompt) + room),)
         tokens = np.append(prompt, np.full(room, HOLE, dtype=np.int32))
         return Canvas(tokens, holes, truncated=whole - len(prompt))
-
-    def _check_prompt(self, prompt: NDArray[np.int32]) -> None:
-        """Reject an empty prompt (causal models), or a prompt with the mask token (masked models), which would be filled."""
-        mask = self.info.mask_id
-        if mask is None and not len(prompt):
-            raise token_error("empty_prompt", "the prompt has no tokens, not even a begin token")
-        if mask is not None and bool((prompt == mask).any()):
-            raise token_error("bad_tokens", f"id {mask} is the model's mask, which is not allowed in a prompt")
 
     def _score(self, values: Values) -> Canvas:
         if self.columns.tokens is not None:

@@ -97,15 +97,10 @@ def problems_of(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoi
             yield f"{key}: does not belong to {endpoint}; allowed: null, or leave it out"
         elif key not in neutral:
             yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: null, or leave it out"
-        elif not any(_same(value, other) for other in neutral[key]):
+        elif not any(isinstance(value, bool) == isinstance(other, bool) and value == other for other in neutral[key]):
             allowed = ", ".join(map(_format_value, neutral[key]))
             instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
             yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: {allowed}{instead}"
-
-
-def _same(value: Any, other: Any) -> bool:
-    # True equals 1 in Python.
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _format_value(value: Any) -> str:

@@ -166,7 +166,7 @@ class RowRules:
         if not DECODERS[self.decoder].token_logprobs:
             _refuse(
                 f"logprobs: decoder {self.decoder!r} does not record them; "
-                f"allowed: null, or one of {', '.join(sorted(kind for kind, one in DECODERS.items() if one.token_logprobs))}"
+                f"allowed: null, or one of {', '.join(sorted(kind for kind, rules in DECODERS.items() if rules.token_logprobs))}"
             )
         return True
 

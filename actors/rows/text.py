@@ -95,11 +95,8 @@ class Tokenizer:
         With `skip_special`, special tokens have no text, as in transformers' `decode(ids, skip_special_tokens=True)`.
         """
         before, shown = self._before
-        return self.decode([*before, *(self.without_special(ids) if skip_special else ids)])[len(shown) :]
-
-    def without_special(self, ids: Sequence[int]) -> list[int]:
-        """The `ids` that are not special tokens."""
-        return [token for token in ids if token not in self.special]
+        spelled = [token for token in ids if token not in self.special] if skip_special else ids
+        return self.decode([*before, *spelled])[len(shown) :]
 
     @cached_property
     def special(self) -> dict[int, str]:

@@ -199,7 +199,7 @@ class Ran:
     """How a program ended: `passed` if it ran to its last line. `output` is the end of what it printed."""
 
     passed: bool
-    how: Literal["ended", "timeout", "disk"]
+    ending: Literal["ended", "timeout", "disk"]
     returncode: int
     output: str
 
@@ -245,17 +245,17 @@ class Sandbox:
                 )
                 os.close(writer)
                 writer = -1
-                how = _watch(process, folder, limits, stopping)
+                ending = _watch(process, folder, limits, stopping)
                 text, report = _tail(output), os.read(reader, 4096)
         finally:
             os.close(reader)
             os.close(secret)
             if writer >= 0:
                 os.close(writer)
-        if not report.startswith(b".") and how == "ended":
+        if not report.startswith(b".") and ending == "ended":
             raise SandboxError(text.strip().splitlines()[-1] if text.strip() else "the sandbox did not start")
-        passed = how == "ended" and process.returncode == 0 and report == b"." + token
-        return Ran(passed, how, process.returncode, text)
+        passed = ending == "ended" and process.returncode == 0 and report == b"." + token
+        return Ran(passed, ending, process.returncode, text)
 
     def command(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> list[str]:
         """The command line of one program: the launcher, behind bubblewrap or alone. `pipes`: the report's, and the token's."""

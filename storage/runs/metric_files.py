@@ -186,16 +186,6 @@ def _files(store: Store) -> Iterator[str]:
 # ---- reading
 
 
-def metric_tables(store: Store) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (pass, table) for each measured unit, in the order of passes and units, with the columns of all its sets.
-
-    A column that two sets have is taken from the first. Raises DamagedRun if a file is damaged, StoreError if the files of a
-    unit differ in their rows.
-    """
-    for (pass_, _), tables in _by_unit(store):
-        yield pass_, _side_by_side(store, tables)
-
-
 def read_metric_errors(store: Store) -> Iterator[tuple[int, list[MetricError]]]:
     """Yield, for each file with errors, how many it counts and the ones that it names."""
     for _, tables in _by_unit(store):
@@ -208,10 +198,11 @@ def read_metric_errors(store: Store) -> Iterator[tuple[int, list[MetricError]]]:
 def read_metrics(store: Store) -> pa.Table | None:
     """Every measured sample once: id, sample, then one float64 column per metric, by name; None if nothing is measured.
 
-    Rows are in the plan's order; a sample of several passes has the values of the last measured one. Estimates (pass@k) are
-    computed over all samples of a row.
+    Rows are in the plan's order; a sample of several passes has the values of the last measured one, and a column of two sets
+    those of the first. Estimates (pass@k) are computed over all samples of a row. Raises DamagedRun if a file is damaged,
+    StoreError if the files of a unit differ in their rows.
     """
-    tables = list(metric_tables(store))
+    tables = [(pass_, _side_by_side(store, of_unit)) for (pass_, _), of_unit in _by_unit(store)]
     if not tables:
         return None
     merged = _last_passes([(pass_, table.replace_schema_metadata(None)) for pass_, table in tables])

@@ -115,15 +115,13 @@ def _column(values: list[Any], field: pa.Field) -> pa.Array:
         known = {inner.name for inner in field.type}
         assert all(known.issuperset(value) for value in values if value is not None), f"{field.name} has {known}"
     elif field.type in (pa.string(), _WORDS):
-        values = [None if value is None else _encodable(value) for value in values]
+        # Lone surrogates come from broken input (in ids and error messages) and have no UTF-8 form.
+        values = [
+            text if text is None or text.isascii() else text.encode("utf-8", "replace").decode() for text in values
+        ]
     array = pa.array(values, type=field.type)
     assert field.nullable or not array.null_count, f"{field.name} may not be null"
     return array
-
-
-def _encodable(text: str) -> str:
-    # Lone surrogates come from broken input (in ids and error messages) and have no UTF-8 form.
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def read_results(

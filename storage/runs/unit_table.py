@@ -96,11 +96,11 @@ def part_bytes(units: Iterable[pa.Table]) -> bytes:
 
 
 class PlanTable:
-    """Reads single units of the plan in `store`; caches a few parts' footers, but no rows."""
+    """Reads single units of the plan in `store`, NotFound if it has none; caches a few parts' footers, but no rows."""
 
     def __init__(self, store: Store, parts: Iterable[PlanPart] | None = None) -> None:
         self._store = store
-        self._parts = tuple(parts) if parts is not None else read_parts(store)
+        self._parts = tuple(parts) if parts is not None else parts_of(json.loads(store.get(PLAN)))
         self._firsts = [part.first for part in self._parts]
 
     def unit_rows(self, unit: int) -> list[PlannedRow]:
@@ -126,11 +126,6 @@ class PlanTable:
                     yield table if columns is not None and "sample" not in columns else _with_sample(table)
             except (pa.ArrowException, OSError) as error:
                 raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
-
-
-def read_parts(store: Store) -> tuple[PlanPart, ...]:
-    """Return the parts that `_plan.json` names; NotFound if there is no plan."""
-    return parts_of(json.loads(store.get(PLAN)))
 
 
 def parts_of(plan: dict[str, object]) -> tuple[PlanPart, ...]:

@@ -185,14 +185,11 @@ class RangeFile(SeekableFile):
             return b""
         index, inside = divmod(self._position, BLOCK_BYTES)
         if index not in self._recent:
-            self._fetch_behind(index)
+            if index - 1 in self._recent:
+                for coming in range(index, min(index + 1 + AHEAD_BLOCKS, -(-self._object_size // BLOCK_BYTES))):
+                    BLOCKS.fetch(Block(*self._object, coming))
+            self._recent.append(index)
         return BLOCKS.get(Block(*self._object, index))[inside : inside + length]
-
-    def _fetch_behind(self, index: int) -> None:
-        if index - 1 in self._recent:
-            for coming in range(index, min(index + 1 + AHEAD_BLOCKS, -(-self._object_size // BLOCK_BYTES))):
-                BLOCKS.fetch(Block(*self._object, coming))
-        self._recent.append(index)
 
 
 def open_object(store: Store, name: str) -> io.BufferedReader:

@@ -137,8 +137,10 @@ class LocalStore:
         """What is directly in a folder, but temporary files, in the order of names; nothing if there is no such folder."""
         place = self.root / folder
         with suppress(NotFound), translate_errors(place):
-            entries = [entry for entry in sorted(os.scandir(place), key=_order) if not entry.name.startswith(TEMPORARY)]
-            return [(f"{folder}/{entry.name}" if folder else entry.name, entry) for entry in entries]
+            # S3 sorts whole names, so a folder sorts with its slash.
+            entries = sorted(os.scandir(place), key=lambda entry: f"{entry.name}/" if entry.is_dir() else entry.name)
+            shown = (entry for entry in entries if not entry.name.startswith(TEMPORARY))
+            return [(f"{folder}/{entry.name}" if folder else entry.name, entry) for entry in shown]
         return []
 
     def _stat(self, name: str, path: Path) -> Stat:
@@ -171,11 +173,6 @@ class LocalStore:
 
 def _etag(stat: os.stat_result) -> str:
     return f"{stat.st_mtime_ns:x}-{stat.st_ino:x}-{stat.st_size:x}"
-
-
-def _order(entry: os.DirEntry[str]) -> str:
-    # S3 sorts whole names, so a folder sorts with its slash.
-    return f"{entry.name}/" if entry.is_dir() else entry.name
 
 
 def link_new(temporary: Path, path: Path) -> bool:
