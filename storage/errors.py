@@ -57,11 +57,11 @@ class StoreRefused(StoreError):
 
 
 class StoreFull(StoreError):
-    """The disk, or the user's share of it, is full. Nothing is lost: with more room the same command goes on (exit code 4)."""
+    """The disk, or the user's share of it, is full. Nothing is lost: with more room the same command resumes (exit code 4)."""
 
 
 class AnotherDriver(StoreError):
-    """Another driver has the lease that this one needs. Nothing is lost: the same command can go on later (exit code 4)."""
+    """Another driver has the lease that this one needs. Nothing is lost: the same command can resume later (exit code 4)."""
 
 
 class ChangedInput(StoreError):

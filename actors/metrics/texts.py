@@ -59,7 +59,7 @@ def normalise(text: str) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, with commas between thousands left out; None if there is none."""
+    """The last number in a text, without commas between thousands; None if there is none."""
     numbers = _NUMBER.findall(text)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 

@@ -2,8 +2,8 @@
 
 A stop string may begin in one token and end in another, and a token may hold only a part of a character. So a completion is
 checked token by token: the first token after which the text contains a stop string is the last one kept. The result is the
-same whether tokens come one at a time or many at once, as accepted drafts do. Special tokens that the row's text leaves out
-(`task.skip_special_tokens`) are left out here, too.
+same whether tokens come one at a time or many at once, as accepted drafts do. Special tokens that the row's text skips
+(`task.skip_special_tokens`) are skipped here, too.
 
     tokens   | d | ef f | (x): \\n  | \\n return |        stop "\\n\\n": the fourth completes it and is kept
     text     d  ef f  (x):                              the row's text ends before it

@@ -271,7 +271,7 @@ class Sandbox:
         ]
 
     def policy(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> dict[str, Any]:
-        """What the launcher is told."""
+        """The launcher's input, as JSON data."""
         machine, is_root = platform.machine(), os.getuid() == 0
         bare = self.kind == "kernel"
         return {
@@ -348,7 +348,7 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's whole group, also after its main process has ended: what it started may go on."""
+    """Kill the program's whole group, also after its main process has ended: what it started may continue."""
     for _ in range(100):
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -391,7 +391,7 @@ def _tail(output: BinaryIO) -> str:
 
 
 def _open_and_retry(remove: Callable[..., Any], path: str, _: Any) -> None:
-    """A program may make folders that their owner can't read: open them and try again."""
+    """A program may make folders that their owner can't read: open them and retry."""
     with suppress(OSError):
         os.chmod(os.path.dirname(path), 0o700)
         os.chmod(path, 0o700)

@@ -99,7 +99,7 @@ TIMING_COLUMNS = frozenset(
 
 
 def table_from_rows(rows: Sequence[Mapping[str, Any]], *, schema: pa.Schema = SCHEMA) -> pa.Table:
-    """Return rows (column -> Python value; a column left out is null) as a table of exactly `schema`.
+    """Return rows (column -> Python value; a missing column is null) as a table of exactly `schema`.
 
     An unknown column or field of a struct, or a null in a required column, is a bug of ours: AssertionError.
     """

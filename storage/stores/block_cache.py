@@ -94,7 +94,7 @@ class BlockCache:
             data = block.read()
         except BaseException as error:  # noqa: BLE001 - others may wait for this block, whatever the error
             with self._lock:
-                self._futures.pop(block, None)  # the next request tries again
+                self._futures.pop(block, None)  # the next request retries
             future.set_exception(error)
             return
         future.set_result(data)

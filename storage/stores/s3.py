@@ -41,7 +41,7 @@ MAX_WAIT_S = 10.0
 TIMEOUT_S = 60
 REFUSED_ATTEMPTS = 5
 REFUSED_WAIT_S = 0.5
-"""A refusal is tried again after 0.5, 1, 2 and 4 s: credentials that are being renewed or spread are refused for some seconds."""
+"""A refusal is retried after 0.5, 1, 2 and 4 s: credentials that are being renewed or spread are refused for some seconds."""
 
 MAX_PUT_BYTES = 5 * 2**30
 PAGE_KEYS = 1000
@@ -204,7 +204,7 @@ class S3Store:
 
     def _read(self, name: str, **arguments: str) -> bytes:
         def read(**call: Any) -> bytes:
-            # The body is read inside the attempt: it may break off, and boto3 doesn't retry that.
+            # The body is read inside the attempt: it may be interrupted, and boto3 doesn't retry that.
             return bytes(self._client.get_object(**call)["Body"].read())
 
         return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
@@ -244,7 +244,7 @@ class S3Store:
     def _log_once(self, name: str, state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
             error = presentable(str(state.outcome.exception()))
-            _log.warning("%s: %s; trying again", self.where(name), error)
+            _log.warning("%s: %s; retrying", self.where(name), error)
 
 
 @lru_cache(maxsize=8)
