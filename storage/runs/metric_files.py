@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any, Final
 
 import numpy as np
@@ -134,16 +135,12 @@ def commit_metrics(
     data = write_parquet(table, metadata)
     assert read_parquet(data).num_rows == table.num_rows, "rows were lost in writing"
     failpoint("metrics.before_commit")
-    is_new = not store.exists(name)  # also on a store that ignores conditions
-    if is_new:
-        try:
+    if not store.exists(name):  # also on a store that ignores conditions
+        with suppress(AlreadyExists):
             store.create(name, data, metadata=identity)
-        except AlreadyExists:
-            is_new = False
-    if is_new:
-        failpoint("metrics.after_commit")
-    else:
-        require_identity(store, name, parquet_metadata(_read(store, name, store.get(name)).schema), identity)
+            failpoint("metrics.after_commit")
+            return name
+    require_identity(store, name, parquet_metadata(_read(store, name, store.get(name)).schema), identity)
     return name
 
 
@@ -167,20 +164,14 @@ def _read_set(store: Store, name: str) -> MetricSet:
 
 def measured_units(store: Store) -> dict[tuple[int, int], tuple[str, ...]]:
     """The sets that each unit has a file of, by (pass, unit), from a listing of the metrics alone."""
+    folders = (f"passes/{pass_:04d}/" for pass_ in count(2))
+    passes = takewhile(lambda folder: store.exists(f"{folder}_plan.json"), folders)
     sets: dict[tuple[int, int], tuple[str, ...]] = {}
-    for name in _files(store):
-        if match := _FILE.fullmatch(name):
+    for stat in (stat for folder in ("", *passes) for stat in store.list(f"{folder}metrics/unit-")):
+        if match := _FILE.fullmatch(stat.name):
             unit = int(match[1] or 1), int(match[2])
             sets[unit] = (*sets.get(unit, ()), match[3])
     return dict(sorted(sets.items()))
-
-
-def _files(store: Store) -> Iterator[str]:
-    folder, number = "", 1
-    while number == 1 or store.exists(f"{folder}_plan.json"):
-        yield from (stat.name for stat in store.list(f"{folder}metrics/unit-"))
-        number += 1
-        folder = f"passes/{number:04d}/"
 
 
 # ---- reading
