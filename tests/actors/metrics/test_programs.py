@@ -47,7 +47,7 @@ def test_a_program_is_the_template_with_the_rows_own_parts() -> None:
 def test_code_is_taken_out_of_its_fence_if_asked() -> None:
     answer = "Sure:\n```python\nx = 1\n```\nDone."
     assert fenced_code(answer) == "x = 1\n" and fenced_code("x = 1") == "x = 1" and fenced_code("```\nx") == "x"
-    assert program_of(PassAtK(kind="pass_at_k", program="{text}", code="fenced_code"), answer, {}) == "x = 1\n"
+    assert program_of(PassAtK(kind="pass_at_k", program="{text}", code="fenced"), answer, {}) == "x = 1\n"
 
 
 def test_estimates_are_over_all_samples_of_a_row() -> None:
