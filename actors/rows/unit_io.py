@@ -326,7 +326,9 @@ class RowUnitIO:
 
     def _result(self, unit: WorkUnit, sample: Sample) -> dict[str, Any]:
         """One row of the result table, from the sample's plan entry, canvas and outcome."""
-        columns = sample.error or try_row(lambda: self._decoded_columns(sample), "detokenize", "detokenize_error")
+        columns: dict[str, Any] | RowError = sample.error or try_row(
+            lambda: self._decoded_columns(sample), "detokenize", "detokenize_error"
+        )
         if isinstance(columns, RowError):
             sample.error = columns
             columns = _error_columns(columns)
