@@ -326,12 +326,15 @@ class RowUnitIO:
 
     def _result(self, unit: WorkUnit, sample: Sample) -> dict[str, Any]:
         """One row of the result table, from the sample's plan entry, canvas and outcome."""
-        columns: dict[str, Any] | RowError = sample.error or try_row(
-            lambda: self._decoded_columns(sample), "detokenize", "detokenize_error"
-        )
-        if isinstance(columns, RowError):
-            sample.error = columns
-            columns = _error_columns(columns)
+        columns: dict[str, Any] = {}
+        if sample.error is None:
+            decoded = try_row(lambda: self._decoded_columns(sample), "detokenize", "detokenize_error")
+            if isinstance(decoded, RowError):
+                sample.error = decoded
+            else:
+                columns = decoded
+        if sample.error is not None:
+            columns = _error_columns(sample.error)
         row = {
             "id": sample.note.planned.id,
             "sample": sample.note.planned.sample,
