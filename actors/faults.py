@@ -15,35 +15,16 @@ import traceback
 from collections.abc import Iterator
 
 _MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "cublas_status_alloc_failed",
-    # cuBLAS creates its handle at the first call, and reports this error if memory for the handle is missing.
-    "cublas_status_not_initialized",
-    "cudnn_status_alloc_failed",
-    "unable to find an engine to execute this computation",
-    "unable to find a valid cudnn algorithm",
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory"),
+    # cuBLAS creates its handle at the first call, and reports the second error if memory for the handle is missing.
+    *("cublas_status_alloc_failed", "cublas_status_not_initialized", "cudnn_status_alloc_failed"),
+    *("unable to find an engine to execute this computation", "unable to find a valid cudnn algorithm"),
 )
 _LOST = (
-    "illegal memory access",
-    "device-side assert",
-    "illegal instruction",
-    "illegal address",
-    "misaligned address",
-    "invalid program counter",
-    "unspecified launch failure",
-    "launch timed out",
-    "hardware stack error",
-    "ecc error",
-    "nvlink error",
-    "device is lost",
-    "cuda_error_launch_failed",
-    "cuda_error_assert",
-    "cublas_status_execution_failed",
-    "cudnn_status_execution_failed",
-    "cudnn_status_internal_error",
+    *("illegal memory access", "device-side assert", "illegal instruction", "illegal address", "misaligned address"),
+    *("invalid program counter", "unspecified launch failure", "launch timed out", "hardware stack error"),
+    *("ecc error", "nvlink error", "device is lost", "cuda_error_launch_failed", "cuda_error_assert"),
+    *("cublas_status_execution_failed", "cudnn_status_execution_failed", "cudnn_status_internal_error"),
     # decoders/backbones/split.py: without the other processes of its model, this one can decode nothing.
     "group of processes of this model is lost",
 )
@@ -63,18 +44,25 @@ class DeviceLostError(RuntimeError):
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on the host or on a device, according to the error or one of its causes."""
-    return any(_is_memory(one) for one in _chain(error))
+    return any(
+        isinstance(cause, MemoryError) or _is_torchs(cause, "OutOfMemoryError") or _says(cause, _MEMORY)
+        for cause in _chain(error)
+    )
 
 
 def lost_device(error: BaseException) -> bool:
     """Whether no later call of this process can succeed on its device. Out of memory does not count as lost."""
-    return not ran_out_of_memory(error) and any(_is_loss(one) for one in _chain(error))
+    # torch's AcceleratorError is for errors of the device's runtime; few of them leave the device usable.
+    return not ran_out_of_memory(error) and any(
+        _says(cause, _LOST) or (_is_torchs(cause, "AcceleratorError") and not _says(cause, _REFUSED))
+        for cause in _chain(error)
+    )
 
 
 def let_go(error: BaseException) -> None:
     """Free the objects held by an error's frames, and the device allocator's cached memory."""
-    for one in _chain(error):
-        traceback.clear_frames(one.__traceback__)
+    for cause in _chain(error):
+        traceback.clear_frames(cause.__traceback__)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -83,20 +71,11 @@ def let_go(error: BaseException) -> None:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error and its causes."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-
-
-def _is_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or _is_torchs(error, "OutOfMemoryError") or _says(error, _MEMORY)
-
-
-def _is_loss(error: BaseException) -> bool:
-    # torch's AcceleratorError is for errors of the device's runtime; few of them leave the device usable.
-    return _says(error, _LOST) or (_is_torchs(error, "AcceleratorError") and not _says(error, _REFUSED))
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _is_torchs(error: BaseException, name: str) -> bool:
@@ -105,5 +84,5 @@ def _is_torchs(error: BaseException, name: str) -> bool:
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
-    said = str(error).lower()
-    return any(text in said for text in texts)
+    message = str(error).lower()
+    return any(text in message for text in texts)

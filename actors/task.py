@@ -52,29 +52,24 @@ class Columns(Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> Columns:
-        between = self.prefix is not None or self.suffix is not None
-        sources = {
-            "text": self.text,
-            "tokens": self.tokens,
-            "sentences": self.sentences,
-            "prefix/suffix": between or None,
-        }
-        named = [name for name, column in sources.items() if column is not None]
-        if len(named) > 1:
-            raise ValueError(f"input.columns: {' and '.join(named)} each give a row's content; name only one of them")
+        sources = {"text": self.text, "tokens": self.tokens, "sentences": self.sentences}
+        sources["prefix/suffix"] = self.suffix if self.prefix is None else self.prefix
+        names = [name for name, column in sources.items() if column is not None]
+        if len(names) > 1:
+            raise ValueError(f"input.columns: {' and '.join(names)} each give a row's content; name only one of them")
         return self
 
-    def named(self) -> dict[str, str]:
+    def mapping(self) -> dict[str, str]:
         """The columns that the spec names: task column -> file column."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
-    def own_settings(self) -> bool:
+    def has_own_settings(self) -> bool:
         """Whether a column holds the rows' own settings, other than the seed."""
         return any((self.max_new_tokens, self.temperature, self.top_p, self.stop))
 
-    def wanted(self, task: Task) -> dict[str, str]:
+    def to_read(self, task: Task) -> dict[str, str]:
         """The columns to read: the named ones, and the defaults that the task looks for if none is named."""
-        return {name: name for name in ("id", *task.reads)} | self.named()
+        return {name: name for name in ("id", *task.reads)} | self.mapping()
 
 
 class Marker(Settings):
@@ -165,9 +160,8 @@ class Fim(Settings):
     @model_validator(mode="after")
     def _psm_has_a_middle(self) -> Fim:
         if self.order == "psm" and self.middle is None:
-            raise ValueError(
-                "task.fim.middle: null is allowed only with order spm; order psm ends the prompt with this token"
-            )
+            reason = "null is allowed only with order spm; order psm ends the prompt with this token"
+            raise ValueError(f"task.fim.middle: {reason}")
         return self
 
 

@@ -28,7 +28,7 @@ def problem(proc: Path = Path("/proc"), *, agent: str = AGENT) -> str | None:
             return f"process {pid} ({command[0].decode(errors='replace')}) is stopped or dead"
         if b"/raylet/raylet" in command[0]:
             hosts.add(_option(command, b"--node_ip_address") or "127.0.0.1")
-    return next(filter(None, (_asked(agent.format(host=host)) for host in sorted(hosts))), None)
+    return next(filter(None, (_ask_agent(agent.format(host=host)) for host in sorted(hosts))), None)
 
 
 def _processes(proc: Path) -> Iterator[tuple[str, list[bytes], str]]:
@@ -47,11 +47,11 @@ def _processes(proc: Path) -> Iterator[tuple[str, list[bytes], str]]:
 
 
 def _option(command: list[bytes], name: bytes) -> str | None:
-    found = [word.partition(b"=")[2] for word in command if word.startswith(name + b"=")]
-    return found[0].decode() if found else None
+    values = (word.partition(b"=")[2].decode() for word in command if word.startswith(name + b"="))
+    return next(values, None)
 
 
-def _asked(url: str) -> str | None:
+def _ask_agent(url: str) -> str | None:
     """What the agent says; None if all is well, or nothing listens: a Ray of draftmill's own may have no agent."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
@@ -67,9 +67,9 @@ def _asked(url: str) -> str | None:
 
 def main() -> int:
     """Print the problem, if there is one."""
-    found = problem()
-    print(found or "healthy")
-    return 0 if found is None else 1
+    reason = problem()
+    print(reason or "healthy")
+    return 0 if reason is None else 1
 
 
 if __name__ == "__main__":

@@ -57,11 +57,11 @@ class StoreRefused(StoreError):
 
 
 class StoreFull(StoreError):
-    """The disk, or the user's share of it, is full. Nothing is lost: with more room the same command goes on (exit code 4)."""
+    """The disk, or the user's share of it, is full. Nothing is lost: with more room the same command resumes (exit code 4)."""
 
 
 class AnotherDriver(StoreError):
-    """Another driver has the lease that this one needs. Nothing is lost: the same command can go on later (exit code 4)."""
+    """Another driver has the lease that this one needs. Nothing is lost: the same command can resume later (exit code 4)."""
 
 
 class ChangedInput(StoreError):
@@ -87,7 +87,7 @@ def brief(text: str) -> str:
     return repr(text) if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]!r}... ({len(text):,} characters)"
 
 
-def listed(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     """The first few of many names from an input, quoted, and how many more there are."""
     known = list(names)
     more = f" and {len(known) - MOST_NAMES:,} more" if len(known) > MOST_NAMES else ""
@@ -98,5 +98,6 @@ def printable(text: str) -> str:
     """The text with control characters and terminal sequences escaped; tabs and line ends stay."""
     if text.isprintable():
         return text
-    kept = [one if one.isprintable() or one in "\t\n" else one.encode("unicode_escape").decode() for one in text]
-    return "".join(kept)
+    return "".join(
+        char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode() for char in text
+    )

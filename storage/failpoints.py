@@ -68,8 +68,8 @@ def _parse(text: str) -> dict[str, _Point]:
 
 
 def _parse_one(item: str) -> tuple[str, _Point]:
-    name, _, what = item.partition("=")
-    action, *numbers = what.split(":")
+    name, _, point = item.partition("=")
+    action, *numbers = point.split(":")
     if action not in ACTIONS or len(numbers) > 2:
         allowed = ", ".join(ACTIONS)
         raise ValueError(f"{VARIABLE}: {item!r} is not name=action[:hit[:seconds]], action one of {allowed}")

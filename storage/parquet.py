@@ -59,6 +59,5 @@ def read_parquet(data: bytes, *, columns: Sequence[str] | None = None) -> pa.Tab
 
 def parquet_metadata(schema: pa.Schema) -> dict[str, str]:
     """Return our own key-value metadata of a table's schema, without KEY_PREFIX."""
-    found = schema.metadata or {}
-    pairs = ((key.decode(), value.decode()) for key, value in found.items())
+    pairs = ((key.decode(), value.decode()) for key, value in (schema.metadata or {}).items())
     return {key.removeprefix(KEY_PREFIX): value for key, value in pairs if key.startswith(KEY_PREFIX)}

@@ -77,12 +77,14 @@ class GGUF:
 
     def end_ids(self) -> list[int]:
         """The ids that end a text or a turn, in order of _END_KEYS."""
-        found = (self.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
-        return list(dict.fromkeys(int(token) for token in found if token is not None))
+        ids = (self.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
+        return list(dict.fromkeys(int(token) for token in ids if token is not None))
 
 
 def convert(file: Path, folder: Path, content: str) -> None:
-    """Write the checkpoint of `file` into `folder`. Raises Refused if a part of it can't be preserved."""
+    """Write the checkpoint of `file` into `folder`. Raises ConversionRefused if a part of it can't be preserved."""
+    from draftmill.decoders.backbones.checkpoint import inspect_model
+
     gguf = GGUF(file)
     config = read_config(gguf)
     family = _family(gguf, config)
@@ -94,7 +96,7 @@ def convert(file: Path, folder: Path, content: str) -> None:
     problem = write_tokenizer(gguf, folder)
     source = {"file": file.name, "sha256": content, "weights": weights_hash(content)}
     write_source(folder, source | ({"tokenizer": problem} if problem else {}))
-    _check(folder)
+    inspect_model(folder)
 
 
 # ---- config ------------------------------------------------------------------------------------------------------
@@ -116,11 +118,11 @@ def read_config(gguf: GGUF) -> dict[str, Any]:
     width = gguf.own("attention.key_length")
     if width is not None and "head_dim" in config:
         config["head_dim"] = int(width)
-    scaled = _scaled_positions(gguf, config)
+    scaled = _rope_parameters(gguf, config)
     return config if scaled is None else config | {"rope_parameters": scaled}
 
 
-def _scaled_positions(gguf: GGUF, config: dict[str, Any]) -> dict[str, Any] | None:
+def _rope_parameters(gguf: GGUF, config: dict[str, Any]) -> dict[str, Any] | None:
     """The rope parameters of a model with scaled positions; None for any other."""
     rope = dict(config.get("rope_parameters") or {})
     kind, factors = gguf.own("rope.scaling.type", "none"), _tensor(gguf, "rope_freqs.weight")
@@ -134,9 +136,8 @@ def _scaled_positions(gguf: GGUF, config: dict[str, Any]) -> dict[str, Any] | No
     if kind == "yarn":
         original = int(gguf.own("rope.scaling.original_context_length"))
         return rope | {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
-    raise ConversionRefused(
-        f"its position scaling {kind!r} is not supported; supported: none, linear, yarn, and Llama 3's"
-    )
+    supported = "none, linear, yarn, and Llama 3's"
+    raise ConversionRefused(f"its position scaling {kind!r} is not supported; supported: {supported}")
 
 
 def _llama3(rope: dict[str, Any], factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
@@ -185,11 +186,11 @@ def write_weights(gguf: GGUF, family: CausalFamily, config: dict[str, Any], fold
         raise ConversionRefused(
             f"it holds tensors that transformers' reader does not know: {', '.join(sorted(passed_over)[:5])}"
         )
-    narrow = {name: narrowed(tensor).contiguous() for name, tensor in weights.items()}
-    save_file(narrow, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: narrow(tensor).contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def narrowed(tensor: Tensor) -> Tensor:
+def narrow(tensor: Tensor) -> Tensor:
     """The tensor in float16 or bfloat16 if that represents every number exactly, else unchanged."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):
@@ -212,27 +213,19 @@ def _tensor(gguf: GGUF, name: str) -> Tensor | None:
 def write_tokenizer(gguf: GGUF, folder: Path) -> str | None:
     """Write the tokenizer's files. If the file's own rules can't be preserved, write none and return the reason."""
     from transformers import AutoTokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     kind, rule = gguf.get("tokenizer.ggml.model"), gguf.get("tokenizer.ggml.pre", "default")
     if kind not in {"gpt2", "llama"}:
         return f"the file has a tokenizer of kind {kind!r}; supported: gpt2, llama"
-    if kind == "gpt2" and rule not in _RULES and rule not in _known_rules():
+    if kind == "gpt2" and rule not in _RULES and rule not in GGUF_PRE_TOKENIZER_SPLITS:
         return f"the file's pre-tokenizer rule {rule!r} (tokenizer.ggml.pre) is not known"
-    found = AutoTokenizer.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name)
-    found.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name).save_pretrained(folder)
     if kind == "gpt2":
         _mend_rules(folder / "tokenizer.json", rule)
-    if gguf.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule in _WHOLE_WORDS):
-        _begin_with(folder / "tokenizer.json", int(gguf.get("tokenizer.ggml.bos_token_id")))
-    else:
-        _begin_with(folder / "tokenizer.json", None)
+    begins = gguf.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule in _WHOLE_WORDS)
+    _begin_with(folder / "tokenizer.json", int(gguf.get("tokenizer.ggml.bos_token_id")) if begins else None)
     return None
-
-
-def _known_rules() -> set[str]:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    return set(GGUF_PRE_TOKENIZER_SPLITS)
 
 
 def _mend_rules(path: Path, rule: str) -> None:
@@ -250,22 +243,11 @@ def _begin_with(path: Path, token_id: int | None) -> None:
     from tokenizers.processors import TemplateProcessing
 
     core = Tokenizer.from_file(str(path))
-    before = core.encode("a", add_special_tokens=False).ids
-    wanted = ([] if token_id is None else [token_id]) + before
-    if core.encode("a", add_special_tokens=True).ids == wanted:
-        return
-    name = "" if token_id is None else str(core.id_to_token(token_id))
-    begin = [] if token_id is None else [(name, token_id)]
-    core.post_processor = TemplateProcessing(
-        single=[*([name] if name else []), "$A"], pair=[*([name] if name else []), "$A", "$B"], special_tokens=begin
-    )
-    core.save(str(path))
-
-
-def _check(folder: Path) -> None:
-    from draftmill.decoders.backbones.checkpoint import inspect_model
-
-    inspect_model(folder)
+    begin = [] if token_id is None else [(str(core.id_to_token(token_id)), token_id)]
+    names, ids = [name for name, _ in begin], [number for _, number in begin]
+    if core.encode("a", add_special_tokens=True).ids != [*ids, *core.encode("a", add_special_tokens=False).ids]:
+        core.post_processor = TemplateProcessing(single=[*names, "$A"], pair=[*names, "$A", "$B"], special_tokens=begin)
+        core.save(str(path))
 
 
 def _write(path: Path, held: dict[str, Any]) -> None:

@@ -13,11 +13,10 @@ import importlib.util
 import math
 import re
 import struct
-from functools import partial
 from pathlib import Path
 from typing import IO, Final
 
-from draftmill.actors.checkpoints.made_folders import cache_folder, content_hash, made_once, run_maker
+from draftmill.actors.checkpoints.made_folders import cache_folder, content_hash, make_once, run_maker
 from draftmill.storage.errors import UserError
 
 _SIZES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -65,8 +64,13 @@ def gguf_folder(file: Path, field: str) -> Path:
     content = content_hash(file)
     versions = [importlib.metadata.version(name) for name in ("transformers", "gguf")]
     name = hashlib.sha256(repr((content, READER, versions)).encode()).hexdigest()[:16]
-    make = partial(_convert, file, content, field)
-    return made_once(cache_folder() / "models" / f"{file.stem[:80]}-{name}", make)
+
+    def make(folder: Path) -> None:
+        what = f"converting {file.name} ({file.stat().st_size / 1e6:,.0f} MB) to safetensors"
+        module = "draftmill.actors.checkpoints.gguf_convert"
+        run_maker(module, [str(file), str(folder), content], field=field, what=what)
+
+    return make_once(cache_folder() / "models" / f"{file.stem[:80]}-{name}", make)
 
 
 def check_package(file: Path, field: str) -> None:
@@ -89,11 +93,6 @@ def weights_hash(content: str) -> str:
     return hashlib.sha256(f"gguf\0{READER}\0{content}".encode()).hexdigest()
 
 
-def _convert(file: Path, content: str, field: str, folder: Path) -> None:
-    what = f"converting {file.name} ({file.stat().st_size / 1e6:,.0f} MB) to safetensors"
-    run_maker("draftmill.actors.checkpoints.gguf_convert", [str(file), str(folder), content], field=field, what=what)
-
-
 # ---- the header
 
 
@@ -112,43 +111,42 @@ def check_gguf(file: Path) -> None:
         if stream.read(4) != b"GGUF":
             raise DamagedGGUF(f"{file.name} is not a GGUF file: it does not begin with GGUF")
         try:
-            needed = _needed(stream, size)
+            needed = _needed_bytes(stream, size)
         except _Short:
-            raise DamagedGGUF(
-                f"{file.name} is cut off or damaged: it ends within its header, after {_mb(size)}"
-            ) from None
+            reason = f"it ends within its header, after {_mb(size)}"
+            raise DamagedGGUF(f"{file.name} is cut off or damaged: {reason}") from None
     if needed > size:
         raise DamagedGGUF(f"{file.name} is cut off: it has {_mb(size)}, its table of tensors needs {_mb(needed)}")
 
 
-def _needed(stream: IO[bytes], size: int) -> int:
+def _needed_bytes(stream: IO[bytes], size: int) -> int:
     """The size that the file must have at least."""
-    (version,) = _unpacked(stream, "<I")
+    (version,) = _unpack(stream, "<I")
     if version not in {2, 3}:
         raise DamagedGGUF(f"its GGUF version is {version}; supported: 2, 3")
-    num_tensors, num_keys = _unpacked(stream, "<QQ")
+    num_tensors, num_keys = _unpack(stream, "<QQ")
     alignment = 32
     for _ in range(min(num_keys, size)):
         key = _text(stream, size)
-        (kind,) = _unpacked(stream, "<I")
+        (kind,) = _unpack(stream, "<I")
         if key == b"general.alignment" and kind == 4:
-            (alignment,) = _unpacked(stream, "<I")
+            (alignment,) = _unpack(stream, "<I")
         else:
             _skip(stream, kind, size)
     ends = [0]
     for _ in range(min(num_tensors, size)):
         _text(stream, size)
-        (dimensions,) = _unpacked(stream, "<I")
+        (dimensions,) = _unpack(stream, "<I")
         if dimensions > _MOST_DIMENSIONS:
             raise DamagedGGUF(f"its table of tensors is damaged: a tensor has {dimensions:,} dimensions")
-        shape = _unpacked(stream, f"<{dimensions}Q")
-        kind, offset = _unpacked(stream, "<IQ")
+        shape = _unpack(stream, f"<{dimensions}Q")
+        kind, offset = _unpack(stream, "<IQ")
         num_bytes, numbers = _PLAIN.get(kind, (0, 1))
         ends.append(offset + math.prod(shape) // numbers * num_bytes)
     return -(-stream.tell() // max(1, alignment)) * max(1, alignment) + max(ends)
 
 
-def _unpacked(stream: IO[bytes], layout: str) -> tuple[int, ...]:
+def _unpack(stream: IO[bytes], layout: str) -> tuple[int, ...]:
     data = stream.read(struct.calcsize(layout))
     if len(data) < struct.calcsize(layout):
         raise _Short
@@ -156,7 +154,7 @@ def _unpacked(stream: IO[bytes], layout: str) -> tuple[int, ...]:
 
 
 def _text(stream: IO[bytes], size: int) -> bytes:
-    (length,) = _unpacked(stream, "<Q")
+    (length,) = _unpack(stream, "<Q")
     if length > size - stream.tell():
         raise _Short
     return stream.read(length)
@@ -166,7 +164,7 @@ def _skip(stream: IO[bytes], kind: int, size: int, depth: int = 0) -> None:
     if kind == _TEXT:
         _text(stream, size)
     elif kind == _ARRAY and depth < _DEEPEST:
-        inner, count = _unpacked(stream, "<IQ")
+        inner, count = _unpack(stream, "<IQ")
         if inner in _SIZES:
             _forward(stream, _SIZES[inner] * count, size)
             return

@@ -21,11 +21,7 @@ from typing import Any
 
 import draftmill
 from draftmill.storage.errors import UserError
-
-try:
-    import fcntl
-except ImportError:  # a system without locks of this kind
-    fcntl = None  # type: ignore[assignment]
+from draftmill.storage.stores.local import lock_file
 
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
@@ -39,18 +35,18 @@ def cache_folder() -> Path:
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "draftmill"
 
 
-def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+def make_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Return `target`; if it does not exist, call `make` on an empty folder and rename that to `target`."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(f"{target.name}.lock")):
+    with _hold_lock(target.with_name(f"{target.name}.lock")):
         if not target.is_dir():
-            made_whole(target, make)
+            make_whole(target, make)
     return target
 
 
-def made_whole(target: Path, make: Callable[[Path], None]) -> None:
+def make_whole(target: Path, make: Callable[[Path], None]) -> None:
     """Call `make` on a temporary folder and rename that to `target`: a folder with its final name is complete.
 
     If another process makes the same folder at the same time, the first to finish wins.
@@ -69,12 +65,11 @@ def made_whole(target: Path, make: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock file, if the file system has locks. The file is never deleted: another process may be waiting on it."""
     with path.open("a") as file:
-        if fcntl is not None:
-            with suppress(OSError):  # no locks on this file system
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # no locks on this file system
+            lock_file(file)
         yield
 
 
@@ -94,9 +89,8 @@ def run_maker(module: str, arguments: Sequence[str], *, field: str, what: str) -
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"},
     )
-    refused = _refusal(done.stdout)
-    if refused is not None:
-        raise UserError(refused, field=field)
+    if (refusal := _refusal(done.stdout)) is not None:
+        raise UserError(refusal, field=field)
     if done.returncode != 0:
         why = f"was ended by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
         raise RuntimeError(f"{module} {why} (signal 9 often means that memory ran out): {done.stderr[-2000:]}")
@@ -111,10 +105,10 @@ def _refusal(output: str) -> str | None:
     """The refusal on the last line of a maker's output; None if there is none."""
     lines = output.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        answer = json.loads(lines[-1]) if lines else None
     except json.JSONDecodeError:
         return None
-    return str(found["refused"]) if isinstance(found, dict) and "refused" in found else None
+    return str(answer["refused"]) if isinstance(answer, dict) and "refused" in answer else None
 
 
 def write_source(folder: Path, source: dict[str, Any]) -> None:
@@ -125,10 +119,10 @@ def write_source(folder: Path, source: dict[str, Any]) -> None:
 def read_source(folder: Path) -> dict[str, Any] | None:
     """The source that `write_source` wrote; None for any other folder."""
     try:
-        found = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+        source = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return source if isinstance(source, dict) else None
 
 
 def content_hash(file: Path) -> str:
@@ -138,23 +132,19 @@ def content_hash(file: Path) -> str:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    return remembered("content", [file], compute)
+    return remember("content", [file], compute)
 
 
-def remembered(what: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
+def remember(what: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
     """The result of `compute` for these files; cached by `what` and by the files' paths, sizes and modification times."""
     stats = [(file, file.stat()) for file in files]
-    known_by = (
-        "\0".join(f"{file.resolve()}\0{s.st_size}\0{s.st_mtime_ns}\0{s.st_ino}" for file, s in stats) + f"\0{what}"
-    )
-    memo = cache_folder() / "hashes" / hashlib.sha256(known_by.encode()).hexdigest()[:32]
-    try:
+    parts = [f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}" for file, stat in stats]
+    memo = cache_folder() / "hashes" / hashlib.sha256("\0".join([*parts, what]).encode()).hexdigest()[:32]
+    with suppress(OSError, UnicodeDecodeError):
         return memo.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        pass
-    found = compute()
+    result = compute()
     memo.parent.mkdir(parents=True, exist_ok=True)
     partial = memo.with_name(f"{memo.name}.{secrets.token_hex(4)}")
-    partial.write_text(found, encoding="ascii")
+    partial.write_text(result, encoding="ascii")
     partial.replace(memo)
-    return found
+    return result

@@ -29,12 +29,12 @@ class MergeRefused(ValueError):
 
 
 def merge(base: Path, base_hash: str, adapter: Path, digest: str, folder: Path) -> None:
-    """Write the merged checkpoint. Raises Refused if model and adapter do not fit."""
+    """Write the merged checkpoint. Raises MergeRefused if model and adapter do not fit."""
     family = _family(base)
     import transformers
 
     plain = getattr(transformers, family.model_class).from_pretrained(base, dtype=torch.float32, local_files_only=True)
-    merged = merged_model(plain, adapter)
+    merged = merge_into(plain, adapter)
     _save(merged, family, folder)
     for file in base.iterdir():
         if file.is_file() and file.name != SOURCE and "safetensors" not in file.name:
@@ -43,7 +43,7 @@ def merge(base: Path, base_hash: str, adapter: Path, digest: str, folder: Path) 
     inspect_model(folder)
 
 
-def merged_model(plain: Any, adapter: Path) -> Any:
+def merge_into(plain: Any, adapter: Path) -> Any:
     """The model with the adapter's weights added to its own."""
     from peft import PeftConfig, PeftModel
     from peft.utils import get_peft_model_state_dict
@@ -81,14 +81,13 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
 
 
 def _family(base: Path) -> CausalFamily:
-    found = find_family(read_config(base), "auto")
-    if found.causal not in CAUSAL_FAMILIES:
-        names = ", ".join(family.name for family in CAUSAL_FAMILIES)
-        raise MergeRefused(
-            f"adapters are supported for models of the families {names}; this model is of family {found.name!r}"
-        )
-    assert found.causal is not None
-    return found.causal
+    family = find_family(read_config(base), "auto")
+    if family.causal not in CAUSAL_FAMILIES:
+        names = ", ".join(known.name for known in CAUSAL_FAMILIES)
+        reason = f"this model is of family {family.name!r}"
+        raise MergeRefused(f"adapters are supported for models of the families {names}; {reason}")
+    assert family.causal is not None
+    return family.causal
 
 
 def _save(merged: Any, family: CausalFamily, folder: Path) -> None:

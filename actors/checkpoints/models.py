@@ -21,14 +21,14 @@ from typing import Any
 from draftmill.actors.checkpoints.gguf_files import gguf_folder, is_gguf
 from draftmill.actors.checkpoints.made_folders import (
     cache_folder,
-    made_once,
-    made_whole,
+    make_once,
+    make_whole,
     read_source,
-    remembered,
+    remember,
     run_maker,
 )
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import S3Options, Stat, Store, about
+from draftmill.storage.stores.interface import S3Options, Stat, Store, about, is_local
 from draftmill.storage.stores.store import open_store
 
 FIELD = "model.path"
@@ -64,7 +64,7 @@ def fetch_model(
     With an adapter, returns the folder of the merged checkpoint. Raises UserError for `field` if there is no such model.
     """
     folder = _model(path, revision, s3, field)
-    return folder if adapter is None else _adapted(folder, path, adapter, s3)
+    return folder if adapter is None else _with_adapter(folder, path, adapter, s3)
 
 
 def _model(path: str, revision: str | None, s3: S3Options | None, field: str) -> Path:
@@ -76,42 +76,44 @@ def _model(path: str, revision: str | None, s3: S3Options | None, field: str) ->
             field=field.removesuffix("path") + "revision",
         )
     if path.startswith("builtin:"):
-        return _builtin(path, field)
+        name, known = path.removeprefix("builtin:"), builtin_models()
+        if name not in known:
+            allowed = ", ".join(f"builtin:{other}" for other in known) or "none are installed"
+            raise UserError(f"{path!r} does not exist; allowed: {allowed}", field=field)
+        return BUILTIN / name
     if is_gguf(path) and not folder.is_dir():
         return gguf_folder(_gguf_file(path, revision, s3, field), field)
     if path.startswith("s3://"):
         return _from_s3(path, s3, field)
     if is_here:
         return folder.resolve()
-    if "://" in path or not _HUB_ID.fullmatch(path) or folder.exists():
-        raise UserError(
-            f"{path!r} is not a folder; allowed: builtin:NAME, a folder, s3://..., or a hub id", field=field
-        )
+    if not is_local(path) or not _HUB_ID.fullmatch(path) or folder.exists():
+        allowed = "builtin:NAME, a folder, s3://..., or a hub id"
+        raise UserError(f"{path!r} is not a folder; allowed: {allowed}", field=field)
     return _from_hub(path, revision, field)
 
 
-def _adapted(folder: Path, model: str, adapter: str, s3: S3Options | None) -> Path:
+def _with_adapter(folder: Path, model: str, adapter: str, s3: S3Options | None) -> Path:
     """The folder of the model with the adapter merged into it; the adapter may be a local folder, on S3 or on the hub."""
     place = Path(adapter).expanduser()
     if adapter.startswith("s3://"):
         place = _from_s3(adapter, s3, ADAPTER_FIELD)
     elif not place.is_dir():
         if not _HUB_ID.fullmatch(adapter) or place.exists():
-            raise UserError(
-                f"{adapter!r} is not a folder; allowed: a folder, s3://..., or a hub id", field=ADAPTER_FIELD
-            )
+            allowed = "a folder, s3://..., or a hub id"
+            raise UserError(f"{adapter!r} is not a folder; allowed: {allowed}", field=ADAPTER_FIELD)
         place = _from_hub(adapter, None, ADAPTER_FIELD)
     _check_adapter(place, adapter, model)
     files = [place / name for name in ADAPTER_FILES]
-    digest = remembered("adapter", files, lambda: hash_files(place, files))
+    digest = remember("adapter", files, lambda: hash_files(place, files))
     held = sorted(file for file in folder.iterdir() if file.is_file())
-    return _merged_folder(folder, remembered("model", held, lambda: model_hash(folder)), place.resolve(), digest)
+    return _merged_folder(folder, remember("model", held, lambda: model_hash(folder)), place.resolve(), digest)
 
 
 def adapter_hash(folder: Path) -> str | None:
     """SHA-256 of the adapter that is merged into the checkpoint in this folder; None if there is none."""
-    found = (read_source(folder) or {}).get("adapter")
-    return None if found is None else str(found)
+    digest = (read_source(folder) or {}).get("adapter")
+    return None if digest is None else str(digest)
 
 
 def builtin_models() -> list[str]:
@@ -170,14 +172,6 @@ def user_error(error: Exception, field: str) -> UserError:
     return UserError(str(error), field=field)
 
 
-def _builtin(path: str, field: str) -> Path:
-    name = path.removeprefix("builtin:")
-    if name not in builtin_models():
-        known = ", ".join(f"builtin:{known}" for known in builtin_models()) or "none are installed"
-        raise UserError(f"{path!r} does not exist; allowed: {known}", field=field)
-    return BUILTIN / name
-
-
 def _gguf_file(path: str, revision: str | None, s3: S3Options | None, field: str) -> Path:
     """The local path of a GGUF file, of a copy of an S3 object, or of `owner/repository/FILE.gguf` from the hub."""
     if path.startswith("s3://"):
@@ -186,21 +180,16 @@ def _gguf_file(path: str, revision: str | None, s3: S3Options | None, field: str
     file = Path(path).expanduser()
     if file.is_file():
         return file.resolve()
-    found = _HUB_FILE.fullmatch(path)
-    if found is None or file.parent.is_dir():
-        raise UserError(
-            f"{path!r} is not a file; allowed: a local GGUF file, s3://..., or owner/repository/FILE.gguf", field=field
-        )
-    return _file_from_hub(found["repository"], found["file"], revision, field)
-
-
-def _file_from_hub(repository: str, name: str, revision: str | None, field: str) -> Path:
+    match = _HUB_FILE.fullmatch(path)
+    if match is None or file.parent.is_dir():
+        allowed = "a local GGUF file, s3://..., or owner/repository/FILE.gguf"
+        raise UserError(f"{path!r} is not a file; allowed: {allowed}", field=field)
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repository, name, revision=revision))
+        return Path(hf_hub_download(match["repository"], match["file"], revision=revision))
     except (OSError, ValueError) as error:
-        message = f"{repository}/{name} is neither a local file nor a file on the hub: {_first_line(error)}"
+        message = f"{path} is neither a local file nor a file on the hub: {_first_line(error)}"
         raise UserError(message, field=field) from None
 
 
@@ -226,22 +215,22 @@ def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = 
     with about(field):
         store = open_store(f"s3://{bucket}", s3=s3)
         names = (only,) if only is not None else PATTERNS
-        found = [stat for stat in store.list(prefix) if _is_wanted(stat.name.removeprefix(prefix), names)]
-        if not found:
+        stats = [stat for stat in store.list(prefix) if _matches(stat.name.removeprefix(prefix), names)]
+        if not stats:
             raise UserError(f"{path!r} has no model files ({', '.join(names)})", field=field)
-        version = hashlib.sha256(repr([(stat.name, stat.etag, stat.size) for stat in found]).encode()).hexdigest()[:16]
+        version = hashlib.sha256(repr([(stat.name, stat.etag, stat.size) for stat in stats]).encode()).hexdigest()[:16]
         target = cache_folder() / "models" / f"{bucket}-{version}"
         if not target.is_dir():
-            made_whole(target, partial(_download, store, prefix, found))
+            make_whole(target, partial(_download, store, prefix, stats))
         return target
 
 
-def _is_wanted(name: str, patterns: Iterable[str]) -> bool:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
     return "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _download(store: Store, prefix: str, found: list[Stat], folder: Path) -> None:
-    for stat in found:
+def _download(store: Store, prefix: str, stats: list[Stat], folder: Path) -> None:
+    for stat in stats:
         with (folder / stat.name.removeprefix(prefix)).open("wb") as file:
             for start in range(0, stat.size, 2**26):
                 file.write(store.get_range(stat.name, start, 2**26, etag=stat.etag))
@@ -264,13 +253,12 @@ def _merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Pa
         )
     versions = [importlib.metadata.version(name) for name in ("transformers", "peft")]
     name = hashlib.sha256(repr((MERGER, base_hash, digest, versions)).encode()).hexdigest()[:16]
-    arguments = [str(base), base_hash, str(adapter), digest]
 
     def make(folder: Path) -> None:
         module, what = "draftmill.actors.checkpoints.merge_adapter", "merging the adapter into the model"
-        run_maker(module, [*arguments, str(folder)], field=ADAPTER_FIELD, what=what)
+        run_maker(module, [str(base), base_hash, str(adapter), digest, str(folder)], field=ADAPTER_FIELD, what=what)
 
-    return made_once(cache_folder() / "models" / f"adapted-{name}", make)
+    return make_once(cache_folder() / "models" / f"adapted-{name}", make)
 
 
 def _check_adapter(adapter: Path, named: str, model: str) -> None:
@@ -281,9 +269,8 @@ def _check_adapter(adapter: Path, named: str, model: str) -> None:
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(f"{named!r} is not an adapter: it has no {ADAPTER_CONFIG}", field=ADAPTER_FIELD)
     if not (adapter / ADAPTER_WEIGHTS).is_file():
-        raise UserError(
-            f"{named!r} has no {ADAPTER_WEIGHTS}; other formats (.bin) are not supported", field=ADAPTER_FIELD
-        )
+        reason = f"{named!r} has no {ADAPTER_WEIGHTS}; other formats (.bin) are not supported"
+        raise UserError(reason, field=ADAPTER_FIELD)
     base = str(read_adapter(adapter, named).get("base_model_name_or_path") or "")
     if _is_hub_id(base) and _is_hub_id(model) and base.lower() != model.lower():
         raise UserError(
@@ -296,12 +283,12 @@ def _check_adapter(adapter: Path, named: str, model: str) -> None:
 def read_adapter(adapter: Path, named: str) -> dict[str, Any]:
     """The adapter's config; UserError if it is not a JSON object."""
     try:
-        found = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{named!r}: {ADAPTER_CONFIG} can't be read: {error}", field=ADAPTER_FIELD) from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise UserError(f"{named!r}: {ADAPTER_CONFIG} is not a JSON object", field=ADAPTER_FIELD)
-    return found
+    return config
 
 
 def _is_hub_id(name: str) -> bool:

@@ -28,10 +28,10 @@ def device_facts(decoder: Decoder) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": str(decoder.backbone.dtype).removeprefix("torch."), "torch": torch.__version__}
     if device.type != "cuda":
         return {"name": "CPU", **facts, **_price_of_half(decoder)}
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
-        "name": found.name,
-        "capability": f"{found.major}.{found.minor}",
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
         "driver": driver_version(),
         **facts,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
@@ -47,18 +47,17 @@ def _price_of_half(decoder: Engine) -> dict[str, float]:
         return {}
     wide = nn.Linear(width, 4 * width, bias=False)
     half = nn.Linear(width, 4 * width, bias=False, dtype=dtype)
-    times = _seconds(half, torch.ones(_ROWS, width, dtype=dtype)) / _seconds(
-        PackedLinear(wide.weight, None), torch.ones(_ROWS, width)
-    )
+    half_s = _seconds(half, torch.ones(_ROWS, width, dtype=dtype))
+    times = half_s / _seconds(PackedLinear(wide.weight, None), torch.ones(_ROWS, width))
     return {"times_float32": round(times, 1)} if times > 1 else {}
 
 
 @torch.no_grad()
 def _seconds(product: nn.Module, rows: Tensor) -> float:
     """The least of a few looks, after one that may write a kernel: other work on the machine only adds."""
-    found = []
+    times_s = []
     for _ in range(1 + _LOOKS):
         began_s = time.perf_counter()
         product(rows)
-        found.append(time.perf_counter() - began_s)
-    return min(found[1:])
+        times_s.append(time.perf_counter() - began_s)
+    return min(times_s[1:])

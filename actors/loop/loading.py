@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
@@ -127,30 +128,29 @@ def load_networks(
     from draftmill.decoders.registry import find_heads
 
     model_cache = model_cache or ModelCache()
-    found = fetch_drafter(decoder, s3)
-    keys = network_keys(folder, place, decoder, found)
+    drafter_folder = fetch_drafter(decoder, s3)
+    keys = network_keys(folder, place, decoder, drafter_folder)
     model_cache.keep_only(keys)
-    how: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
     backbone = model_cache.take("model", keys, lambda: load_model(folder, place))
-    if found is None:
+    if drafter_folder is None:
         return Networks(backbone, model_cache.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
-    how["device"] = str(backbone.device)
     # check_drafter has checked that this model's rows are all tokens.
-    drafter = model_cache.take("drafter", keys, lambda: cast("TokenBackbone", load_backbone(found, **how)))
-    heads = model_cache.take("heads", keys, lambda: find_heads(decoder, found, drafter))
-    return Networks(backbone, heads, drafter, inspect_model(found))
+    load_drafter = partial(load_backbone, drafter_folder, dtype=place.dtype, device=str(backbone.device))
+    drafter = model_cache.take("drafter", keys, lambda: cast("TokenBackbone", load_drafter()))
+    heads = model_cache.take("heads", keys, lambda: find_heads(decoder, drafter_folder, drafter))
+    return Networks(backbone, heads, drafter, inspect_model(drafter_folder))
 
 
 def load_model(folder: Path, place: ModelPlace) -> Model:
     """Load a model, or this process's share of it: rank 0 then leads the other processes."""
     from draftmill.decoders.backbones.load import load_backbone
 
-    how: dict[str, Any] = {"family": place.family, "dtype": place.dtype, "device": place.device}
+    load = partial(load_backbone, folder, family=place.family, dtype=place.dtype, device=place.device)
     if place.share is None:
-        return load_backbone(folder, **how)
+        return load()
     from draftmill.decoders.backbones.split import SplitBackbone
 
-    backbone = load_backbone(folder, **how, share=place.share)
+    backbone = load(share=place.share)
     assert isinstance(backbone, SplitBackbone)
     if place.share.rank == 0:
         backbone.lead()
@@ -164,10 +164,10 @@ def network_keys(
 
     `folder` and `drafter` are the local folders of the checkpoints.
     """
-    how = (place.dtype, place.device, place.share)
-    keys: dict[str, Hashable] = {"model": (folder, place.family, *how)}
+    options = (place.dtype, place.device, place.share)
+    keys: dict[str, Hashable] = {"model": (folder, place.family, *options)}
     if drafter is not None:
-        keys["drafter"] = (drafter, *how)
+        keys["drafter"] = (drafter, *options)
     head = head_place(decoder, folder if drafter is None else drafter)
     if head is not None and read_sizes(*head) is not None:  # `auto` names a folder that may have no heads
         keys["heads"] = (head, keys.get("drafter", keys["model"]))
@@ -240,56 +240,49 @@ def check_drafter(
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     try:
-        found = inspect_model(drafter)
-        _check_kind(drafter, found, decoder)
+        drafter_info = inspect_model(drafter)
+        _check_kind(drafter, drafter_info, decoder)
         if tokenizer_hash(drafter) != tokenizer_hash(model, place.tokenizer):
-            _check_vocabulary(drafter, found, info, tokenizer, place)
+            _check_vocabulary(drafter, drafter_info, info, tokenizer, place)
         check_heads(decoder, drafter)
         return model_hash(drafter)
-    except ValueError as error:
-        _refuse(error)
+    except ValueError as error:  # checks of a checkpoint name model.path
+        refusal = user_error(error, DRAFTER_FIELD)
+        field = refusal.field if (refusal.field or "").startswith("decoder.") else DRAFTER_FIELD
+        raise UserError(refusal.message, field=field) from None
 
 
-def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> None:
+def _check_kind(drafter: Path, drafter_info: ModelInfo, decoder: DecoderSettings) -> None:
+    family = f"{drafter} is of family {drafter_info.family!r}, which is not a"
     if not isinstance(decoder, SpecDiffSettings):
-        if found.kind != "causal":
-            raise ValueError(f"{drafter} is of family {found.family!r}, which is not a causal model")
+        if drafter_info.kind != "causal":
+            raise ValueError(f"{family} causal model")
         return
     from draftmill.decoders.backbones.families.table import masked_diffusion_families
 
-    if found.family not in masked_diffusion_families():
-        raise ValueError(
-            f"{drafter} is of family {found.family!r}, which is not a masked-diffusion model; "
-            f"allowed: {', '.join(masked_diffusion_families())}"
-        )
-    decoder.check_drafter(found)
+    if drafter_info.family not in masked_diffusion_families():
+        raise ValueError(f"{family} masked-diffusion model; allowed: {', '.join(masked_diffusion_families())}")
+    decoder.check_drafter(drafter_info)
 
 
 def _check_vocabulary(
-    drafter: Path, found: ModelInfo, info: ModelInfo, tokenizer: Tokenizer | None, place: ModelPlace
+    drafter: Path, drafter_info: ModelInfo, info: ModelInfo, tokenizer: Tokenizer | None, place: ModelPlace
 ) -> None:
     """Check that each id is the same token in both vocabularies, except the mask; other parts of tokenizers may differ.
 
     MDLM and SEDD have no tokenizer files: only their number of ids is known, and the last id is the mask.
     """
-    if tokenizer is None or (found.mask_id is not None and not has_tokenizer(drafter)):
-        without_mask = found.vocab_size - (found.mask_id == found.vocab_size - 1)
-        if info.vocab_size not in {found.vocab_size, without_mask}:
-            raise ValueError(f"{drafter} has {found.vocab_size} ids, the model {info.vocab_size}")
+    size, mask_id = drafter_info.vocab_size, drafter_info.mask_id
+    if tokenizer is None or (mask_id is not None and not has_tokenizer(drafter)):
+        if info.vocab_size not in {size, size - (mask_id == size - 1)}:  # with and without the mask
+            raise ValueError(f"{drafter} has {size} ids, the model {info.vocab_size}")
         return
     other = load_tokenizer(drafter, trust_remote_code=place.trust_remote_code)
     assert other is not None
     both = tokenizer.vocabulary().items() ^ other.vocabulary().items()
-    differing = sorted(token for token, number in both if number != found.mask_id)
+    differing = sorted(token for token, number in both if number != mask_id)
     if differing:
         raise ValueError(
             f"the vocabularies of {drafter} and of the model differ, for example in the token {differing[0]!r}; "
             "a drafter needs the same tokens under the same ids"
         )
-
-
-def _refuse(error: ValueError) -> NoReturn:
-    """Raise the error for the drafter's field: checks of a checkpoint name model.path."""
-    found = user_error(error, DRAFTER_FIELD)
-    field = found.field if (found.field or "").startswith("decoder.") else DRAFTER_FIELD
-    raise UserError(found.message, field=field) from None

@@ -159,9 +159,9 @@ class UnitRunner:
             wait(jobs, return_when=FIRST_COMPLETED)
         for unit in list(self._open.values()):
             if unit.job is not None and unit.job.done():
-                self._clerk_did(unit, unit.job)
+                self._process(unit, unit.job)
 
-    def _clerk_did(self, unit: Open, job: Future[Any]) -> None:
+    def _process(self, unit: Open, job: Future[Any]) -> None:
         unit.job = None
         error = job.exception()
         if error is not None:
@@ -170,9 +170,9 @@ class UnitRunner:
             self._answers.append(job.result())
             self._open.pop(unit.unit.lease)
         else:
-            self._opened(unit, job.result())
+            self._admit_rows(unit, job.result())
 
-    def _opened(self, unit: Open, samples: list[Sample]) -> None:
+    def _admit_rows(self, unit: Open, samples: list[Sample]) -> None:
         unit.samples, unit.opened = samples, True
         unit.queued_at_s = time.perf_counter()
         runnable = in_order([sample for sample in samples if sample.canvas is not None])
@@ -214,11 +214,11 @@ class UnitRunner:
         except Exception as error:  # noqa: BLE001 - a decoder may raise anything; the failing sample is then found
             self._decoder_failed(error)
             return
-        self.limit.stepped(rows)
+        self.limit.count_step(rows)
         for outcome in outcomes:
             unit, sample = self._resident.pop(outcome.index)
-            self._stand_up(unit)
-            self._finished(unit, sample, outcome)
+            self._free_slot(unit)
+            self._take_outcome(unit, sample, outcome)
 
     def _admit(self) -> None:
         if self._suspects:
@@ -262,16 +262,19 @@ class UnitRunner:
         dropped = [self._resident[handle] for handle in sorted(self._resident)]
         self._empty_slots()
         self.decoder.clear()
-        starved = ran_out_of_memory(error)
-        if starved:
-            self._let_go(error)
+        out_of_memory = ran_out_of_memory(error)
+        if out_of_memory:
+            try:
+                let_go(error)
+            except RuntimeError as refusal:  # if the allocator can't even free memory, memory was not the problem
+                raise DeviceLostError(f"{type(refusal).__name__}: {refusal}, after {error}") from None
         if len(dropped) == 1:
             unit, sample = dropped[0]
-            kind = "out_of_memory" if starved else "decode_error"
+            kind = "out_of_memory" if out_of_memory else "decode_error"
             sample.error = RowError(kind, "decode", f"{type(error).__name__}: {error}")
             self._sample_ended(unit, sample)
-        elif starved:
-            self.limit.starved(len(dropped))
+        elif out_of_memory:
+            self.limit.ran_out(len(dropped))
             for unit, sample in reversed(dropped):
                 (unit.again if sample.parts else unit.waiting).appendleft(sample)
         else:
@@ -283,19 +286,13 @@ class UnitRunner:
             unit.active = 0
         self._active.clear()
 
-    def _stand_up(self, unit: Open) -> None:
+    def _free_slot(self, unit: Open) -> None:
         """Note that a sample of the unit has left its slot."""
         unit.active -= 1
         if not unit.active:
             del self._active[unit.unit.lease]
 
-    def _let_go(self, error: Exception) -> None:
-        try:
-            let_go(error)
-        except RuntimeError as refusal:  # if the allocator can't even free memory, memory was not the problem
-            raise DeviceLostError(f"{type(refusal).__name__}: {refusal}, after {error}") from None
-
-    def _finished(self, unit: Open, sample: Sample, outcome: Outcome) -> None:
+    def _take_outcome(self, unit: Open, sample: Sample, outcome: Outcome) -> None:
         if sample.take(outcome):
             unit.again.append(sample)
             return
@@ -323,19 +320,19 @@ class RowLimit:
 
     rows: int | None = None
     _quiet: int = 0
-    _wanted: int = QUIET_STEPS // 2
+    _quiet_needed: int = QUIET_STEPS // 2
 
-    def starved(self, rows: int) -> None:
+    def ran_out(self, rows: int) -> None:
         """Note that memory ran out with `rows` rows."""
         self.rows = max(1, rows // 2)
-        self._quiet, self._wanted = 0, min(2 * self._wanted, MOST_QUIET_STEPS)
+        self._quiet, self._quiet_needed = 0, min(2 * self._quiet_needed, MOST_QUIET_STEPS)
 
-    def stepped(self, rows: int) -> None:
+    def count_step(self, rows: int) -> None:
         """Note a successful step with `rows` rows; steps below the limit don't count."""
         if self.rows is None or rows < self.rows:
             return
         self._quiet += 1
-        if self._quiet >= self._wanted:
+        if self._quiet >= self._quiet_needed:
             self.rows, self._quiet = self.rows + max(1, self.rows // 8), 0
 
     def room(self, room: int, resident: int) -> int:
@@ -353,16 +350,16 @@ def in_order(samples: Sequence[Sample]) -> list[Sample]:
     ranked = sorted(samples, key=lambda sample: (-length_of(sample), sample.index))
     begin = [_beginning(sample) for sample in ranked]
     by_text = sorted(range(len(ranked)), key=lambda number: begin[number].tobytes())
-    shared = [common(begin[one], begin[other]) for one, other in pairwise(by_text)]
+    shared = [common(begin[first], begin[second]) for first, second in pairwise(by_text)]
     length = np.array([len(tokens) for tokens in begin], dtype=np.int64)
-    found = grouped(np.array(by_text, np.int64), np.array(shared, np.int64), length, np.arange(len(ranked)))
-    return [ranked[number] for number in found.order.tolist()]
+    groups = grouped(np.array(by_text, np.int64), np.array(shared, np.int64), length, np.arange(len(ranked)))
+    return [ranked[number] for number in groups.order.tolist()]
 
 
-def common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+def common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
     """How many leading tokens two texts have in common."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(first), len(second))
+    differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if len(differ) else length
 
 

@@ -34,8 +34,6 @@ from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Re
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 
-__all__ = ["DecodeWorker", "Turns", "UnitRunner", "build_parts", "build_runner"]
-
 
 class Turns:
     """The remote interface of a worker: drives a runner by calls."""
@@ -219,9 +217,6 @@ def auto_rows(unit_rows: int, *, on_gpu: bool) -> int:
     return min(256, 2 * unit_rows) if on_gpu else max(16, min(64, unit_rows))
 
 
-Build = Callable[..., UnitRunner]
-
-
 @dataclass(slots=True, eq=False)
 class Here:
     """A worker of this process, and the messages for its next turn."""
@@ -243,7 +238,7 @@ class LocalPool:
         job: Job,
         resources: WorkerResources,
         *,
-        build: Build = build_runner,
+        build: Callable[..., UnitRunner] = build_runner,
         model_cache: ModelCache | None = None,
     ) -> None:
         self._job, self._threads = resources.job(job), resources.threads

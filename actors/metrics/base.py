@@ -42,21 +42,21 @@ class Meter(Protocol):
 class RowByRow:
     """A meter whose rows are measured one after another; an exception concerns its row alone."""
 
-    one: Callable[[MeasuredRow], Values | None]
+    measure_row: Callable[[MeasuredRow], Values | None]
 
     def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        found: list[Values | Exception | None] = []
+        answers: list[Values | Exception | None] = []
         for row in rows:
             if stopping():
                 raise Stopping
-            found.append(guarded(self.one, row))
-        return found
+            answers.append(try_metric(self.measure_row, row))
+        return answers
 
 
-def guarded(one: Callable[[MeasuredRow], Values | None], row: MeasuredRow) -> Values | Exception | None:
+def try_metric(measure: Callable[[MeasuredRow], Values | None], row: MeasuredRow) -> Values | Exception | None:
     """The error boundary of one row: libraries and files of users may raise anything but an interrupt."""
     try:
-        return one(row)
+        return measure(row)
     except Stopping:
         raise
     except SystemExit as error:
@@ -65,10 +65,10 @@ def guarded(one: Callable[[MeasuredRow], Values | None], row: MeasuredRow) -> Va
         return error
 
 
-def compared(one: Callable[[str, Sequence[str]], Values]) -> RowByRow:
+def reference_meter(compare: Callable[[str, Sequence[str]], Values]) -> RowByRow:
     """A meter that compares a text with its references; a row without either has no value."""
 
     def measure(row: MeasuredRow) -> Values | None:
-        return one(row.text, row.references) if row.text is not None and row.references else None
+        return compare(row.text, row.references) if row.text is not None and row.references else None
 
     return RowByRow(measure)

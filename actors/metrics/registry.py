@@ -22,23 +22,9 @@ from draftmill.actors.faults import lost_device
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
-from draftmill.actors.metrics import texts
-from draftmill.actors.metrics.base import MeasuredRow, Meter, RowByRow, Stopping, Values, guarded
-from draftmill.actors.metrics.settings import (
-    PLACE,
-    Bleu,
-    Chrf,
-    Distinct,
-    EditSimilarity,
-    Entropy,
-    ExactMatch,
-    Judge,
-    Length,
-    Metric,
-    OwnMetric,
-    PassAtK,
-    Rouge,
-)
+from draftmill.actors.metrics.base import MeasuredRow, Meter, RowByRow, Stopping, Values, try_metric
+from draftmill.actors.metrics.settings import PLACE, Judge, Metric, OwnMetric, PassAtK
+from draftmill.actors.metrics.texts import METERS
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.text import load_tokenizer
@@ -71,40 +57,23 @@ class ReadyMetric:
 
 def build_meter(metric: ReadyMetric, *, threads: int, s3: S3Options) -> Meter:
     """The meter of a metric; a judge's model is loaded here."""
-    match metric.settings:
-        case ExactMatch() as settings:
-            return texts.exact_match(settings)
-        case EditSimilarity() as settings:
-            return texts.edit_similarity(settings)
-        case Distinct() as settings:
-            return texts.distinct(settings)
-        case Entropy() as settings:
-            return texts.entropy(settings)
-        case Length() as settings:
-            return texts.length(settings)
-        case Rouge() as settings:
-            return texts.rouge(settings)
-        case Bleu() as settings:
-            return texts.bleu(settings)
-        case Chrf() as settings:
-            return texts.chrf(settings)
-        case Judge() as settings:
-            assert metric.place is not None
-            return load_judge(metric.place, prompt=settings.prompt, max_rows=settings.max_rows, threads=threads, s3=s3)
-        case PassAtK() as settings:
-            assert metric.sandbox is not None
-            find_sandbox(
-                metric.sandbox, field=f"{metric.field}.sandbox"
-            )  # this machine may be another than the driver's
-            return Programs(settings, Sandbox(metric.sandbox), threads, metric.samples)
-        case OwnMetric() as settings:
-            assert metric.source is not None
-            return own_metric(settings, load_function(metric.source, settings.path, field=metric.field))
+    settings = metric.settings
+    if isinstance(settings, Judge):
+        assert metric.place is not None
+        return load_judge(metric.place, prompt=settings.prompt, max_rows=settings.max_rows, threads=threads, s3=s3)
+    if isinstance(settings, PassAtK):
+        assert metric.sandbox is not None
+        find_sandbox(metric.sandbox, field=f"{metric.field}.sandbox")  # this machine may be another than the driver's
+        return Programs(settings, Sandbox(metric.sandbox), threads, metric.samples)
+    if isinstance(settings, OwnMetric):
+        assert metric.source is not None
+        return own_metric(settings, load_function(metric.source, settings.path, field=metric.field))
+    return METERS[type(settings)](settings)
 
 
 # ---- pass@k
 
-_FENCED: Final = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE: Final = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,58 +88,55 @@ class Programs:
     def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
         """A row's estimates have no value here if some of its samples are in another unit."""
 
-        def one(row: MeasuredRow) -> Values | None:
+        def measure(row: MeasuredRow) -> Values | None:
             if stopping():
                 raise Stopping
-            return self._passed(row, stopping)
+            return self._run(row, stopping)
 
         with ThreadPoolExecutor(self.threads, thread_name_prefix="programs") as pool:
-            found = list(pool.map(lambda row: guarded(one, row), rows))
-        return self._with_estimates(rows, found)
+            answers = list(pool.map(lambda row: try_metric(measure, row), rows))
+        return self._with_estimates(rows, answers)
 
-    def _passed(self, row: MeasuredRow, stopping: Callable[[], bool]) -> Values | None:
+    def _run(self, row: MeasuredRow, stopping: Callable[[], bool]) -> Values | None:
         if row.text is None:
             return None
         settings = self.settings
         limits = Limits(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, processes=settings.processes)
         ran = self.sandbox.run(program_of(settings, row.text, row.values), limits, stopping=stopping)
-        if ran.how == "timeout" and stopping():
+        if ran.ending == "timeout" and stopping():
             raise Stopping
         return (float(ran.passed),)
 
     def _with_estimates(
-        self, rows: Sequence[MeasuredRow], found: list[Values | Exception | None]
+        self, rows: Sequence[MeasuredRow], answers: list[Values | Exception | None]
     ) -> list[Values | Exception | None]:
-        passed = [float(one[0] or 0.0) if isinstance(one, tuple) else None for one in found]
-        counts = Counter(row.id for row, one in zip(rows, passed, strict=True) if one is not None)
-        correct = Counter(row.id for row, one in zip(rows, passed, strict=True) if one)
-        answers: list[Values | Exception | None] = []
-        for row, one in zip(rows, found, strict=True):
-            if not isinstance(one, tuple):
-                answers.append(one)
-                continue
+        counts = Counter(row.id for row, answer in zip(rows, answers, strict=True) if isinstance(answer, tuple))
+        correct = Counter(row.id for row, answer in zip(rows, answers, strict=True) if answer == (1.0,))
+
+        def estimates(row: MeasuredRow) -> Values:
             total = counts[row.id]
             is_whole = self.samples is None or total == self.samples
-            estimates = (
+            return tuple(
                 pass_at_k(total, correct[row.id], k) if is_whole and k <= total else None for k in self.settings.k
             )
-            answers.append((*one, *estimates))
-        return answers
+
+        pairs = zip(rows, answers, strict=True)
+        return [(*answer, *estimates(row)) if isinstance(answer, tuple) else answer for row, answer in pairs]
 
 
 def program_of(settings: PassAtK, text: str, values: Mapping[str, Any]) -> str:
     """The program of a sample: the template with its text and the kept columns of its row; lists are joined by line ends."""
-    held = dict(values) | {"text": fenced(text) if settings.code == "fenced" else text}
-    return PLACE.sub(lambda place: f"{{{place[1]}}}" if place[1] else _shown(held, place[2]), settings.program)
+    held = dict(values) | {"text": fenced_code(text) if settings.code == "fenced" else text}
+    return PLACE.sub(lambda place: f"{{{place[1]}}}" if place[1] else _kept_text(held, place[2]), settings.program)
 
 
-def fenced(text: str) -> str:
+def fenced_code(text: str) -> str:
     """The content of the first fenced block of code, or the whole text if there is none."""
-    found = _FENCED.search(text)
-    return found[1] if found else text
+    match = _FENCE.search(text)
+    return match[1] if match else text
 
 
-def _shown(values: Mapping[str, Any], name: str) -> str:
+def _kept_text(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name)
     if value is None:
         raise ValueError(f"the row has no value in the kept column {name!r}")
@@ -199,10 +165,10 @@ def load_function(source: str, path: str, *, field: str) -> Callable[[Mapping[st
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's file may raise anything
             raise UserError(f"{path} can't be loaded: {type(error).__name__}: {error}", field=field) from None
-    found = getattr(module, FUNCTION, None)
-    if not callable(found):
+    function = getattr(module, FUNCTION, None)
+    if not callable(function):
         raise UserError(f"{path} has no function {FUNCTION}(row)", field=field)
-    return found
+    return function
 
 
 def own_metric(settings: OwnMetric, function: Callable[[Mapping[str, Any]], Any]) -> RowByRow:
@@ -210,7 +176,7 @@ def own_metric(settings: OwnMetric, function: Callable[[Mapping[str, Any]], Any]
     keys = settings.own_columns()
 
     def measure(row: MeasuredRow) -> Values | None:
-        answer = function(shown_row(row))
+        answer = function(_plain_row(row))
         if answer is None:
             return None
         if isinstance(answer, Mapping):
@@ -225,7 +191,7 @@ def own_metric(settings: OwnMetric, function: Callable[[Mapping[str, Any]], Any]
     return RowByRow(measure)
 
 
-def shown_row(row: MeasuredRow) -> dict[str, Any]:
+def _plain_row(row: MeasuredRow) -> dict[str, Any]:
     """The row as a user's function gets it: the result's columns, with `reference`, `references` and `keep` added."""
     return dict(row.result) | {
         "sample": row.sample,
@@ -281,7 +247,7 @@ class JudgeMeter:
 
         Where the decoder raises, its texts are scored again one by one: the one that fails alone has the error.
         """
-        found: dict[int, Values | Exception] = {}
+        answers: dict[int, Values | Exception] = {}
         active: dict[int, Request] = {}
         suspects: deque[Request] = deque()
         while waiting or active or suspects:
@@ -296,15 +262,15 @@ class JudgeMeter:
                 if lost_device(error) or not active:
                     raise
                 if len(active) == 1:
-                    found |= dict.fromkeys(active, error)
+                    answers |= dict.fromkeys(active, error)
                 else:
                     suspects.extend(active.values())
                 active.clear()
                 continue
             for outcome in outcomes:
                 active.pop(outcome.index)
-                found[outcome.index] = _values(outcome)
-        return found
+                answers[outcome.index] = _values(outcome)
+        return answers
 
     def _admit(self, suspects: deque[Request], waiting: deque[Request], active: dict[int, Request]) -> None:
         """Fill the decoder; a suspect gets it alone."""

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from draftmill.actors.task import as_tuple
 from draftmill.decoders.common_settings import Dtype, Settings
+from draftmill.storage.stores.interface import is_local
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.@-]*$", max_length=100)]
 
@@ -70,16 +71,21 @@ class MetricBase(Settings):
         """The columns that are estimates over all samples of a row; see draftmill.storage.runs.metric_files.MeasuredMetric."""
         return {}
 
-    def kept(self) -> tuple[str, ...]:
+    def kept_columns(self) -> tuple[str, ...]:
         """The columns of the inputs that it reads from `keep`, besides the reference."""
         return ()
 
 
-class ExactMatch(MetricBase):
-    """1 if the text equals a reference, else 0: as they are, normalised as for SQuAD, or by the last number as for GSM8K."""
+class ReferenceMetric(MetricBase):
+    """A metric that compares the text with references."""
 
     needs_reference: ClassVar[bool] = True
     better: ClassVar[Better | None] = "higher"
+
+
+class ExactMatch(ReferenceMetric):
+    """1 if the text equals a reference, else 0: as they are, normalised as for SQuAD, or by the last number as for GSM8K."""
+
     kind: Literal["exact_match", "normalised_match", "number_match"]
 
 
@@ -87,11 +93,9 @@ RougeType = Annotated[str, Field(pattern=r"^rouge([1-9]|L|Lsum)$")]
 RougeTypes = Annotated[tuple[RougeType, ...], BeforeValidator(as_tuple), AfterValidator(_once), Field(min_length=1)]
 
 
-class Rouge(MetricBase):
+class Rouge(ReferenceMetric):
     """ROUGE of the text against the reference, by the package rouge-score; of several references the best F counts."""
 
-    needs_reference: ClassVar[bool] = True
-    better: ClassVar[Better | None] = "higher"
     kind: Literal["rouge"]
     types: RougeTypes = Field(default=("rouge1", "rouge2", "rougeL"), description="each is a column")
     score: Literal["f", "precision", "recall"] = Field(default="f", description="which value of ROUGE")
@@ -102,34 +106,28 @@ class Rouge(MetricBase):
         return self.types
 
     def columns(self) -> tuple[str, ...]:
-        return self.types if self.name is None else tuple(f"{self.name}_{one}" for one in self.types)
+        return self.types if self.name is None else tuple(f"{self.name}_{kind}" for kind in self.types)
 
 
-class Bleu(MetricBase):
+class Bleu(ReferenceMetric):
     """BLEU of the text as one sentence, 0 to 100, by sacrebleu (effective order, exponential smoothing)."""
 
-    needs_reference: ClassVar[bool] = True
-    better: ClassVar[Better | None] = "higher"
     kind: Literal["bleu"]
     lowercase: bool = Field(default=False, description="ignore case")
     tokenize: Literal["13a", "intl", "char", "none"] = Field(default="13a", description="sacrebleu's tokenizer")
 
 
-class Chrf(MetricBase):
+class Chrf(ReferenceMetric):
     """chrF of the text as one sentence, 0 to 100, by sacrebleu."""
 
-    needs_reference: ClassVar[bool] = True
-    better: ClassVar[Better | None] = "higher"
     kind: Literal["chrf"]
     word_order: Annotated[int, Field(ge=0, le=4)] = Field(default=0, description="2 is chrF++")
     lowercase: bool = Field(default=False, description="ignore case")
 
 
-class EditSimilarity(MetricBase):
+class EditSimilarity(ReferenceMetric):
     """1 - Levenshtein distance / length of the longer one, over characters or words; of several references the best."""
 
-    needs_reference: ClassVar[bool] = True
-    better: ClassVar[Better | None] = "higher"
     kind: Literal["edit_similarity"]
     over: Literal["characters", "words"] = Field(default="characters", description="what is compared")
 
@@ -189,7 +187,7 @@ class Judge(MetricBase):
     def columns(self) -> tuple[str, ...]:
         return tuple(f"{self.name or 'judge'}_{part}" for part in ("logprob", "perplexity", "tokens"))
 
-    def kept(self) -> tuple[str, ...]:
+    def kept_columns(self) -> tuple[str, ...]:
         return () if self.prompt is None else (self.prompt,)
 
 
@@ -241,7 +239,7 @@ class PassAtK(MetricBase):
         first, *rest = self.columns()
         return {column: {"of": first, "k": k} for column, k in zip(rest, self.k, strict=True)}
 
-    def kept(self) -> tuple[str, ...]:
+    def kept_columns(self) -> tuple[str, ...]:
         return tuple(place for place in self.places() if place != "text")
 
 
@@ -259,7 +257,7 @@ class OwnMetric(MetricBase):
 
     @model_validator(mode="after")
     def _is_a_file(self) -> OwnMetric:
-        if "://" in self.path or not self.path.endswith(".py"):
+        if not is_local(self.path) or not self.path.endswith(".py"):
             raise ValueError(f"{self.path!r} is not allowed; allowed: the path of a Python file (.py) on this machine")
         if not self.values and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.@-]*", self._stem()) and self.name is None:
             raise ValueError(f"{self.path!r} gives no name for a column; name it with `name`")
@@ -282,7 +280,7 @@ Metric = (
 """Any metric's settings."""
 
 KINDS: Final[Mapping[str, type[MetricBase]]] = {
-    kind: one for one in get_args(Metric) for kind in get_args(one.model_fields["kind"].annotation)
+    kind: metric for metric in get_args(Metric) for kind in get_args(metric.model_fields["kind"].annotation)
 }
 """The settings class of each kind."""
 
@@ -327,12 +325,12 @@ def as_mapping(value: Any, place: str) -> Any:
         return {"kind": "file", "path": value}
     if value in KINDS:
         return {"kind": value}
-    if found := _PASS.fullmatch(value):
-        return {"kind": "pass_at_k"} | ({} if found[1] == "k" else {"k": [int(found[1])]})
+    if match := _PASS.fullmatch(value):
+        return {"kind": "pass_at_k"} | ({} if match[1] == "k" else {"k": [int(match[1])]})
     if re.fullmatch(r"rouge([1-9]|L|Lsum)", value):
         return {"kind": "rouge", "types": [value]}
-    if found := re.fullmatch(r"distinct_([1-9]|1[0-6])", value):
-        return {"kind": "distinct", "n": [int(found[1])]}
+    if match := re.fullmatch(r"distinct_([1-9]|1[0-6])", value):
+        return {"kind": "distinct", "n": [int(match[1])]}
     raise ValueError(f"{place}: {_unknown(value)}")
 
 
@@ -340,7 +338,7 @@ def as_metrics(value: Any) -> Any:
     """A list of metrics as mappings; see `as_mapping`."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return value
-    return tuple(as_mapping(one, f"metrics.{index}") for index, one in enumerate(value))
+    return tuple(as_mapping(metric, f"metrics.{index}") for index, metric in enumerate(value))
 
 
 NAMES: Final = (*KINDS, "rouge1", "rouge2", "rougeL", "rougeLsum", "distinct_1", "distinct_2", "pass@1", "pass@k")
@@ -352,20 +350,20 @@ def _unknown(name: str) -> str:
     return f"{name[:80]!r} is not a metric{hint} allowed: {', '.join(KINDS)}, or a Python file"
 
 
-def expanded(metrics: Sequence[Metric]) -> list[tuple[int, Metric]]:
+def expand_metrics(metrics: Sequence[Metric]) -> list[tuple[int, Metric]]:
     """Each different metric once, with its place in the list; those that measure one thing per column, once per column.
 
     So `rouge` measured once covers a later `rougeL`.
     """
-    found: list[tuple[int, Metric]] = []
+    expanded: list[tuple[int, Metric]] = []
     for index, metric in enumerate(metrics):
         parts: list[Metric] = [metric]
         if isinstance(metric, Rouge):
-            parts = [metric.model_copy(update={"types": (one,)}) for one in metric.types]
+            parts = [metric.model_copy(update={"types": (kind,)}) for kind in metric.types]
         elif isinstance(metric, Distinct):
-            parts = [metric.model_copy(update={"n": (one,)}) for one in metric.n]
-        found += [(index, part) for part in parts if all(part != other for _, other in found)]
-    return found
+            parts = [metric.model_copy(update={"n": (n,)}) for n in metric.n]
+        expanded += [(index, part) for part in parts if all(part != other for _, other in expanded)]
+    return expanded
 
 
 def clashing(metrics: Sequence[MetricBase]) -> tuple[int, str] | None:

@@ -9,13 +9,23 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from operator import eq
 from typing import Any, Final
 
-from draftmill.actors.metrics.base import MeasuredRow, RowByRow, Values, compared
-from draftmill.actors.metrics.settings import Bleu, Chrf, Distinct, EditSimilarity, Entropy, ExactMatch, Length, Rouge
+from draftmill.actors.metrics.base import MeasuredRow, RowByRow, Values, reference_meter
+from draftmill.actors.metrics.settings import (
+    Bleu,
+    Chrf,
+    Distinct,
+    EditSimilarity,
+    Entropy,
+    ExactMatch,
+    Length,
+    MetricBase,
+    Rouge,
+)
 
 PACKAGES: Final = {"rouge": "rouge_score", "bleu": "sacrebleu", "chrf": "sacrebleu"}
 """The module that each kind of metric needs."""
@@ -28,30 +38,30 @@ _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 
 def exact_match(settings: ExactMatch) -> RowByRow:
     """Whether the text equals one of the references."""
-    same = {"exact_match": eq, "normalised_match": _equal_normalised, "number_match": _equal_number}[settings.kind]
-    return compared(lambda text, references: (float(any(same(text, one) for one in references)),))
+    same = {"exact_match": eq, "normalised_match": _equal_words, "number_match": _equal_number}[settings.kind]
+    return reference_meter(lambda text, references: (float(any(same(text, reference) for reference in references)),))
 
 
-def _equal_normalised(text: str, reference: str) -> bool:
-    return normalised(text) == normalised(reference)
+def _equal_words(text: str, reference: str) -> bool:
+    return normalise(text) == normalise(reference)
 
 
 def _equal_number(text: str, reference: str) -> bool:
-    wanted = last_number(reference)
-    if wanted is None:
+    number = last_number(reference)
+    if number is None:
         raise ValueError("the reference has no number")
-    return last_number(text) == wanted
+    return last_number(text) == number
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Lower case, without punctuation and the articles a, an, the, and with single spaces (SQuAD's evaluation script)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, with commas between thousands left out; None if there is none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    """The last number in a text, without commas between thousands; None if there is none."""
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def edit_similarity(settings: EditSimilarity) -> RowByRow:
@@ -60,25 +70,27 @@ def edit_similarity(settings: EditSimilarity) -> RowByRow:
     def parts(text: str) -> Sequence[str]:
         return text if settings.over == "characters" else text.split()
 
-    return compared(lambda text, references: (max(similarity(parts(text), parts(one)) for one in references),))
+    return reference_meter(
+        lambda text, references: (max(similarity(parts(text), parts(reference)) for reference in references),)
+    )
 
 
-def similarity(one: Sequence[str], other: Sequence[str]) -> float:
+def similarity(text: Sequence[str], reference: Sequence[str]) -> float:
     """1 - distance / length of the longer one; 1 if both are empty."""
-    longer = max(len(one), len(other))
-    return 1.0 - distance(one, other) / longer if longer else 1.0
+    longer = max(len(text), len(reference))
+    return 1.0 - distance(text, reference) / longer if longer else 1.0
 
 
-def distance(one: Sequence[str], other: Sequence[str]) -> int:
+def distance(text: Sequence[str], reference: Sequence[str]) -> int:
     """The Levenshtein distance, by Myers' algorithm on bit vectors of any length (Hyyro 2003, figure 8)."""
-    if not one or not other:
-        return len(one) + len(other)
+    if not text or not reference:
+        return len(text) + len(reference)
     places: dict[str, int] = {}
-    for place, part in enumerate(one):
+    for place, part in enumerate(text):
         places[part] = places.get(part, 0) | 1 << place
-    full, last = (1 << len(one)) - 1, 1 << (len(one) - 1)
-    plus, minus, score = full, 0, len(one)
-    for part in other:
+    full, last = (1 << len(text)) - 1, 1 << (len(text) - 1)
+    plus, minus, score = full, 0, len(text)
+    for part in reference:
         match = places.get(part, 0)
         zero = (((match & plus) + plus) ^ plus) | match | minus
         up, down = minus | (full & ~(zero | plus)), plus & zero
@@ -93,14 +105,12 @@ def distinct(settings: Distinct) -> RowByRow:
 
     def measure(row: MeasuredRow) -> Values | None:
         parts = _parts(row, settings.over)
-        return None if parts is None else tuple(_distinct(parts, n) for n in settings.n)
+        if parts is None:
+            return None
+        grams = [[tuple(parts[start : start + n]) for start in range(len(parts) - n + 1)] for n in settings.n]
+        return tuple(len(set(of_n)) / len(of_n) if of_n else None for of_n in grams)
 
     return RowByRow(measure)
-
-
-def _distinct(parts: Sequence[str | int], n: int) -> float | None:
-    grams = [tuple(parts[start : start + n]) for start in range(len(parts) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else None
 
 
 def entropy(settings: Entropy) -> RowByRow:
@@ -154,10 +164,10 @@ def rouge(settings: Rouge) -> RowByRow:
     field = {"f": "fmeasure", "precision": "precision", "recall": "recall"}[settings.score]
 
     def score(text: str, references: Sequence[str]) -> Values:
-        found = scorer.score_multi(list(references), text)
-        return tuple(float(getattr(found[one], field)) for one in settings.types)
+        scores = scorer.score_multi(list(references), text)
+        return tuple(float(getattr(scores[kind], field)) for kind in settings.types)
 
-    return compared(score)
+    return reference_meter(score)
 
 
 def bleu(settings: Bleu) -> RowByRow:
@@ -177,4 +187,11 @@ def chrf(settings: Chrf) -> RowByRow:
 
 
 def _sentences(score: Callable[[str, list[str]], Any]) -> RowByRow:
-    return compared(lambda text, references: (float(score(text, list(references)).score),))
+    return reference_meter(lambda text, references: (float(score(text, list(references)).score),))
+
+
+METERS: Final[Mapping[type[MetricBase], Callable[[Any], RowByRow]]] = {
+    ExactMatch: exact_match, EditSimilarity: edit_similarity, Distinct: distinct, Entropy: entropy, Length: length,
+    Rouge: rouge, Bleu: bleu, Chrf: chrf,
+}  # fmt: skip
+"""What makes the meter of a metric of texts, by the class of its settings."""

@@ -30,8 +30,8 @@ from draftmill.actors.rows.makers import Maker
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.reader import count_lines, has_lines
-from draftmill.storage.inputs.row_groups import group_slices
 from draftmill.storage.inputs.rows import FIELD, InputFile, Slice
+from draftmill.storage.inputs.tables import group_slices
 from draftmill.storage.stores.interface import S3Options, about
 
 CHUNK_BYTES = 8 * 2**20

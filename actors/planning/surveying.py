@@ -19,11 +19,11 @@ from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.rows.canvas import Size
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.row import Values, row_id, row_key
-from draftmill.actors.rows.unit_io import guarded
+from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Columns, Task
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
-from draftmill.storage.inputs.reader import column_types, fetched_ahead, iterate
+from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
 from draftmill.storage.inputs.rows import WHOLE, InputFile, Row, Slice, default_id
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.interface import S3Options
@@ -100,9 +100,9 @@ def batches(
     """Yield the rows of the pieces in batches of one piece each, at most `limit` rows in total."""
     left, s3 = limit, reading.s3
     places = ((piece.file, [(piece.part.row, piece.part.offset)]) for piece in pieces)
-    for piece, (file, _) in zip(pieces, fetched_ahead(places, s3=s3), strict=True):
+    for piece, (file, _) in zip(pieces, fetch_ahead(places, s3=s3), strict=True):
         batch = Batch(piece)
-        columns = reading.columns.wanted(reading.task)
+        columns = reading.columns.to_read(reading.task)
         types = column_types(file, reading.kept, s3) if kept is not None else None
         if kept is not None and types is not None:
             kept.see_types(types)
@@ -152,10 +152,10 @@ def _measured(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
 
 def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | RowError]:
     """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
-    found = guarded(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
+    found = try_row(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
     if not isinstance(found, RowError):
         return found
-    return [guarded(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
+    return [try_row(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
 
 
 def _size(maker: Maker, row: tuple[Values, int]) -> Size | RowError:

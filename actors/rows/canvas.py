@@ -24,18 +24,18 @@ from draftmill.actors.rows import masking
 from draftmill.actors.rows.fim import Infilling
 from draftmill.actors.rows.masking import Range
 from draftmill.actors.rows.row import (
-    STAGE,
     Values,
     check_ids,
     check_length,
-    checked_text,
+    check_text,
     given_ids,
     is_id,
-    required,
+    require,
     string_of,
     text_of,
+    token_error,
 )
-from draftmill.actors.rows.row_settings import Asked, RowRules
+from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import (
@@ -50,6 +50,7 @@ from draftmill.actors.task import (
     Sentences,
     SpanFraction,
     Spans,
+    Task,
 )
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
 from draftmill.storage.errors import RowError
@@ -111,46 +112,69 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A decoded row as text; `text` and the fills' texts are None without a tokenizer."""
+class RowMaker:
+    """Everything that a row's canvas depends on, except the row and its key."""
 
-    text: str | None
-    fills: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class CanvasMaker:
-    """Everything that a row's canvas with holes depends on, except the row and its key.
-
-    In the task `score`, holes without a text of their own (marker, given) hide the row's `reference`.
-    """
-
-    task: Infill | Score
+    task: Task
     columns: Columns
     tokenizer: Tokenizer | None
     info: ModelInfo
     rules: RowRules | None = field(default=None, kw_only=True)
 
     def make(self, values: Values, key: int) -> Canvas:
-        """Return the row's canvas; RowError if the row does not fit the mask, the decoder or the model."""
+        """Return the row's canvas; RowError if the row does not fit the task, the decoder or the model."""
         if self.rules is None:
-            return self._made(values, key, Asked())
-        asked = self.rules.asked(values)
-        settings, stops = self.rules.settings(asked)
-        return replace(self._made(values, key, asked), settings=settings, stops=stops, endpoint=asked.endpoint)
+            return self._make(values, key, OwnSettings())
+        own = self.rules.own_settings(values)
+        settings, stops = self.rules.settings(own)
+        return replace(self._make(values, key, own), settings=settings, stops=stops, endpoint=own.endpoint)
 
-    def _made(self, values: Values, key: int, asked: Asked) -> Canvas:
-        """The canvas without the row's settings; `asked` is unused here, since the holes' lengths are known."""
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+        """Return the size of each row's canvas, or its error; rows are (values, key)."""
+        return [self._size(values, key) for values, key in rows]
+
+    def _size(self, values: Values, key: int) -> Size | RowError:
+        try:
+            return self._size_of(self.make(values, key))
+        except RowError as error:
+            return error
+
+    def _size_of(self, canvas: Canvas) -> Size:
+        return canvas.size
+
+    def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
+        """The canvas without the row's settings."""
+        raise NotImplementedError
+
+    def _tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None, "the spec needs a tokenizer"
+        return self.tokenizer
+
+    def _encode(self, text: str) -> NDArray[np.int32]:
+        return check_ids(self._tokenizer().encode(text), self.info)
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasMaker(RowMaker):
+    """Makes canvases with holes.
+
+    In the task `score`, holes without a text of their own (marker, given) hide the row's `reference`.
+    """
+
+    task: Infill | Score
+
+    def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
+        """`own` is unused here, since the holes' lengths are known."""
         mask = self._mask
         if self.columns.tokens is not None:
             tokens = given_ids(values, self.columns.tokens, self.info, nulls=mask.kind == "given")
             if isinstance(mask, Random | Spans | SpanFraction):
-                return self._punched(tokens, key)
-            return self._checked(tokens, self._missing_ids(values, tokens) if self._hides_reference else None)
+                return self._punch(tokens, key)
+            return self._canvas(tokens, self._missing_ids(values, tokens) if self._hides_reference else None)
         if isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
-            return self._punched(self._encode(text_of(values, self.columns)), key)
+            return self._punch(self._encode(text_of(values, self.columns)), key)
         if isinstance(mask, Marker):
-            return self._joined(self._marked_pieces(mask, values))
+            return self._join(self._pieces_of(mask, values))
         text, ranges = self._hidden_text(values, key)
         return self._without_ranges(text, ranges)
 
@@ -167,22 +191,23 @@ class CanvasMaker:
 
     # ---- sizes
 
-    def _size(self, values: Values, key: int) -> Size | RowError:
-        try:
-            canvas = self.make(values, key)
-        except RowError as error:
-            return error
-        return canvas.size
-
     def _sizes_of_texts(self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]) -> list[Size | RowError]:
         """Sizes without drawing noise: the mask hides a known number of tokens. Encodes all texts at once."""
-        found: list[str | RowError] = [_attempt(values, self.columns, self.rules) for values in rows]
-        encoded = iter(self._tokenizer().encode_batch([text for text in found if isinstance(text, str)]))
-        return [self._size_of_ids(mask, next(encoded)) if isinstance(text, str) else text for text in found]
+        texts = [self._text_or_error(values) for values in rows]
+        encoded = iter(self._tokenizer().encode_batch([text for text in texts if isinstance(text, str)]))
+        return [self._size_of_ids(mask, next(encoded)) if isinstance(text, str) else text for text in texts]
+
+    def _text_or_error(self, values: Values) -> str | RowError:
+        try:
+            if self.rules is not None:
+                self.rules.own_settings(values)
+            return text_of(values, self.columns)
+        except RowError as error:
+            return error
 
     def _size_of_ids(self, mask: Random | Spans | SpanFraction, ids: list[int]) -> Size | RowError:
         try:
-            check_ids(np.asarray(ids, dtype=np.int64), self.info)
+            check_ids(ids, self.info)
             check_length(len(ids), self.info)
             return Size(len(ids), masking.masked_count(mask, len(ids)))
         except RowError as error:
@@ -195,37 +220,27 @@ class CanvasMaker:
         assert self.task.mask is not None, "a task without a mask has no holes"
         return self.task.mask
 
-    def _tokenizer(self) -> Tokenizer:
-        assert self.tokenizer is not None, "the spec needs a tokenizer"
-        return self.tokenizer
-
-    def _encode(self, text: str) -> NDArray[np.int32]:
-        return self._checked_ids(self._tokenizer().encode(text))
-
-    def _checked_ids(self, ids: Sequence[int]) -> NDArray[np.int32]:
-        return check_ids(np.asarray(ids, dtype=np.int64), self.info)
-
-    def _checked(self, tokens: NDArray[np.int32], hidden: NDArray[np.int32] | None) -> Canvas:
+    def _canvas(self, tokens: NDArray[np.int32], hidden: NDArray[np.int32] | None) -> Canvas:
         check_length(len(tokens), self.info)
         return Canvas(tokens, tuple(runs(tokens == HOLE)), hidden=hidden)
 
-    def _punched(self, tokens: NDArray[np.int32], key: int) -> Canvas:
+    def _punch(self, tokens: NDArray[np.int32], key: int) -> Canvas:
         mask = self._mask
         assert isinstance(mask, Random | Spans | SpanFraction)
         check_length(len(tokens), self.info)
         punched, where = tokens.copy(), masking.masked_positions(mask, key, len(tokens))
         punched[where] = HOLE
-        return self._checked(punched, tokens[where])
+        return self._canvas(punched, tokens[where])
 
-    def _joined(self, pieces: Sequence[Piece]) -> Canvas:
+    def _join(self, pieces: Sequence[Piece]) -> Canvas:
         """The canvas of pieces: each is a text, a number of HOLEs, or the ids that HOLEs hide."""
         check_length(sum(piece for piece in pieces if isinstance(piece, int)), self.info)
-        parts = [np.zeros(0, dtype=np.int32), *map(self._shown, pieces)]
-        known = [piece for piece in pieces if isinstance(piece, np.ndarray)]
-        hidden = None if any(isinstance(piece, int) for piece in pieces) else np.concatenate([parts[0], *known])
-        return self._checked(np.concatenate(parts), hidden)
+        parts = [np.zeros(0, dtype=np.int32), *map(self._tokens_of, pieces)]
+        ids = [piece for piece in pieces if isinstance(piece, np.ndarray)]
+        hidden = None if any(isinstance(piece, int) for piece in pieces) else np.concatenate([parts[0], *ids])
+        return self._canvas(np.concatenate(parts), hidden)
 
-    def _shown(self, piece: Piece) -> NDArray[np.int32]:
+    def _tokens_of(self, piece: Piece) -> NDArray[np.int32]:
         """A piece's tokens on the canvas."""
         if isinstance(piece, str):
             return self._encode(piece)
@@ -233,21 +248,21 @@ class CanvasMaker:
 
     # ---- text
 
-    def _marked_pieces(self, mask: Marker, values: Values) -> list[Piece]:
-        texts, lengths = self._marked(mask, values, mask.length)
+    def _pieces_of(self, mask: Marker, values: Values) -> list[Piece]:
+        texts, lengths = self._split_at_markers(mask, values, mask.length)
         holes: Sequence[Piece] = lengths
         if self._hides_reference:
             holes = [self._encode(text) for text in self._references(values, len(lengths))]
         return [texts[0], *(piece for pair in zip(holes, texts[1:], strict=True) for piece in pair)]
 
-    def _marked(self, mask: Marker, values: Values, default: int) -> tuple[list[str], list[int]]:
+    def _split_at_markers(self, mask: Marker, values: Values, default: int) -> tuple[list[str], list[int]]:
         """The texts around the holes, and the tokens of each hole: `default` unless its marker says how many."""
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
             return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [default]
         parts = masking.marker_pattern(mask.marker).split(text_of(values, self.columns))
         if len(parts) == 1:
-            raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
+            raise token_error("marker_absent", f"the text has no marker {mask.marker!r}")
         return parts[::2], [masking.hole_length(written, mask, default) for written in parts[1::2]]
 
     @property
@@ -257,19 +272,19 @@ class CanvasMaker:
     def _references(self, values: Values, count: int) -> list[str]:
         """The text of each of `count` holes: a text for a single hole, else a list of texts."""
         column = self.columns.reference or "reference"
-        found = required(values, column)
-        if not isinstance(found, list | tuple):
-            found = [string_of(values, column)]
-        if len(found) != count or not all(isinstance(item, str) for item in found):
-            raise RowError("bad_mask", STAGE, f"{column!r} must give a text for each of the row's {count} holes")
-        return [checked_text(item, column) for item in found]
+        texts = require(values, column)
+        if not isinstance(texts, list | tuple):
+            texts = [string_of(values, column)]
+        if len(texts) != count or not all(isinstance(text, str) for text in texts):
+            raise masking.bad_mask(f"{column!r} must give a text for each of the row's {count} holes")
+        return [check_text(text, column) for text in texts]
 
     def _missing_ids(self, values: Values, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """The ids of the nulls in the row's tokens."""
         column, count = self.columns.reference or "reference", int((tokens == HOLE).sum())
         ids = given_ids(values, column, self.info, nulls=False)
         if len(ids) != count:
-            raise RowError("bad_mask", STAGE, f"{column!r} has {len(ids)} ids, but the row's tokens have {count} nulls")
+            raise masking.bad_mask(f"{column!r} has {len(ids)} ids, but the row's tokens have {count} nulls")
         return ids
 
     def _hidden_text(self, values: Values, key: int) -> tuple[str, list[Range]]:
@@ -283,7 +298,10 @@ class CanvasMaker:
         if isinstance(mask, Lines):
             return text, masking.line_ranges(mask, key, text)
         assert isinstance(mask, Spans) and self.columns.spans is not None
-        return text, masking.merged(_own_spans(values, self.columns.spans), len(text))
+        spans = require(values, self.columns.spans)
+        if not isinstance(spans, list | tuple):
+            raise masking.bad_mask(f"{self.columns.spans!r} must be a list of [start, end) pairs")
+        return text, masking.merge([_pair(item, self.columns.spans) for item in spans], len(text))
 
     def _without_ranges(self, text: str, ranges: Sequence[Range]) -> Canvas:
         if not self._tokenizer().joins:
@@ -293,22 +311,23 @@ class CanvasMaker:
         for start, end in ranges:
             pieces += [text[shown:start], self._encode(text[start:end])]
             shown = end
-        return self._joined([*pieces, text[shown:]])
+        return self._join([*pieces, text[shown:]])
 
     def _without_overlapping(self, text: str, ranges: Sequence[Range]) -> Canvas:
         ids, offsets = self._tokenizer().offsets(text)
-        tokens = self._checked_ids(ids)
+        tokens = check_ids(ids, self.info)
         where = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
         covered = np.zeros(len(tokens), dtype=np.bool_)
         for start, end in ranges:
             covered |= (where[:, 0] < end) & (where[:, 1] > start)
-        return self._checked(np.where(covered, np.int32(HOLE), tokens), tokens[covered])
+        return self._canvas(np.where(covered, np.int32(HOLE), tokens), tokens[covered])
 
 
 def finish_row(
     canvas: Canvas, tokens: NDArray[np.int32], tokenizer: Tokenizer | None, *, skip_special: bool = False
-) -> Finished:
-    """Put the generated `tokens` (in canvas order) into the holes; returns the whole text and each hole's text.
+) -> tuple[str | None, list[dict[str, Any]]]:
+    """Put the generated `tokens` (in canvas order) into the holes; returns the whole text and each hole's text, None without a
+    tokenizer.
 
     With `skip_special`, generated special tokens have no text; special tokens of the row keep theirs.
     A character whose bytes are on both sides of a hole's edge appears as U+FFFD in the fill's text, but not in the whole.
@@ -325,7 +344,7 @@ def finish_row(
         return None if tokenizer is None else tokenizer.decode(filled[start:end][shown[start:end]].tolist())
 
     fills = [{"start": start, "end": end, "text": text(start, end)} for start, end in canvas.holes]
-    return Finished(text(0, len(filled)), fills)
+    return text(0, len(filled)), fills
 
 
 def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
@@ -334,31 +353,15 @@ def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
     yield from ((start, end) for start, end in edges.reshape(-1, 2).tolist())
 
 
-def _attempt(values: Values, columns: Columns, rules: RowRules | None) -> str | RowError:
-    try:
-        if rules is not None:
-            rules.asked(values)
-        return text_of(values, columns)
-    except RowError as error:
-        return error
-
-
 def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, list[Range]]:
-    given = required(values, column)
+    given = require(values, column)
     if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
         raise RowError("bad_row", "read", f"{column!r} must be a list of strings")
     ranges, start = [], 0
     for sentence in given:
         ranges.append((start, start + len(sentence)))
         start += len(sentence) + len(separator)
-    return checked_text(separator.join(given), column), ranges
-
-
-def _own_spans(values: Values, column: str) -> list[Range]:
-    given = required(values, column)
-    if not isinstance(given, list | tuple):
-        raise masking.bad_mask(f"{column!r} must be a list of [start, end) pairs")
-    return [_pair(item, column) for item in given]
+    return check_text(separator.join(given), column), ranges
 
 
 def _pair(item: Any, column: str) -> Range:

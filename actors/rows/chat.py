@@ -12,6 +12,7 @@ longer than MOST_CHARS: what could make one at once is refused before, what make
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -48,10 +49,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(finalize=self._printed, **settings)
+        super().__init__(finalize=self._count_print, **settings)
         self._local = threading.local()
-        self.filters = {name: self.limited(name, call) for name, call in self.filters.items()}
-        self.filters |= {_STEPS: self._stepped, _CHECKED: self._checked}
+        self.filters = {name: self.limit(name, call) for name, call in self.filters.items()}
+        self.filters |= {_STEPS: self._count_passes, _CHECK: self._check}
 
     def start(self) -> None:
         """A rendering begins."""
@@ -62,13 +63,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         for loop in list(tree.find_all(For)):
             chars = Const(sum(len(data.data) for data in loop.find_all(TemplateData)))
             loop.iter = Filter(loop.iter, _STEPS, [chars], [], None, None, lineno=loop.lineno)
-        return _wrapped(tree)
+        return _check_joins(tree)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as Jinja names them
         """See SandboxedEnvironment: calls of functions, methods and macros."""
         __self._step(1)
         _check_arguments(getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None), args, kwargs)
-        return __self._checked(super().call(__context, __obj, *args, **kwargs))
+        return __self._check(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -85,14 +86,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             _refuse_beyond(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
-    def limited(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def limit(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that counts as a step and makes no long text."""
 
         def limited(*args: Any, **kwargs: Any) -> Any:
             self._step(1)
             given = args[1:] if hasattr(call, "jinja_pass_arg") else args
             _check_arguments(name, given[0] if given else None, given[1:], kwargs)
-            return self._checked(call(*args, **kwargs))
+            return self._check(call(*args, **kwargs))
 
         if hasattr(call, "jinja_pass_arg"):
             limited.jinja_pass_arg = call.jinja_pass_arg  # type: ignore[attr-defined]
@@ -107,13 +108,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._local.chars = getattr(self._local, "chars", 0) + chars
         _refuse_beyond(self._local.chars)
 
-    def _printed(self, value: Any) -> Any:
-        """What a template prints; counted once for each block that prints it."""
+    def _count_print(self, value: Any) -> Any:
+        """Return what a template prints; counted once for each block that prints it."""
         self._print(len(value) if isinstance(value, str) else 1)
         return value
 
-    def _stepped(self, values: Any, chars: int) -> Any:
-        """What a loop goes through; its passes are counted as it begins, and `chars` of text for each."""
+    def _count_passes(self, values: Any, chars: int) -> Any:
+        """Return what a loop iterates over; its passes are counted as it begins, and `chars` of text for each."""
         if not hasattr(values, "__len__") and isinstance(values, Iterable):
             values = list(islice(values, MOST_STEPS + 1))
         passes = len(values) if hasattr(values, "__len__") else 1
@@ -121,35 +122,29 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._print(passes * chars)
         return values
 
-    def _checked(self, value: Any) -> Any:
+    def _check(self, value: Any) -> Any:
         if isinstance(value, str | bytes | list | tuple):
             _refuse_beyond(len(value))
         return value
 
 
 _STEPS: Final = "draftmill_steps"
-_CHECKED: Final = "draftmill_checked"
+_CHECK: Final = "draftmill_check"
 
 
-def _wrapped(tree: Template) -> Template:
+def _check_joins(tree: Template) -> Template:
     """Put a check around each `~`, which is no operator that can be intercepted."""
-    found = list(tree.find_all(Concat))
-    for node in found:
-        parent = next(one for one in _all(tree) if any(child is node for child in one.iter_child_nodes()))
-        checked = Filter(node, _CHECKED, [], [], None, None, lineno=node.lineno)
+    for join in list(tree.find_all(Concat)):
+        nodes = (tree, *tree.find_all(Node))
+        parent = next(node for node in nodes if any(child is join for child in node.iter_child_nodes()))
+        check = Filter(join, _CHECK, [], [], None, None, lineno=join.lineno)
         for name in parent.fields:
             held = getattr(parent, name)
-            if held is node:
-                setattr(parent, name, checked)
+            if held is join:
+                setattr(parent, name, check)
             elif isinstance(held, list):
-                setattr(parent, name, [checked if one is node else one for one in held])
+                setattr(parent, name, [check if child is join else child for child in held])
     return tree
-
-
-def _all(tree: Any) -> Iterable[Any]:
-    yield tree
-    for child in tree.iter_child_nodes():
-        yield from _all(child)
 
 
 def _check_arguments(name: str, subject: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -166,10 +161,7 @@ def _check_arguments(name: str, subject: Any, args: tuple[Any, ...], kwargs: dic
         sizes += [value for value in given if isinstance(value, int)]
         if name == "replace" and isinstance(subject, str) and len(given) > 1 and isinstance(given[0], str):
             sizes = [subject.count(given[0]), len(str(given[1]))]
-        product = 1
-        for size in sizes[:2]:
-            product *= max(1, size)
-        _refuse_beyond(product)
+        _refuse_beyond(math.prod(max(1, size) for size in sizes[:2]))
 
 
 def _refuse_beyond(length: int) -> None:
@@ -223,7 +215,7 @@ class ChatTemplate:
 
 def _environment() -> LimitedEnvironment:
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = environment.limited("tojson", _to_json)
+    environment.filters["tojson"] = environment.limit("tojson", _to_json)
     environment.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
     return environment
 
@@ -268,9 +260,8 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(
-            f"a chat template can't store {name!r} in a namespace; allowed: names that do not start with _"
-        )
+        allowed = "names that do not start with _"
+        raise SecurityError(f"a chat template can't store {name!r} in a namespace; allowed: {allowed}")
 
 
 def _raise(message: str) -> NoReturn:
@@ -296,5 +287,5 @@ def _plain(value: Any) -> Any:
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Put a message's reasoning under the names that templates read."""
-    said = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn
+from itertools import zip_longest
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,13 +97,11 @@ class Template:
 
     def prompt(self, before: NDArray[np.int32], after: NDArray[np.int32]) -> NDArray[np.int32]:
         """The prompt, int32, for the ids before and after the hole."""
-        parts = [(self.prefix, before), (self.suffix, after)]
-        ordered = reversed(parts) if self.suffix_first else parts
-        found = [np.asarray(self.lead, dtype=np.int32)]
-        for token, ids in ordered:
-            found += [np.asarray([token], dtype=np.int32), ids]
-        found.append(np.asarray([] if self.middle is None else [self.middle], dtype=np.int32))
-        return np.concatenate(found)
+        sides = [(self.prefix, before), (self.suffix, after)]
+        prompt = np.asarray(self.lead, dtype=np.int32)
+        for token, ids in reversed(sides) if self.suffix_first else sides:
+            prompt = np.concatenate([prompt, np.asarray([token], dtype=np.int32), ids])
+        return prompt if self.middle is None else np.append(prompt, np.int32(self.middle))
 
     def key(self) -> dict[str, Any]:
         """The parts that change results, as JSON data."""
@@ -118,40 +117,36 @@ def fills_in_middle(task: Task, info: ModelInfo) -> bool:
 def template_of(fim: Any, tokenizer: Tokenizer | None, info: ModelInfo) -> Template:
     """The template of `task.fim` in the tokenizer's ids; UserError if the tokenizer lacks one of its tokens."""
     if tokenizer is None:
-        raise UserError(
-            "a causal model needs a tokenizer's special tokens to fill a hole; model.tokenizer is 'none'", field=FIELD
-        )
+        reason = "a causal model needs a tokenizer's special tokens to fill a hole"
+        raise UserError(f"{reason}; model.tokenizer is 'none'", field=FIELD)
     ids = {token: number for token, number in tokenizer.vocabulary().items() if number < info.vocab_size}
     if isinstance(fim, Fim):
-        missing = [token for token in (*_asked_with(fim), *fim.ends) if token not in ids]
+        missing = [token for token in (*_prompt_tokens(fim), *fim.ends) if token not in ids]
         if missing:
             raise UserError(f"the model's tokenizer has no token {', '.join(map(repr, missing))}", field=FIELD)
         return _template(fim, ids, tokenizer)
-    found = next((one for one in KNOWN if all(token in ids for token in _asked_with(one.fim))), None)
-    return _refuse() if found is None else _template(found.fim, ids, tokenizer, begins=found.begins)
+    for family in KNOWN:
+        if all(token in ids for token in _prompt_tokens(family.fim)):
+            return _template(family.fim, ids, tokenizer, begins=family.begins)
+    known = "; ".join(f"{' '.join(_prompt_tokens(family.fim))} ({family.models})" for family in KNOWN)
+    raise UserError(
+        "'auto': a causal model fills holes only if it was trained to fill in the middle, and this tokenizer lacks the "
+        f"tokens for it; known: {known}; for others give {{prefix: ..., suffix: ..., middle: ..., order: psm or spm}}",
+        field=FIELD,
+    )
 
 
 def _template(fim: Fim, ids: dict[str, int], tokenizer: Tokenizer, *, begins: bool = False) -> Template:
     lead = tokenizer.lead
     if begins and not lead and tokenizer.bos_id is not None:
         lead = (tokenizer.bos_id,)
-    asked = [ids[token] for token in _asked_with(fim)]
-    ends = {*asked, *(ids[token] for token in fim.ends if token in ids)}
+    ends = {ids[token] for token in (*_prompt_tokens(fim), *fim.ends) if token in ids}
     middle = None if fim.middle is None else ids[fim.middle]
     return Template(lead, ids[fim.prefix], ids[fim.suffix], middle, fim.order == "spm", tuple(sorted(ends)))
 
 
-def _asked_with(fim: Fim) -> list[str]:
+def _prompt_tokens(fim: Fim) -> list[str]:
     return [token for token in (fim.prefix, fim.suffix, fim.middle) if token is not None]
-
-
-def _refuse() -> NoReturn:
-    known = "; ".join(f"{' '.join(_asked_with(one.fim))} ({one.models})" for one in KNOWN)
-    raise UserError(
-        "'auto': a causal model fills holes only if it was trained to fill in the middle, and this tokenizer lacks the "
-        f"tokens for it; known: {known}; for others give {{prefix: ..., suffix: ..., middle: ..., order: psm or spm}}",
-        field=FIELD,
-    )
 
 
 IDS = NDArray[np.int32]
@@ -210,8 +205,8 @@ class Infilling:
         if not self.limits:
             return AskedHole(np.zeros(0, dtype=np.int32), 0)
         hole = len(fills)
-        before = _joined(self.filled(fills)[: 2 * hole + 1])
-        after = _joined(self.pieces[hole + 1 :])
+        before = np.concatenate(self.filled(fills)[: 2 * hole + 1])
+        after = np.concatenate(self.pieces[hole + 1 :])
         total = len(before) + len(after)
         if self.max_length is not None:
             before, after = cut(before, after, self.max_length - self.template.num_tokens - self.limits[hole])
@@ -221,10 +216,10 @@ class Infilling:
 
     def filled(self, fills: Sequence[IDS]) -> list[IDS]:
         """The row's pieces and the fills between them, in order."""
-        found = [self.pieces[0]]
+        parts = [self.pieces[0]]
         for fill, piece in zip(fills, self.pieces[1:], strict=False):
-            found += [fill, piece]
-        return [*found, *self.pieces[len(fills) + 1 :]]
+            parts += [fill, piece]
+        return [*parts, *self.pieces[len(fills) + 1 :]]
 
 
 def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:
@@ -248,25 +243,21 @@ def together(parts: Sequence[TextPart]) -> Outcome:
     last = outcomes[-1]
     if len(outcomes) == 1:
         return last
-    forwards = max(1, sum(one.nfe for one in outcomes))
+    forwards = max(1, sum(outcome.nfe for outcome in outcomes))
     failed = last.error_kind is not None
     return replace(
         last,
-        tokens=last.tokens if failed else np.concatenate([one.tokens for one in outcomes]),
-        finish="eos" if all(one.finish == "eos" for one in outcomes) else "length",
-        logprob=_sum([one.logprob for one in outcomes]),
-        **{name: sum(getattr(one, name) for one in outcomes) for name in _SUMMED},
-        accept_hist=_added([one.accept_hist for one in outcomes]),
-        batch_rows=sum(one.batch_rows * one.nfe for one in outcomes) / forwards,
-        pad_fraction=sum(one.pad_fraction * one.nfe for one in outcomes) / forwards,
+        tokens=last.tokens if failed else np.concatenate([outcome.tokens for outcome in outcomes]),
+        finish="eos" if all(outcome.finish == "eos" for outcome in outcomes) else "length",
+        logprob=_sum([outcome.logprob for outcome in outcomes]),
+        **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in _SUMMED},
+        accept_hist=list(map(sum, zip_longest(*(outcome.accept_hist for outcome in outcomes), fillvalue=0))),
+        batch_rows=sum(outcome.batch_rows * outcome.nfe for outcome in outcomes) / forwards,
+        pad_fraction=sum(outcome.pad_fraction * outcome.nfe for outcome in outcomes) / forwards,
         started_at_s=outcomes[0].started_at_s,
         trace=_traces(outcomes),
         token_logprobs=None if failed else _scores(outcomes),
     )
-
-
-def _joined(parts: Sequence[IDS]) -> IDS:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -275,16 +266,8 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def _scores(outcomes: Sequence[Outcome]) -> NDArray[np.float32] | None:
-    scores = [one.token_logprobs for one in outcomes if one.token_logprobs is not None]
+    scores = [outcome.token_logprobs for outcome in outcomes if outcome.token_logprobs is not None]
     return np.concatenate(scores) if len(scores) == len(outcomes) else None
-
-
-def _added(histograms: Sequence[list[int]]) -> list[int]:
-    total = [0] * max(map(len, histograms))
-    for histogram in histograms:
-        for place, count in enumerate(histogram):
-            total[place] += count
-    return total
 
 
 def _traces(outcomes: Sequence[Outcome]) -> list[TraceStep] | None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.row import STAGE
+from draftmill.actors.rows.row import token_error
 from draftmill.actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
 from draftmill.decoders.draws.keys import MASK, uniforms
 from draftmill.storage.errors import RowError
@@ -27,7 +27,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+")
 
 def bad_mask(message: str) -> RowError:
     """The error of a row that does not fit the mask."""
-    return RowError("bad_mask", STAGE, message)
+    return token_error("bad_mask", message)
 
 
 def least(key: int, choices: int, count: int) -> NDArray[np.int64]:
@@ -38,8 +38,8 @@ def least(key: int, choices: int, count: int) -> NDArray[np.int64]:
     return np.sort(np.argsort(noise, kind="stable")[:count]).astype(np.int64)
 
 
-def rounded(share: float, total: int) -> int:
-    """`share` of `total`, rounded half up, and at least one (but at most `total`)."""
+def round_share(share: float, total: int) -> int:
+    """`share` of `total`, round_share half up, and at least one (but at most `total`)."""
     return min(total, max(1, int(share * total + 0.5)))
 
 
@@ -48,9 +48,9 @@ def masked_count(mask: Random | Spans | SpanFraction, length: int) -> int:
     if length == 0:
         return 0
     if isinstance(mask, Random):
-        return rounded(mask.rate, length)
+        return round_share(mask.rate, length)
     if isinstance(mask, SpanFraction):
-        return rounded(mask.fraction, length)
+        return round_share(mask.fraction, length)
     count, span = mask.count or 1, mask.length or DEFAULT_SPAN
     # At least one visible token separates two spans, or they would be one hole.
     if count * span + count - 1 > length:
@@ -74,10 +74,10 @@ def masked_positions(mask: Random | Spans | SpanFraction, key: int, length: int)
 
 def line_ranges(mask: Lines, key: int, text: str) -> list[Range]:
     """The characters of the lines to hide, without their line ends; blank lines are never hidden."""
-    lines = [found.span() for found in re.finditer(r"[^\r\n]*[^\s][^\r\n]*", text)]
+    lines = [match.span() for match in re.finditer(r"[^\r\n]*[^\s][^\r\n]*", text)]
     if not lines:
         return []
-    count = rounded(mask.rate, len(lines)) if mask.rate is not None else mask.count or 1
+    count = round_share(mask.rate, len(lines)) if mask.rate is not None else mask.count or 1
     return [lines[index] for index in least(key, len(lines), count)]
 
 
@@ -90,7 +90,7 @@ def sentence_ranges(mask: Sentences, key: int, sentences: Sequence[Range]) -> li
     size = sentences[-1][1] if sentences else 0
     behind = [0, *(end for _, end in sentences)]
     ranges = [(behind[index] if index else sentences[0][0], sentences[index][1]) for index in chosen]
-    return merged((piece for piece in ranges if piece[0] < piece[1]), size)
+    return merge((piece for piece in ranges if piece[0] < piece[1]), size)
 
 
 def _chosen_sentences(mask: Sentences, key: int, total: int) -> list[int]:
@@ -113,14 +113,13 @@ def split_sentences(text: str) -> list[Range]:
     ranges: list[Range] = []
     start = len(text) - len(text.lstrip())
     end = len(text.rstrip())
-    for found in _SENTENCE_END.finditer(text, start, end):
-        stop = found.end() - len(found[0]) + len(found[0].rstrip())
-        ranges.append((start, stop))
-        start = found.end()
+    for match in _SENTENCE_END.finditer(text, start, end):
+        ranges.append((start, match.end() - len(match[0]) + len(match[0].rstrip())))
+        start = match.end()
     return [*ranges, (start, end)] if start < end else ranges
 
 
-def merged(ranges: Iterable[Range], size: int) -> list[Range]:
+def merge(ranges: Iterable[Range], size: int) -> list[Range]:
     """Sort ranges within [0, size) and join those that touch; RowError if one is empty or outside."""
     out: list[Range] = []
     for start, end in sorted(ranges):

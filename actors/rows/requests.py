@@ -64,7 +64,7 @@ def body_of(values: Values) -> Mapping[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-def named_model(values: Values) -> str | None:
+def model_of(values: Values) -> str | None:
     """The model that an OpenAI request names; None if the row is not one, or names none. It has no effect on the text."""
     name = (body_of(values) or {}).get("model")
     return name if isinstance(name, str) and name else None
@@ -86,7 +86,7 @@ def endpoint_of(values: Values, body: Mapping[str, Any]) -> str:
     return CHAT if body.get("messages") is not None else COMPLETIONS
 
 
-def refused(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoint: str) -> Iterator[str]:
+def problems_of(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoint: str) -> Iterator[str]:
     """Why a body is rejected, one sentence per key; `own` are the values that the job fixes for some keys."""
     neutral = _NEUTRAL | {"add_special_tokens": (endpoint != CHAT,)} | own
     stray = "prompt" if endpoint == CHAT else "messages"
@@ -97,16 +97,11 @@ def refused(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoint: 
             yield f"{key}: does not belong to {endpoint}; allowed: null, or leave it out"
         elif key not in neutral:
             yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: null, or leave it out"
-        elif not any(_same(value, one) for one in neutral[key]):
-            allowed = ", ".join(map(_shown, neutral[key]))
+        elif not any(isinstance(value, bool) == isinstance(other, bool) and value == other for other in neutral[key]):
+            allowed = ", ".join(map(_format_value, neutral[key]))
             instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
             yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: {allowed}{instead}"
 
 
-def _same(value: Any, other: Any) -> bool:
-    # True equals 1 in Python.
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-
-
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)

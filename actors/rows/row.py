@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from draftmill.actors.task import Columns, Complete, Score
 from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.storage.errors import RowError, listed
+from draftmill.storage.errors import RowError, list_names
 from draftmill.storage.inputs.lines import is_openai_request
 
 Values = Mapping[str, Any]
@@ -21,17 +21,20 @@ Messages = list[dict[str, Any]]
 """A conversation: each message with its `role`, and mostly its `content`."""
 
 MAX_ID_CHARS = 4096
-STAGE = "tokenize"
-"""Where the errors of texts and tokens happen; the others are of the stage `read`."""
+
+
+def token_error(kind: str, message: str) -> RowError:
+    """The error of a row whose text or tokens do not fit the task or the model; the other errors are of the stage `read`."""
+    return RowError(kind, "tokenize", message)
 
 
 def missing(values: Values, column: str) -> RowError:
-    """The error of a row that lacks a value in a required column."""
-    what = "is null" if column in values else f"is missing; the row has {listed(values)}"
+    """The error of a row that lacks a value in a require column."""
+    what = "is null" if column in values else f"is missing; the row has {list_names(values)}"
     return RowError("missing_column", "read", f"the column {column!r} {what}"[:1000])
 
 
-def required(values: Values, column: str) -> Any:
+def require(values: Values, column: str) -> Any:
     """The value in a column; RowError if there is none."""
     value = values.get(column)
     if value is None:
@@ -47,7 +50,7 @@ def row_id(values: Values, columns: Columns) -> str | None:
     if columns.id is None and values.get("id") is None:
         return None
     column = columns.id or "id"
-    value = decoded(required(values, column), column)
+    value = decode_bytes(require(values, column), column)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise RowError("bad_row", "read", f"the id {value!r} is neither a string nor a whole number"[:1000])
     text = str(value)
@@ -62,7 +65,7 @@ def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) 
     A named column overrides the `seed` of an OpenAI request.
     """
     if columns.seed is not None:
-        seed = required(values, columns.seed)
+        seed = require(values, columns.seed)
     else:
         body = values.get("body") if is_openai_request(values) else None
         seed = body.get("seed") if isinstance(body, dict) else None
@@ -80,10 +83,10 @@ def text_of(values: Values, columns: Columns) -> str:
 
 def string_of(values: Values, column: str) -> str:
     """Return the text in a column; RowError if there is none."""
-    value = decoded(required(values, column), column)
+    value = decode_bytes(require(values, column), column)
     if not isinstance(value, str):
         raise RowError("bad_row", "read", f"the column {column!r} holds {type(value).__name__}, not text")
-    return checked_text(value, column)
+    return check_text(value, column)
 
 
 def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat: bool) -> str | Messages:
@@ -111,16 +114,18 @@ def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat:
 
 def _asks_nothing(body: Any) -> RowError:
     """The error of an OpenAI request that has no prompt and no messages."""
-    wanted = "an object with prompt or messages"
+    allowed = "an object with prompt or messages"
     if isinstance(body, dict):
-        return RowError("missing_column", "read", f"the request's body has {listed(body)}; allowed: {wanted}"[:1000])
+        return RowError(
+            "missing_column", "read", f"the request's body has {list_names(body)}; allowed: {allowed}"[:1000]
+        )
     what = "is missing" if body is None else f"is {type(body).__name__}"
-    return RowError("bad_request", "read", f"the request's body {what}; allowed: {wanted}")
+    return RowError("bad_request", "read", f"the request's body {what}; allowed: {allowed}")
 
 
 def messages_of(values: Values, column: str) -> Messages:
     """Return the conversation in a column; RowError if there is none."""
-    given = required(values, column)
+    given = require(values, column)
     fine = isinstance(given, list) and all(
         isinstance(item, dict) and isinstance(item.get("role"), str) for item in given
     )
@@ -140,9 +145,8 @@ def _content(content: Any) -> str | None:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RowError(
-                "bad_messages", "read", f"a message has a part of type {kind!r}; only text is supported"[:1000]
-            )
+            reason = f"a message has a part of type {kind!r}; only text is supported"
+            raise RowError("bad_messages", "read", reason[:1000])
     return "".join(part["text"] for part in content)
 
 
@@ -159,7 +163,7 @@ def scored_text(values: Values, columns: Columns) -> tuple[str, bool]:
     return string_of(values, columns.text or "text"), False
 
 
-def decoded(value: Any, column: str) -> Any:
+def decode_bytes(value: Any, column: str) -> Any:
     """Decode text that is stored as bytes, as older writers of Parquet do; RowError if it is not UTF-8."""
     if not isinstance(value, bytes):
         return value
@@ -169,15 +173,14 @@ def decoded(value: Any, column: str) -> Any:
         raise RowError("bad_encoding", "read", f"the column {column!r} is not valid UTF-8: {error.reason}") from None
 
 
-def checked_text(text: str, column: str) -> str:
+def check_text(text: str, column: str) -> str:
     """Return the text; RowError for an unpaired UTF-16 surrogate, which has no UTF-8 encoding and so no tokens."""
     try:
         if not text.isascii():
             text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowError(
-            "bad_encoding", "read", f"the column {column!r} can't be encoded in UTF-8: {error.reason}"
-        ) from None
+        reason = f"the column {column!r} can't be encoded in UTF-8: {error.reason}"
+        raise RowError("bad_encoding", "read", reason) from None
     return text
 
 
@@ -194,39 +197,37 @@ def is_id(value: Any) -> bool:
 
 def given_ids(values: Values, column: str, info: ModelInfo, *, nulls: bool) -> NDArray[np.int32]:
     """Return the row's own ids, int32; with `nulls`, each null becomes HOLE."""
-    given = required(values, column)
+    given = require(values, column)
     if not isinstance(given, list | tuple | np.ndarray):
-        raise RowError("bad_tokens", STAGE, f"{column!r} is {type(given).__name__}, not a list of ids")
+        raise token_error("bad_tokens", f"{column!r} is {type(given).__name__}, not a list of ids")
     for token in given:
         if not is_id(token) and not (nulls and token is None):
             hint = "" if nulls else " (null is allowed only with mask kind given)"
-            raise RowError("bad_tokens", STAGE, f"{token!r} is not a token id{hint}")
-    check_ids(np.asarray([0 if token is None else min(int(token), 2**62) for token in given], dtype=np.int64), info)
+            raise token_error("bad_tokens", f"{token!r} is not a token id{hint}")
+    check_ids([0 if token is None else min(int(token), 2**62) for token in given], info)
     return np.asarray([HOLE if token is None else int(token) for token in given], dtype=np.int32)
 
 
-def check_ids(ids: NDArray[np.int64], info: ModelInfo) -> NDArray[np.int32]:
+def check_ids(ids: Sequence[int], info: ModelInfo) -> NDArray[np.int32]:
     """Return the ids as int32; RowError if the model lacks one of them."""
-    wrong = ids[(ids < 0) | (ids >= info.vocab_size)]
+    wide = np.asarray(ids, dtype=np.int64)
+    wrong = wide[(wide < 0) | (wide >= info.vocab_size)]
     if len(wrong):
-        raise RowError("bad_tokens", STAGE, f"id {wrong[0]}; the model's ids are 0 to {info.vocab_size - 1}")
-    return ids.astype(np.int32)
+        raise token_error("bad_tokens", f"id {wrong[0]}; the model's ids are 0 to {info.vocab_size - 1}")
+    return wide.astype(np.int32)
 
 
 def check_scored(tokens: NDArray[np.int32], scored: NDArray[np.int64], info: ModelInfo) -> None:
     """Raise RowError if a token to score has no probability, or if a given one is the mask, which would be filled."""
     without = tokens[scored][np.isin(tokens[scored], info.suppressed)]
     if len(without):
-        raise RowError(
-            "bad_tokens", STAGE, f"id {without[0]} is never generated by the model, so it has no probability"
-        )
+        raise token_error("bad_tokens", f"id {without[0]} is never generated by the model, so it has no probability")
     if info.mask_id is not None and bool((tokens == info.mask_id).any()):
-        raise RowError(
-            "bad_tokens", STAGE, f"id {info.mask_id} is the model's mask, which is not allowed in a text to score"
-        )
+        reason = f"id {info.mask_id} is the model's mask, which is not allowed in a text to score"
+        raise token_error("bad_tokens", reason)
 
 
 def check_length(length: int, info: ModelInfo) -> None:
     """Raise RowError if a canvas is longer than the model allows."""
     if info.max_length is not None and length > info.max_length:
-        raise RowError("too_long", STAGE, f"{length} tokens; the model's limit is {info.max_length}")
+        raise token_error("too_long", f"{length} tokens; the model's limit is {info.max_length}")

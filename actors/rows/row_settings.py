@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, refused
+from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, problems_of
 from draftmill.actors.rows.row import Values, missing
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
@@ -31,7 +31,7 @@ from draftmill.storage.errors import RowError, brief
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OwnSettings:
     """One row's own settings; None means the job's value. `endpoint` is the endpoint of an OpenAI request."""
 
     max_new_tokens: int | None = None
@@ -62,48 +62,48 @@ class RowRules:
     ends: tuple[int, ...] = ()
     open_ended: bool = False
 
-    def asked(self, values: Values) -> Asked:
+    def own_settings(self, values: Values) -> OwnSettings:
         """The row's own settings; RowError if one is invalid or unsupported."""
         body = body_of(values)
-        if body is None and not self.columns.own_settings():
-            return Asked()
-        endpoint = None if body is None else endpoint_of(values, body)
-        if body is not None and endpoint is not None:
-            problems = list(refused(body, self._job_values(), endpoint))
-            if problems:
-                _unsupported("; ".join(problems))
+        if body is None and not self.columns.has_own_settings():
+            return OwnSettings()
+        endpoint = None
+        if body is not None:
+            endpoint = endpoint_of(values, body)
+            if problems := list(problems_of(body, self._job_values(), endpoint)):
+                _refuse("; ".join(problems))
         if isinstance(self.task, Score):
-            return Asked(endpoint=endpoint)  # nothing is generated, so the settings have no effect
-        return self._generating(values, body or {}, endpoint)
+            return OwnSettings(endpoint=endpoint)  # nothing is generated, so the settings have no effect
+        return self._settings_of(values, body or {}, endpoint)
 
-    def settings(self, asked: Asked) -> tuple[RowSettings, StopStrings | None]:
+    def settings(self, own: OwnSettings) -> tuple[RowSettings, StopStrings | None]:
         """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
         stops = None
-        if asked.stop:
+        if own.stop:
             assert self.tokenizer is not None, "stop strings without a tokenizer are refused"
-            stops = StopStrings(self.tokenizer, asked.stop, skip_special=self._skips_special)
+            stops = StopStrings(self.tokenizer, own.stop, skip_special=self._skips_special)
         return RowSettings(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            stop_text=NeverStops() if asked.stop == () else stops,
-            token_logprobs=asked.logprobs,
+            temperature=own.temperature,
+            top_p=own.top_p,
+            stop_text=NeverStops() if own.stop == () else stops,
+            token_logprobs=own.logprobs,
         ), stops
 
     # ---- the values
 
-    def _generating(self, values: Values, body: Mapping[str, Any], endpoint: str | None) -> Asked:
-        name, most = _named(values, self.columns.max_new_tokens, body, ("max_completion_tokens", "max_tokens"))
-        stop_name, stop = _named(values, self.columns.stop, body, ("stop",))
+    def _settings_of(self, values: Values, body: Mapping[str, Any], endpoint: str | None) -> OwnSettings:
+        name, most = _setting(values, self.columns.max_new_tokens, body, ("max_completion_tokens", "max_tokens"))
+        stop_name, stop = _setting(values, self.columns.stop, body, ("stop",))
         if not isinstance(self.task, Complete):
             if most is not None and not self.open_ended:
-                _unsupported(f"{name}: {brief(str(most))}, but this job fills holes of given lengths; allowed: null")
+                _refuse(f"{name}: {brief(str(most))}, but this job fills holes of given lengths; allowed: null")
             if stop is not None and stop != []:
-                _unsupported(f"{stop_name}: {brief(str(stop))}, but stop strings end completions only; allowed: null")
+                _refuse(f"{stop_name}: {brief(str(stop))}, but stop strings end completions only; allowed: null")
             stop = None
-        temperature = _number(*_named(values, self.columns.temperature, body, ("temperature",)), most=100.0)
-        top_p = _number(*_named(values, self.columns.top_p, body, ("top_p",)), most=1.0, above=True)
+        temperature = _number(*_setting(values, self.columns.temperature, body, ("temperature",)), most=100.0)
+        top_p = _number(*_setting(values, self.columns.top_p, body, ("top_p",)), most=1.0, above=True)
         self._check_draws(temperature, top_p)
-        return Asked(
+        return OwnSettings(
             max_new_tokens=_count(name, most),
             temperature=temperature,
             top_p=top_p,
@@ -119,7 +119,7 @@ class RowRules:
         job = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p or 1.0}
         for key, value in (("temperature", temperature), ("top_p", top_p)):
             if value is not None and value != job[key]:
-                _unsupported(
+                _refuse(
                     f"{key}: {value:g}, but decoder {self.decoder!r} uses one value for all rows; allowed: {job[key]:g}, "
                     f"from sampling.{key}"
                 )
@@ -133,12 +133,10 @@ class RowRules:
         if any("\ufffd" in item for item in given):
             _bad(name, value, "texts without U+FFFD, which stands for invalid bytes")
         if given and self.tokenizer is None:
-            _unsupported(
-                f"{name}: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
-            )
+            _refuse(f"{name}: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'")
         problem = self.unseen_stop(given)
         if problem is not None:
-            _unsupported(f"{name}: {problem}")
+            _refuse(f"{name}: {problem}")
         return tuple(given)
 
     def unseen_stop(self, stops: Sequence[str]) -> str | None:
@@ -163,13 +161,12 @@ class RowRules:
             if value is True or not isinstance(value, int) or value < 0:
                 _bad("logprobs", value, "0, null")
             if value:
-                _unsupported(
-                    f"logprobs: {value}, but only the log-probabilities of the chosen tokens are recorded; allowed: 0, null"
-                )
+                reason = "only the log-probabilities of the chosen tokens are recorded"
+                _refuse(f"logprobs: {value}, but {reason}; allowed: 0, null")
         if not DECODERS[self.decoder].token_logprobs:
-            _unsupported(
+            _refuse(
                 f"logprobs: decoder {self.decoder!r} does not record them; "
-                f"allowed: null, or one of {', '.join(sorted(kind for kind, one in DECODERS.items() if one.token_logprobs))}"
+                f"allowed: null, or one of {', '.join(sorted(kind for kind, rules in DECODERS.items() if rules.token_logprobs))}"
             )
         return True
 
@@ -191,7 +188,7 @@ class RowRules:
         }
 
 
-def _named(values: Values, column: str | None, body: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
+def _setting(values: Values, column: str | None, body: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
     """A setting's name for messages and its value: from its column, else from the first key in the body."""
     if column is not None:
         if column not in values:
@@ -199,10 +196,10 @@ def _named(values: Values, column: str | None, body: Mapping[str, Any], keys: Se
         value = values[column]
         if value is not None and value != "" and not (isinstance(value, float) and math.isnan(value)):
             return column, value
-    found = [(key, body[key]) for key in keys if body.get(key) is not None]
-    if len({str(value) for _, value in found}) > 1:
-        _unsupported(f"{found[0][0]}: {found[0][1]!r}, but {found[1][0]} is {found[1][1]!r}; allowed: only one of them")
-    return found[0] if found else (keys[-1], None)
+    given = [(key, body[key]) for key in keys if body.get(key) is not None]
+    if len({str(value) for _, value in given}) > 1:
+        _refuse(f"{given[0][0]}: {given[0][1]!r}, but {given[1][0]} is {given[1][1]!r}; allowed: only one of them")
+    return given[0] if given else (keys[-1], None)
 
 
 def _number(name: str, value: Any, *, most: float, above: bool = False) -> float | None:
@@ -238,5 +235,5 @@ def _bad(name: str, value: Any, allowed: str) -> NoReturn:
     raise RowError("bad_setting", "read", f"{name}: {brief(str(value))}; allowed: {allowed}")
 
 
-def _unsupported(message: str) -> NoReturn:
+def _refuse(message: str) -> NoReturn:
     raise RowError("unsupported", "read", message[:1000])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,9 +129,8 @@ class Meter:
         return effort, tally
 
 
-def tally_of(samples: Iterable[Sample]) -> Tally:
+def tally_of(samples: Sequence[Sample]) -> Tally:
     """Sum up samples that have ended."""
-    samples = list(samples)
     fine = [sample.outcome for sample in samples if sample.error is None and sample.outcome is not None]
     counts = ("nfe", "nfe_draft", "iterations", "proposed", "accepted")
     return Tally(

@@ -2,8 +2,8 @@
 
 A stop string may begin in one token and end in another, and a token may hold only a part of a character. So a completion is
 checked token by token: the first token after which the text contains a stop string is the last one kept. The result is the
-same whether tokens come one at a time or many at once, as accepted drafts do. Special tokens that the row's text leaves out
-(`task.skip_special_tokens`) are left out here, too.
+same whether tokens come one at a time or many at once, as accepted drafts do. Special tokens that the row's text skips
+(`task.skip_special_tokens`) are skipped here, too.
 
     tokens   | d | ef f | (x): \\n  | \\n return |        stop "\\n\\n": the fourth completes it and is kept
     text     d  ef f  (x):                              the row's text ends before it
@@ -59,8 +59,8 @@ class StopStrings:
 
     def cut(self, text: str) -> str:
         """The text before its stop string; of several, the one that ends first, and of those the longest."""
-        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
-        return text[: min(found)[1]] if found else text
+        ranges = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
+        return text[: min(ranges)[1]] if ranges else text
 
 
 def end_ids(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelInfo) -> tuple[int, ...]:

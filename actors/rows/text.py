@@ -70,7 +70,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text. Unlike the library's `encode`, this releases the interpreter's lock."""
-        return [found.ids for found in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_behind(self, text: str) -> list[int]:
         """Ids of `text` that follows other text: without the space that some vocabularies put before a text."""
@@ -82,8 +82,8 @@ class Tokenizer:
 
     def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text`, and the [start, end) characters of each."""
-        (found,) = self._core.encode_batch([text], add_special_tokens=False)
-        return found.ids, found.offsets
+        (encoding,) = self._core.encode_batch([text], add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, including special tokens; bytes that form no character become U+FFFD. Never raises."""
@@ -95,17 +95,14 @@ class Tokenizer:
         With `skip_special`, special tokens have no text, as in transformers' `decode(ids, skip_special_tokens=True)`.
         """
         before, shown = self._before
-        return self.decode([*before, *(self.without_special(ids) if skip_special else ids)])[len(shown) :]
-
-    def without_special(self, ids: Sequence[int]) -> list[int]:
-        """The `ids` that are not special tokens."""
-        return [token for token in ids if token not in self.special]
+        spelled = [token for token in ids if token not in self.special] if skip_special else ids
+        return self.decode([*before, *spelled])[len(shown) :]
 
     @cached_property
     def special(self) -> dict[int, str]:
         """The special tokens, such as those that begin and end a text, with their spellings."""
         added = self._core.get_added_tokens_decoder()
-        return {token: str(found.content) for token, found in added.items() if found.special}
+        return {number: str(token.content) for number, token in added.items() if token.special}
 
     def parse(self, text: str) -> list[int]:
         """Ids of `text` in which special tokens are spelled out, as in a rendered chat."""
@@ -122,8 +119,8 @@ class Tokenizer:
     @cached_property
     def lead(self) -> tuple[int, ...]:
         """The special tokens that transformers' `tokenizer(text)` puts before a text, without those that it puts after it."""
-        found = self._core.encode("a", add_special_tokens=True)
-        return tuple(found.ids[: sum(takewhile(bool, found.special_tokens_mask))])
+        encoding = self._core.encode("a", add_special_tokens=True)
+        return tuple(encoding.ids[: sum(takewhile(bool, encoding.special_tokens_mask))])
 
     @cached_property
     def _before(self) -> tuple[list[int], str]:
@@ -189,7 +186,7 @@ def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int |
             chat = None
         return inner.backend_tokenizer, inner.bos_token_id, inner.eos_token_id, chat
     except Exception as error:  # the library raises anything for a damaged file, bare Exception included
-        raise _damaged(place, error) from error
+        raise _load_error(place, error) from error
     chat = None if files.template is None else ChatTemplate(files.template, files.names)
     return files.core, files.id_of("bos_token"), files.id_of("eos_token"), chat
 
@@ -208,13 +205,13 @@ def _load(place: Path, trust_remote_code: bool) -> Any:
             str(place), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # the libraries raise anything for a damaged file, bare Exception included
-        raise _damaged(place, error) from error
+        raise _load_error(place, error) from error
     if not inner.is_fast:
         raise UserError(f"the tokenizer in {place} has no fast version, which draftmill needs", field=_FIELD)
     return inner
 
 
-def _damaged(place: Path, error: Exception) -> UserError:
+def _load_error(place: Path, error: Exception) -> UserError:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     return UserError(f"the tokenizer in {place} can't be loaded: {reason[0]}", field=_FIELD)
 
@@ -248,8 +245,8 @@ def read_files(place: Path) -> TokenizerFiles:
     if _OLD_EXTRA in config and not config.get(_EXTRA):
         config[_EXTRA] = config.pop(_OLD_EXTRA)
     core = Core.from_file(str(path))
-    added = _added(place, config, core)
-    named = _named(config, core, {str(token): token for token in added})
+    added = _added_tokens(place, config, core)
+    named = _special_tokens(config, core, {str(token): token for token in added})
     _add(core, added, list(named.values()), _extra(config))
     return TokenizerFiles(core, {name: str(token) for name, token in named.items()}, _template(place, config))
 
@@ -258,20 +255,20 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file, empty if the file is missing; ValueError if it holds anything else."""
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
         raise ValueError(f"{path.name} is not a JSON object")
-    return found
+    return content
 
 
-def _added(place: Path, config: dict[str, Any], core: Core) -> list[AddedToken]:
+def _added_tokens(place: Path, config: dict[str, Any], core: Core) -> list[AddedToken]:
     """The tokens that tokenizer_config.json or older files add, by id; names in older files are written to `config`."""
     listed = config.get("added_tokens_decoder")
     if listed is not None:
         return [AddedToken(**listed[key]) for key in sorted(listed, key=int)]
     for key, value in read_object(place / "special_tokens_map.json").items():
-        config[key] = [*_listed(config), *map(_as_special, value)] if key == _EXTRA else _as_special(value)
-    special = {str(config[name]) for name in _NAMED if config.get(name)} | set(map(str, _listed(config)))
+        config[key] = [*_unnamed_values(config), *map(_as_special, value)] if key == _EXTRA else _as_special(value)
+    special = {str(config[name]) for name in _NAMED if config.get(name)} | set(map(str, _unnamed_values(config)))
     older = read_object(place / "added_tokens.json")
     tokens = {
         number: AddedToken(text, normalized=text not in special, special=text in special)
@@ -287,20 +284,20 @@ def _as_special(value: Any) -> Any:
     return AddedToken(**{key: flag for key, flag in value.items() if key not in {"special", "__type"}}, special=True)
 
 
-def _named(config: Mapping[str, Any], core: Core, added: Mapping[str, AddedToken]) -> dict[str, Token]:
+def _special_tokens(config: Mapping[str, Any], core: Core, added: Mapping[str, AddedToken]) -> dict[str, Token]:
     """The special tokens that have a name, the well-known ones first."""
     others = [name for name in config if name.endswith("_token") and name not in _NAMED]
-    found: dict[str, Token] = {}
+    tokens: dict[str, Token] = {}
     for name in (*_NAMED, *others):
         token = _token(config.get(name))
         if token is not None:
-            found[name] = added.get(str(token), token) if name in _NAMED else token
+            tokens[name] = added.get(str(token), token) if name in _NAMED else token
         elif name in _NAMED and config.get(name) is not None:
             raise NotPlain(f"{name} is not a token")
     if core.padding is not None and "pad_token" not in config:
-        found["pad_token"] = core.padding["pad_token"]
+        tokens["pad_token"] = core.padding["pad_token"]
     extra = config.get(_EXTRA)
-    return found | (dict(extra) if isinstance(extra, dict) else {})
+    return tokens | (dict(extra) if isinstance(extra, dict) else {})
 
 
 def _token(value: Any) -> Token | None:
@@ -313,35 +310,32 @@ def _token(value: Any) -> Token | None:
 def _extra(config: Mapping[str, Any]) -> list[Token]:
     """The special tokens without a name."""
     listed = config[_EXTRA] if _EXTRA in config else config.get(_OLD_EXTRA)
-    found = [] if isinstance(listed, dict) else [_token(value) for value in listed or ()]
-    if None in found:
+    tokens = [] if isinstance(listed, dict) else [_token(value) for value in listed or ()]
+    if None in tokens:
         raise NotPlain(f"{_EXTRA} has an item that is not a token")
-    return [token for token in found if token is not None]
+    return [token for token in tokens if token is not None]
 
 
-def _listed(config: Mapping[str, Any]) -> list[Any]:
+def _unnamed_values(config: Mapping[str, Any]) -> list[Any]:
     listed = config.get(_EXTRA) or []
     return [] if isinstance(listed, dict) else list(listed)
 
 
 def _add(core: Core, added: Iterable[AddedToken], named: Sequence[Token], extra: Iterable[Token]) -> None:
     """Add the tokens that tokenizer.json lacks or has with other flags; marks special tokens of the vocabulary as special."""
-    held = core.get_added_tokens_decoder().values()
-    same, texts = {repr(token) for token in held}, {token.content for token in held}
+    known = core.get_added_tokens_decoder().values()
+    same, texts = {repr(token) for token in known}, {token.content for token in known}
     new: list[Token] = [token for token in added if repr(token) not in same]
     texts |= {str(token) for token in new}
     for token in (*named, *extra):
         if str(token) not in texts and token not in new:  # of duplicates with different flags, the later one counts
             new.append(token)
-    names, tokens = set(map(str, named)), [_special(token) for token in new]
+    names = set(map(str, named))
+    tokens = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
     for token in tokens:
         token.special = token.special or token.content in names
     if tokens:
         core.add_tokens(tokens)
-
-
-def _special(token: Token) -> AddedToken:
-    return AddedToken(token, special=True) if isinstance(token, str) else token
 
 
 def _template(place: Path, config: Mapping[str, Any]) -> str | None:
@@ -349,11 +343,13 @@ def _template(place: Path, config: Mapping[str, Any]) -> str | None:
     files = {file.stem: file for file in sorted(place.glob("additional_chat_templates/*.jinja"))}
     if (place / "chat_template.jinja").is_file():
         files = {"default": place / "chat_template.jinja"} | files
-    held: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()} or config.get("chat_template")
-    if isinstance(held, list):
-        held = {one["name"]: one["template"] for one in held}
-    if isinstance(held, dict):
-        held = held.get("default")
-    if held is not None and not isinstance(held, str):
+    template: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()} or config.get(
+        "chat_template"
+    )
+    if isinstance(template, list):
+        template = {item["name"]: item["template"] for item in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is not None and not isinstance(template, str):
         raise NotPlain("chat_template is not a text")
-    return held
+    return template

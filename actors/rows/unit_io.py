@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+import pyarrow as pa
 
 from draftmill.actors.job import Job
 from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.rows.canvas import Canvas, finish_row
 from draftmill.actors.rows.fim import TextPart
 from draftmill.actors.rows.makers import maker_for
-from draftmill.actors.rows.requests import named_model
+from draftmill.actors.rows.requests import model_of
 from draftmill.actors.rows.row import Values, row_id, row_key
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.actors.rows.stop_text import StopStrings, stop_strings
@@ -35,7 +35,7 @@ from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.storage.errors import ChangedInput, RowError, brief
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, kept_values, names_read, schema_from_bytes
-from draftmill.storage.inputs.reader import fetched_ahead, read_rows
+from draftmill.storage.inputs.reader import fetch_ahead, read_rows
 from draftmill.storage.inputs.rows import Row, default_id
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
@@ -47,39 +47,40 @@ MAX_ERROR_CHARS = 2000
 """Limits error messages, which may quote a long row."""
 
 
-def decoded(
+def decoded_columns(
     task: Task, canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None, stops: StopStrings | None = None
 ) -> dict[str, Any]:
     """The columns of a decoded row; `text` and the fills' texts are None without a tokenizer."""
+    columns = _outcome_columns(canvas, outcome, tokenizer) | {"prompt_tokens": len(canvas.tokens) - canvas.size.masked}
+    if isinstance(task, Complete | Score):
+        columns["truncated_tokens"] = canvas.truncated
+    if isinstance(task, Score):
+        return columns | _score_columns(canvas, outcome, tokenizer)
+    skip = task.skip_special_tokens
+    if isinstance(task, Complete):
+        own = stops if canvas.settings.stop_text is None else canvas.stops
+        return columns | {"text": _completed_text(outcome, tokenizer, own, skip_special=skip)}
+    text, fills = finish_row(canvas, outcome.tokens, tokenizer, skip_special=skip)
+    return columns | {"text": text, "fills": fills}
+
+
+def _outcome_columns(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The columns that all tasks have, and those with one value per generated token for a row that asked for them."""
     columns: dict[str, Any] = {
         "tokens": outcome.tokens,
-        "prompt_tokens": len(canvas.tokens) - canvas.size.masked,
         "new_tokens": len(outcome.tokens),
         "finish": outcome.finish,
         "logprob": outcome.logprob,
         "endpoint": canvas.endpoint,
     }
-    if isinstance(task, Complete | Score):
-        columns["truncated_tokens"] = canvas.truncated
-    if isinstance(task, Score):
-        return columns | scored(canvas, outcome, tokenizer)
-    columns |= each_token(canvas, outcome, tokenizer)
-    skip = task.skip_special_tokens
-    if isinstance(task, Complete):
-        own = stops if canvas.settings.stop_text is None else canvas.stops
-        return columns | {"text": completed_text(outcome, tokenizer, own, skip_special=skip)}
-    finished = finish_row(canvas, outcome.tokens, tokenizer, skip_special=skip)
-    return columns | {"text": finished.text, "fills": finished.fills}
+    if canvas.settings.token_logprobs:
+        columns["token_logprobs"] = outcome.token_logprobs
+        if tokenizer is not None:  # special tokens have a text, too; bytes that form no character become U+FFFD
+            columns["token_texts"] = [tokenizer.continuation([token]) for token in outcome.tokens.tolist()]
+    return columns
 
 
-def each_token(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The columns with one value per generated token, for a row that asked for them."""
-    if not canvas.settings.token_logprobs:
-        return {}
-    return {"token_logprobs": outcome.token_logprobs, "token_texts": token_texts(outcome, tokenizer)}
-
-
-def infilled(
+def infilled_columns(
     task: Infill, canvas: Canvas, parts: Sequence[TextPart], outcome: Outcome, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """The columns of a row whose holes were filled one after another.
@@ -93,33 +94,28 @@ def infilled(
     pieces = row.filled(fills)
     ends = np.cumsum([len(piece) for piece in pieces]).tolist()
     filled = np.concatenate(pieces).tolist()
-    shown = fills
-    if tokenizer is not None and task.skip_special_tokens:
-        shown = [fill[~np.isin(fill, list(tokenizer.special))] for fill in fills]
-    said = [] if tokenizer is None else [tokenizer.continuation(fill.tolist()) for fill in shown]
-    whole = np.concatenate(row.filled(shown)).tolist()
-    return each_token(canvas, outcome, tokenizer) | {
-        "tokens": outcome.tokens,
+    text: str | None = None
+    texts: list[str | None] = [None] * len(fills)
+    if tokenizer is not None:
+        shown = fills
+        if task.skip_special_tokens:
+            shown = [fill[~np.isin(fill, list(tokenizer.special))] for fill in fills]
+        texts = [tokenizer.continuation(fill.tolist()) for fill in shown]
+        # A row that begins with a hole is decoded like a continuation.
+        decode = tokenizer.decode if len(row.pieces[0]) else tokenizer.continuation
+        text = decode(np.concatenate(row.filled(shown)).tolist())
+    return _outcome_columns(canvas, outcome, tokenizer) | {
         "prompt_tokens": sum(part.asked.num_prompt for part in parts) if parts else len(filled),
-        "new_tokens": len(outcome.tokens),
-        "finish": outcome.finish,
-        "logprob": outcome.logprob,
-        "endpoint": canvas.endpoint,
-        "text": None if tokenizer is None else _whole(tokenizer, whole, begun=bool(len(row.pieces[0]))),
+        "text": text,
         "fills": [
-            {"start": ends[2 * hole], "end": ends[2 * hole + 1], "text": said[hole] if said else None}
-            for hole in range(len(fills))
+            {"start": start, "end": end, "text": fill_text}
+            for start, end, fill_text in zip(ends[::2], ends[1::2], texts, strict=False)
         ],
         "truncated_tokens": max((part.asked.cut for part in parts), default=0),
     }
 
 
-def _whole(tokenizer: Tokenizer, ids: list[int], *, begun: bool) -> str:
-    """The text of a row; a row that begins with a hole is decoded like a continuation."""
-    return tokenizer.decode(ids) if begun else tokenizer.continuation(ids)
-
-
-def completed_text(
+def _completed_text(
     outcome: Outcome, tokenizer: Tokenizer | None, stops: StopStrings | None, *, skip_special: bool
 ) -> str | None:
     """The text after the prompt, without the end token or the stop string that ended it."""
@@ -130,23 +126,19 @@ def completed_text(
     return text if outcome.finish != "stop" or stops is None else stops.cut(text)
 
 
-def token_texts(outcome: Outcome, tokenizer: Tokenizer | None) -> list[str] | None:
-    """The text of each single token, including special ones; bytes that form no character become U+FFFD."""
-    return None if tokenizer is None else [tokenizer.continuation([token]) for token in outcome.tokens.tolist()]
-
-
-def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _score_columns(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The scored text, what is known of its score and of its tokens, and bits per byte if the text is known."""
-    text, fills, said = canvas.text, None, canvas.text
+    text, fills, scored_text = canvas.text, None, canvas.text
     if canvas.scored is not None:
-        holes = replace(canvas, tokens=_holed(canvas))
-        finished = finish_row(holes, outcome.tokens, tokenizer)
-        text, fills = finished.text, finished.fills
-        said = None if text is None else "".join(fill["text"] for fill in fills)
+        tokens = canvas.tokens.copy()
+        tokens[canvas.scored] = HOLE
+        text, fills = finish_row(replace(canvas, tokens=tokens), outcome.tokens, tokenizer)
+        scored_text = None if text is None else "".join(fill["text"] for fill in fills)
     elif text is None and tokenizer is not None:
-        text = said = tokenizer.continuation(outcome.tokens.tolist())
+        text = scored_text = tokenizer.continuation(outcome.tokens.tolist())
     # The bytes of a hole are unknown where it begins or ends within a character.
-    num_bytes = 0 if said is None or (fills is not None and "\ufffd" in said) else len(said.encode())
+    is_cut = fills is not None and "\ufffd" in (scored_text or "")
+    num_bytes = 0 if scored_text is None or is_cut else len(scored_text.encode())
     metrics: dict[str, float] = {}
     if num_bytes and outcome.logprob is not None:
         metrics["bits_per_byte"] = -outcome.logprob / math.log(2) / num_bytes
@@ -160,26 +152,13 @@ def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dic
     }
 
 
-def _holed(canvas: Canvas) -> NDArray[np.int32]:
-    """The canvas with HOLE at its scored positions."""
-    tokens = canvas.tokens.copy()
-    tokens[canvas.scored] = HOLE
-    return tokens
-
-
 _COUNTS = (
     *("nfe", "nfe_draft", "nfe_kinds", "iterations", "proposed", "accepted", "accept_hist"),
     *("wait_s", "prefill_s", "decode_s", "total_s", "device_s", "batch_rows", "pad_fraction"),
 )
 
 
-def counts_of(outcome: Outcome) -> dict[str, Any]:
-    """The columns with the decoder's counts and times."""
-    columns = {name: getattr(outcome, name) for name in _COUNTS}
-    return columns | {"started_at": datetime.fromtimestamp(outcome.started_at_s, UTC)}
-
-
-def failed(error: RowError) -> dict[str, Any]:
+def _error_columns(error: RowError) -> dict[str, Any]:
     """The columns of a failed row: no text, and nothing generated."""
     message = redacted(error.message[: 10 * MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
     return {"error_kind": error.kind, "error_stage": error.stage, "error": message, "new_tokens": 0}
@@ -235,20 +214,20 @@ class RowUnitIO:
         self._drafter = drafter_of(job, has_head)
         self._keep = None if job.keep is None else schema_from_bytes(job.keep)
         self._schema = schema_of(SCHEMA_VERSION, self._keep)
-        self._columns = job.columns.wanted(job.task) | names_read(self._keep.names if self._keep is not None else ())
+        self._columns = job.columns.to_read(job.task) | names_read(self._keep.names if self._keep is not None else ())
         self._exact = exact
-        self._made: tuple[Row, int, Canvas] | None = None
+        self._latest: tuple[Row, int, Canvas] | None = None
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
         """Read the unit's rows and make their canvases; a failed or quarantined row is a Sample with its error."""
         failpoint("worker.open_unit")
         planned = self._plan.unit_rows(unit.unit)[unit.start : unit.stop]
-        samples = [self._quarantined(unit, unit.start + n, row) for n, row in enumerate(planned)]
-        wanted = [sample for sample in samples if sample.error is None]
-        rows = self._read([sample.note.planned for sample in wanted])
-        for sample, row in zip(wanted, rows, strict=True):
+        samples = [self._sample(unit, unit.start + n, row) for n, row in enumerate(planned)]
+        readable = [sample for sample in samples if sample.error is None]
+        rows = self._read([sample.note.planned for sample in readable])
+        for sample, row in zip(readable, rows, strict=True):
             self._prepare(sample, row)
-        self._made = None
+        self._latest = None
         return samples
 
     def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
@@ -268,27 +247,17 @@ class RowUnitIO:
                 conditional=self._job.conditional,
                 attempt=unit.attempt,
                 exact=self._exact,
-                trace=table_from_rows(list(_trace_rows(unit, samples)), schema=TRACE_SCHEMA)
-                if self._job.trace
-                else None,
+                trace=_trace_table(unit, samples) if self._job.trace else None,
             )
             failpoint("worker.committed")
         commit_s = time.perf_counter() - began_s
         kinds = Counter(sample.error.kind for sample in samples if sample.error is not None)
-        return Receipt(
-            unit.lease,
-            unit.unit,
-            self._worker,
-            self._node,
-            committed,
-            tally_of(samples),
-            dict(kinds),
-            commit_s=commit_s,
-        )
+        names = (unit.lease, unit.unit, self._worker, self._node)
+        return Receipt(*names, committed, tally_of(samples), dict(kinds), commit_s=commit_s)
 
     # ---- rows in
 
-    def _quarantined(self, unit: WorkUnit, index: int, planned: PlannedRow) -> Sample:
+    def _sample(self, unit: WorkUnit, index: int, planned: PlannedRow) -> Sample:
         key = nth_key(sample_key(self._job.seed, planned.id), planned.sample)
         sample = Sample(index, key=key, note=Note(planned))
         for verdict in unit.verdicts:
@@ -298,58 +267,58 @@ class RowUnitIO:
 
     def _read(self, planned: Sequence[PlannedRow]) -> list[Row]:
         """The input rows in plan order; reads each file once."""
-        found: dict[tuple[int, int], Row] = {}
-        wanted: dict[int, dict[tuple[int, int | None], None]] = {}  # each row once, however many samples it has
+        rows: dict[tuple[int, int], Row] = {}
+        by_file: dict[int, dict[tuple[int, int | None], None]] = {}  # each row once, however many samples it has
         for row in sorted(planned, key=lambda row: row.file):
-            wanted.setdefault(row.file, {})[row.row, row.offset] = None
-        files = ((self._job.files[number], list(places)) for number, places in wanted.items())
-        for number, (file, places) in zip(wanted, fetched_ahead(files, s3=self._job.s3), strict=True):
-            rows = read_rows(file, places, columns=self._columns, chunk_chars=self._job.chunk_chars, s3=self._job.s3)
-            found |= {(number, row.row): row for row in rows}
-        return [found[row.file, row.row] for row in planned]
+            by_file.setdefault(row.file, {})[row.row, row.offset] = None
+        files = ((self._job.files[number], list(places)) for number, places in by_file.items())
+        for number, (file, places) in zip(by_file, fetch_ahead(files, s3=self._job.s3), strict=True):
+            read = read_rows(file, places, columns=self._columns, chunk_chars=self._job.chunk_chars, s3=self._job.s3)
+            rows |= {(number, row.row): row for row in read}
+        return [rows[row.file, row.row] for row in planned]
 
     def _prepare(self, sample: Sample, row: Row) -> None:
         if row.error is not None:
             sample.error = row.error
             return
-        sample.note.request_model = named_model(row.values or {})
+        sample.note.request_model = model_of(row.values or {})
         if self._keep is not None:
             schema = self._keep
-            kept = guarded(lambda: kept_values(row.values or {}, schema), "read", "bad_row")
+            kept = try_row(lambda: kept_values(row.values or {}, schema), "read", "bad_row")
             if isinstance(kept, RowError):
                 sample.error = kept
                 return
             sample.note.keep = kept
-        made = guarded(lambda: self._canvas(sample, row), "tokenize", "tokenize_error")
-        if isinstance(made, RowError):
-            sample.error = made
+        canvas = try_row(lambda: self._canvas(sample, row), "tokenize", "tokenize_error")
+        if isinstance(canvas, RowError):
+            sample.error = canvas
         else:
-            sample.note.canvas = made
-            sample.canvas, sample.score_from, sample.settings = made.tokens, made.score_from, made.settings
-            sample.scored = made.scored
-            if made.infilling is not None:
-                sample.infilling = made.infilling
+            sample.note.canvas = canvas
+            sample.canvas, sample.score_from, sample.settings = canvas.tokens, canvas.score_from, canvas.settings
+            sample.scored = canvas.scored
+            if canvas.infilling is not None:
+                sample.infilling = canvas.infilling
                 sample.ask()
 
     def _canvas(self, sample: Sample, row: Row) -> Canvas:
         """The canvas of the sample's row, which is made with the row's key: all samples of a row have the same one."""
         planned: PlannedRow = sample.note.planned
-        if self._made is None or self._made[0] is not row:
+        if self._latest is None or self._latest[0] is not row:
             values = row.values or {}
             self._check_id(planned, values)
             key = row_key(values, self._job.columns, job_seed=self._job.seed, sample_id=planned.id)
-            self._made = row, key, self._maker.make(values, key)
-        _, key, canvas = self._made
+            self._latest = row, key, self._maker.make(values, key)
+        _, key, canvas = self._latest
         sample.key = nth_key(key, planned.sample)
         return canvas
 
     def _check_id(self, planned: PlannedRow, values: Values) -> None:
         """Raise ChangedInput if the row has another id than in the plan, RowError for an invalid one, as planning did."""
         file = self._job.files[planned.file]
-        found = row_id(values, self._job.columns) or default_id(file, planned.row)
-        if found != planned.id:
+        own_id = row_id(values, self._job.columns) or default_id(file, planned.row)
+        if own_id != planned.id:
             raise ChangedInput(
-                f"input.path: {file.uri} has changed since it was planned: row {planned.row} has the id {brief(found)}, which "
+                f"input.path: {file.uri} has changed since it was planned: row {planned.row} has the id {brief(own_id)}, which "
                 f"was {brief(planned.id)}"
             )
 
@@ -357,13 +326,15 @@ class RowUnitIO:
 
     def _result(self, unit: WorkUnit, sample: Sample) -> dict[str, Any]:
         """One row of the result table, from the sample's plan entry, canvas and outcome."""
-        said: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         if sample.error is None:
-            found = guarded(lambda: self._decoded(sample), "detokenize", "detokenize_error")
-            if isinstance(found, RowError):
-                sample.error = found
+            decoded = try_row(lambda: self._decoded_columns(sample), "detokenize", "detokenize_error")
+            if isinstance(decoded, RowError):
+                sample.error = decoded
             else:
-                said = found
+                columns = decoded
+        if sample.error is not None:
+            columns = _error_columns(sample.error)
         row = {
             "id": sample.note.planned.id,
             "sample": sample.note.planned.sample,
@@ -382,22 +353,21 @@ class RowUnitIO:
         if self._keep is not None:
             row[KEEP] = sample.note.keep
         if sample.outcome is not None:
-            row |= counts_of(sample.outcome)
-        if sample.error is not None:
-            return row | failed(sample.error)
-        return row | said
+            row |= {name: getattr(sample.outcome, name) for name in _COUNTS}
+            row["started_at"] = datetime.fromtimestamp(sample.outcome.started_at_s, UTC)
+        return row | columns
 
-    def _decoded(self, sample: Sample) -> dict[str, Any]:
+    def _decoded_columns(self, sample: Sample) -> dict[str, Any]:
         outcome, canvas = sample.outcome, sample.note.canvas
         assert outcome is not None and canvas is not None
         if canvas.infilling is not None:
             task = self._job.task
             assert isinstance(task, Infill), "only holes are filled one after another"
-            return infilled(task, canvas, sample.parts, outcome, self._tokenizer)
-        return decoded(self._job.task, canvas, outcome, self._tokenizer, self._stops)
+            return infilled_columns(task, canvas, sample.parts, outcome, self._tokenizer)
+        return decoded_columns(self._job.task, canvas, outcome, self._tokenizer, self._stops)
 
 
-def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
+def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
     """The error boundary of one row: turns whatever `call` raises into the row's error, of `kind` unless it has its own.
 
     It catches broadly, since tokenizers raise bare Exceptions, their panics are not even Exceptions, and a bug of ours that
@@ -429,17 +399,12 @@ def drafter_of(job: Job, has_head: bool) -> str | None:
             return drafter
 
 
-def _trace_rows(unit: WorkUnit, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+def _trace_table(unit: WorkUnit, samples: Sequence[Sample]) -> pa.Table:
+    rows = []
     for sample in samples:
-        for step in (sample.outcome.trace or ()) if sample.outcome is not None else ():
-            yield {
-                "id": sample.note.planned.id,
-                "unit": unit.unit,
-                "pass": unit.pass_,
-                "iteration": step.iteration,
-                "nfe": step.nfe,
-                "proposed": step.proposed,
-                "committed": step.committed,
-                "positions": step.positions,
-                "sample": sample.note.planned.sample,
-            }
+        for step in (sample.outcome and sample.outcome.trace) or ():
+            row = {name: getattr(step, name) for name in ("iteration", "nfe", "proposed", "committed", "positions")}
+            planned: PlannedRow = sample.note.planned
+            row |= {"id": planned.id, "unit": unit.unit, "pass": unit.pass_, "sample": planned.sample}
+            rows.append(row)
+    return table_from_rows(rows, schema=TRACE_SCHEMA)

@@ -25,33 +25,34 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _TRUNCATE, _IOCTL = 1, 1 << 1, 
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 
 
-def _checked(found: int, what: str) -> int:
-    if found < 0:
+def _check_result(result: int, what: str) -> int:
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
-    return found
+    return result
 
 
 def _prctl(option: int, *values: int) -> None:
     padded = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
-    _checked(_LIBC.prctl(option, *padded), f"prctl {option}")
+    _check_result(_LIBC.prctl(option, *padded), f"prctl {option}")
 
 
 def ruleset(readable: list[str], devices: list[str], writable: str) -> int:
     """A Landlock ruleset: programs read and execute `readable`, read and write `devices`, and do anything in `writable`."""
-    version = _checked(_LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "landlock")
+    version = _check_result(_LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "landlock")
     rights = (1 << 13) - 1
     for since, bit in ((2, 13), (3, 14), (5, 15)):
         rights |= (1 << bit) if version >= since else 0
     networks, scopes = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
     size = 8 if version < 4 else 16 if version < 6 else 24
     attributes = struct.pack("=QQQ", rights, networks, scopes)[:size]
-    found = _checked(_LIBC.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0), "landlock_create_ruleset")
+    rules = _LIBC.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0)
+    _check_result(rules, "landlock_create_ruleset")
     read = _EXECUTE | _READ_FILE | _READ_FOLDER
     for paths, access in ((readable, read), (devices, _READ_FILE | _WRITE_FILE), ([writable], rights)):
         for path in paths:
-            _allow(found, path, access & rights)
-    return found
+            _allow(rules, path, access & rights)
+    return rules
 
 
 def _allow(rules: int, path: str, access: int) -> None:
@@ -62,7 +63,7 @@ def _allow(rules: int, path: str, access: int) -> None:
     if not os.path.isdir(path):
         access &= _FILE_RIGHTS
     rule = struct.pack("=Qi", access, place)
-    _checked(_LIBC.syscall(_ADD_RULE, rules, 1, rule, 0), f"landlock_add_rule {path}")
+    _check_result(_LIBC.syscall(_ADD_RULE, rules, 1, rule, 0), f"landlock_add_rule {path}")
     os.close(place)
 
 
@@ -76,7 +77,7 @@ def become(uid: int, *, reads_any: bool, machine: str) -> None:
     if reads_any:
         bit = 1 << _READ_ANY
         header, data = struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", bit, bit, bit, 0, 0, 0)
-        _checked(_LIBC.syscall(_CAPSET[machine], header, data), "capset")
+        _check_result(_LIBC.syscall(_CAPSET[machine], header, data), "capset")
         _prctl(_AMBIENT, 2, _READ_ANY)
 
 
@@ -89,14 +90,14 @@ def limit(policy: dict[str, Any]) -> None:
 
 def count_tasks(uid: int) -> int:
     """The processes and threads of a user; RLIMIT_NPROC counts them all."""
-    found = 0
+    count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.stat(f"/proc/{name}").st_uid == uid:
-                found += len(os.listdir(f"/proc/{name}/task"))
+                count += len(os.listdir(f"/proc/{name}/task"))
         except OSError:
             continue
-    return found
+    return count
 
 
 def apply_filter(filter_bytes: bytes) -> None:
@@ -124,7 +125,7 @@ def main() -> None:
         raise OSError("the process that started this one has ended")
     _prctl(_NO_NEW_PRIVS, 1)
     if rules is not None:
-        _checked(_LIBC.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
+        _check_result(_LIBC.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
         os.close(rules)
     os.write(policy["report"], b".")
     apply_filter(base64.b64decode(policy["filter"]))

@@ -30,49 +30,40 @@ from typing import Any, BinaryIO, Final, Literal
 
 from draftmill.storage.errors import UserError
 
-X86_64: Final = {
-    "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
-    "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "ioctl": 16,
-    "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "pipe": 22, "select": 23, "sched_yield": 24,
-    "mremap": 25, "msync": 26, "mincore": 27, "madvise": 28, "dup": 32, "dup2": 33, "pause": 34, "nanosleep": 35,
-    "getitimer": 36, "alarm": 37, "setitimer": 38, "getpid": 39, "sendfile": 40, "clone": 56, "fork": 57, "vfork": 58,
-    "execve": 59, "exit": 60, "wait4": 61, "uname": 63, "fcntl": 72, "flock": 73, "fsync": 74, "fdatasync": 75,
-    "ftruncate": 77, "getdents": 78, "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83, "rmdir": 84,
-    "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "umask": 95, "gettimeofday": 96, "getrlimit": 97,
-    "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108,
-    "getppid": 110, "getpgrp": 111, "getgroups": 115, "getresuid": 118, "getresgid": 120, "getpgid": 121, "getsid": 124,
-    "capget": 125, "rt_sigpending": 127, "rt_sigtimedwait": 128, "rt_sigsuspend": 130, "sigaltstack": 131, "statfs": 137,
-    "fstatfs": 138, "getpriority": 140, "sched_getparam": 143, "sched_getscheduler": 145, "sched_get_priority_max": 146,
-    "sched_get_priority_min": 147, "prctl": 157, "arch_prctl": 158, "setrlimit": 160, "gettid": 186, "getxattr": 191,
-    "lgetxattr": 192, "fgetxattr": 193, "listxattr": 194, "llistxattr": 195, "flistxattr": 196, "time": 201, "futex": 202,
-    "sched_getaffinity": 204, "epoll_create": 213, "getdents64": 217, "set_tid_address": 218, "restart_syscall": 219,
-    "fadvise64": 221, "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231,
-    "epoll_wait": 232, "epoll_ctl": 233, "waitid": 247, "openat": 257, "mkdirat": 258, "newfstatat": 262, "unlinkat": 263,
-    "renameat": 264, "linkat": 265, "symlinkat": 266, "readlinkat": 267, "faccessat": 269, "pselect6": 270, "ppoll": 271,
-    "set_robust_list": 273, "get_robust_list": 274, "epoll_pwait": 281, "fallocate": 285, "eventfd2": 290,
-    "epoll_create1": 291, "dup3": 292, "pipe2": 293, "preadv": 295, "pwritev": 296, "prlimit64": 302, "getcpu": 309,
-    "renameat2": 316, "getrandom": 318, "membarrier": 324, "copy_file_range": 326, "statx": 332, "rseq": 334,
-}  # fmt: skip
-AARCH64: Final = {
-    "getxattr": 8, "lgetxattr": 9, "fgetxattr": 10, "listxattr": 11, "llistxattr": 12, "flistxattr": 13, "getcwd": 17,
-    "eventfd2": 19, "epoll_create1": 20, "epoll_ctl": 21, "epoll_pwait": 22, "dup": 23, "dup3": 24, "fcntl": 25, "ioctl": 29,
-    "flock": 32, "mkdirat": 34, "unlinkat": 35, "symlinkat": 36, "linkat": 37, "renameat": 38, "statfs": 43, "fstatfs": 44,
-    "ftruncate": 46, "fallocate": 47, "faccessat": 48, "chdir": 49, "fchdir": 50, "openat": 56, "close": 57, "pipe2": 59,
-    "getdents64": 61, "lseek": 62, "read": 63, "write": 64, "readv": 65, "writev": 66, "pread64": 67, "pwrite64": 68,
-    "preadv": 69, "pwritev": 70, "sendfile": 71, "pselect6": 72, "ppoll": 73, "readlinkat": 78, "newfstatat": 79,
-    "fstat": 80, "fsync": 82, "fdatasync": 83, "capget": 90, "exit": 93, "exit_group": 94, "waitid": 95,
-    "set_tid_address": 96, "futex": 98, "set_robust_list": 99, "get_robust_list": 100, "nanosleep": 101, "getitimer": 102,
-    "setitimer": 103, "clock_gettime": 113, "clock_getres": 114, "clock_nanosleep": 115, "sched_getscheduler": 120,
-    "sched_getparam": 121, "sched_getaffinity": 123, "sched_yield": 124, "sched_get_priority_max": 125,
-    "sched_get_priority_min": 126, "restart_syscall": 128, "sigaltstack": 132, "rt_sigsuspend": 133, "rt_sigaction": 134,
-    "rt_sigprocmask": 135, "rt_sigpending": 136, "rt_sigtimedwait": 137, "rt_sigreturn": 139, "getpriority": 141,
-    "getresuid": 148, "getresgid": 150, "times": 153, "getpgid": 155, "getsid": 156, "getgroups": 158, "uname": 160,
-    "getrlimit": 163, "setrlimit": 164, "getrusage": 165, "umask": 166, "prctl": 167, "getcpu": 168, "gettimeofday": 169,
-    "getpid": 172, "getppid": 173, "getuid": 174, "geteuid": 175, "getgid": 176, "getegid": 177, "gettid": 178,
-    "sysinfo": 179, "brk": 214, "munmap": 215, "mremap": 216, "clone": 220, "execve": 221, "mmap": 222, "fadvise64": 223,
-    "mprotect": 226, "msync": 227, "mincore": 232, "madvise": 233, "wait4": 260, "prlimit64": 261, "renameat2": 276,
-    "getrandom": 278, "membarrier": 283, "copy_file_range": 285, "statx": 291, "rseq": 293,
-}  # fmt: skip
+_SYSCALLS: Final = """
+    read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222,
+    mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
+    ioctl 16 29, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, access 21 -, pipe 22 -, select 23 -,
+    sched_yield 24 124, mremap 25 216, msync 26 227, mincore 27 232, madvise 28 233, dup 32 23, dup2 33 -, pause 34 -,
+    nanosleep 35 101, getitimer 36 102, alarm 37 -, setitimer 38 103, getpid 39 172, sendfile 40 71, clone 56 220,
+    fork 57 -, vfork 58 -, execve 59 221, exit 60 93, wait4 61 260, uname 63 160, fcntl 72 25, flock 73 32,
+    fsync 74 82, fdatasync 75 83, ftruncate 77 46, getdents 78 -, getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -,
+    mkdir 83 -, rmdir 84 -, creat 85 -, link 86 -, unlink 87 -, symlink 88 -, readlink 89 -, umask 95 166,
+    gettimeofday 96 169, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, times 100 153, getuid 102 174,
+    getgid 104 176, geteuid 107 175, getegid 108 177, getppid 110 173, getpgrp 111 -, getgroups 115 158,
+    getresuid 118 148, getresgid 120 150, getpgid 121 155, getsid 124 156, capget 125 90, rt_sigpending 127 136,
+    rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, statfs 137 43, fstatfs 138 44,
+    getpriority 140 141, sched_getparam 143 121, sched_getscheduler 145 120, sched_get_priority_max 146 125,
+    sched_get_priority_min 147 126, prctl 157 167, arch_prctl 158 -, setrlimit 160 164, gettid 186 178, getxattr 191 8,
+    lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11, llistxattr 195 12, flistxattr 196 13, time 201 -,
+    futex 202 98, sched_getaffinity 204 123, epoll_create 213 -, getdents64 217 61, set_tid_address 218 96,
+    restart_syscall 219 128, fadvise64 221 223, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
+    exit_group 231 94, epoll_wait 232 -, epoll_ctl 233 21, waitid 247 95, openat 257 56, mkdirat 258 34,
+    newfstatat 262 79, unlinkat 263 35, renameat 264 38, linkat 265 37, symlinkat 266 36, readlinkat 267 78,
+    faccessat 269 48, pselect6 270 72, ppoll 271 73, set_robust_list 273 99, get_robust_list 274 100,
+    epoll_pwait 281 22, fallocate 285 47, eventfd2 290 19, epoll_create1 291 20, dup3 292 24, pipe2 293 59,
+    preadv 295 69, pwritev 296 70, prlimit64 302 261, getcpu 309 168, renameat2 316 276, getrandom 318 278,
+    membarrier 324 283, copy_file_range 326 285, statx 332 291, rseq 334 293
+"""  # name, number on x86_64, number on aarch64
+
+
+def _numbers(column: int) -> dict[str, int]:
+    entries = [entry.split() for entry in _SYSCALLS.split(",")]
+    return {entry[0]: int(entry[column]) for entry in entries if entry[column] != "-"}
+
+
+X86_64: Final = _numbers(1)
+AARCH64: Final = _numbers(2)
 SINCE_5_1: Final = {
     "close_range": 436, "openat2": 437, "faccessat2": 439, "epoll_pwait2": 441, "futex_waitv": 449,
 }  # fmt: skip
@@ -98,27 +89,24 @@ def filter_for(machine: str, *, forks: bool) -> bytes:
     """The filter as an array of `struct sock_filter`; `forks` allows new processes. KeyError for other machines."""
     arch, numbers = MACHINES[machine]
     numbers = numbers | SINCE_5_1
+    kill, allow = (_RETURN, 0, 0, _KILL), (_RETURN, 0, 0, _ALLOW)
+    denied, unknown = (_RETURN, 0, 0, _refusal(errno.EPERM)), (_RETURN, 0, 0, _refusal(errno.ENOSYS))
     program = [
-        *((_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL)),
+        (_LOAD, 0, 0, _ARCH),
+        (_EQUAL, 1, 0, arch),
+        kill,
         (_LOAD, 0, 0, _NUMBER),
-        *((_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _refusal(errno.ENOSYS))),
+        (_AT_LEAST, 0, 1, _X32),
+        unknown,
     ]
     for name, number in sorted(numbers.items()):
         if name not in _BY_ARGUMENT and (forks or name not in _FORKS):
-            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    program += _on_argument(numbers["prlimit64"], [(_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _refusal(errno.EPERM))])
-    program += _on_argument(
-        numbers["prctl"], [(_EQUAL, 0, 1, _PR_SET_PDEATHSIG), (_RETURN, 0, 0, _refusal(errno.EPERM))]
-    )
-    clone = [(_ANY_BIT, 0, 1, _CLONE_NAMESPACES), (_RETURN, 0, 0, _refusal(errno.EPERM))]
-    if not forks:
-        clone += [(_ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _refusal(errno.EPERM))]
-    program += _on_argument(numbers["clone"], clone)
-    program += [
-        (_AT_LEAST, 0, 1, _SHARED),
-        (_RETURN, 0, 0, _refusal(errno.ENOSYS)),
-        (_RETURN, 0, 0, _refusal(errno.EPERM)),
-    ]
+            program += [(_EQUAL, 0, 1, number), allow]
+    program += _on_argument(numbers["prlimit64"], [(_EQUAL, 1, 0, 0), denied])
+    program += _on_argument(numbers["prctl"], [(_EQUAL, 0, 1, _PR_SET_PDEATHSIG), denied])
+    new_threads_only = [] if forks else [(_ANY_BIT, 1, 0, _CLONE_THREAD), denied]
+    program += _on_argument(numbers["clone"], [(_ANY_BIT, 0, 1, _CLONE_NAMESPACES), denied, *new_threads_only])
+    program += [(_AT_LEAST, 0, 1, _SHARED), unknown, denied]
     return b"".join(struct.pack("=HBBI", *line) for line in program)
 
 
@@ -166,8 +154,6 @@ SPARE_TASKS: Final = 32
 """Threads that a program may have, and processes of the same user that may start at the same time."""
 
 
-Wanted = Literal["auto", "kernel", "bwrap"]
-
 _BREAKOUT = """
 import collections, json, math, os, random, re, socket, threading
 def refused(call, what):
@@ -213,7 +199,7 @@ class Ran:
     """How a program ended: `passed` if it ran to its last line. `output` is the end of what it printed."""
 
     passed: bool
-    how: Literal["ended", "timeout", "disk"]
+    ending: Literal["ended", "timeout", "disk"]
     returncode: int
     output: str
 
@@ -234,7 +220,7 @@ class Sandbox:
         try:
             return self._run(program, limits, folder, stopping)
         finally:
-            shutil.rmtree(folder, onerror=_opened)
+            shutil.rmtree(folder, onerror=_open_and_retry)
 
     def _run(self, program: str, limits: Limits, folder: Path, stopping: Callable[[], bool]) -> Ran:
         token = secrets.token_hex(16).encode()
@@ -247,32 +233,29 @@ class Sandbox:
             if os.getuid() == 0 and self.kind == "kernel":
                 os.chown(folder, NOBODY, NOBODY)
             with tempfile.TemporaryFile() as output:
-                process = self._start(folder, limits, (writer, secret), output)
+                process = subprocess.Popen(
+                    self.command(folder, limits, (writer, secret)),
+                    cwd=folder,
+                    env=environment(folder),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(writer, secret),
+                    start_new_session=True,
+                )
                 os.close(writer)
                 writer = -1
-                how = _watched(process, folder, limits, stopping)
-                said, report = _tail(output), os.read(reader, 4096)
+                ending = _watch(process, folder, limits, stopping)
+                text, report = _tail(output), os.read(reader, 4096)
         finally:
             os.close(reader)
             os.close(secret)
             if writer >= 0:
                 os.close(writer)
-        if not report.startswith(b".") and how == "ended":
-            raise SandboxError(said.strip().splitlines()[-1] if said.strip() else "the sandbox did not start")
-        passed = how == "ended" and process.returncode == 0 and report == b"." + token
-        return Ran(passed, how, process.returncode, said)
-
-    def _start(self, folder: Path, limits: Limits, pipes: tuple[int, int], output: BinaryIO) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.command(folder, limits, pipes),
-            cwd=folder,
-            env=environment(folder),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=pipes,
-            start_new_session=True,
-        )
+        if not report.startswith(b".") and ending == "ended":
+            raise SandboxError(text.strip().splitlines()[-1] if text.strip() else "the sandbox did not start")
+        passed = ending == "ended" and process.returncode == 0 and report == b"." + token
+        return Ran(passed, ending, process.returncode, text)
 
     def command(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> list[str]:
         """The command line of one program: the launcher, behind bubblewrap or alone. `pipes`: the report's, and the token's."""
@@ -288,7 +271,7 @@ class Sandbox:
         ]
 
     def policy(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> dict[str, Any]:
-        """What the launcher is told."""
+        """The launcher's input, as JSON data."""
         machine, is_root = platform.machine(), os.getuid() == 0
         bare = self.kind == "kernel"
         return {
@@ -299,7 +282,10 @@ class Sandbox:
             "uid": NOBODY if bare and is_root else None,
             "reads_any": bare and is_root and not is_open_to_all(interpreter(), sys.base_prefix),
             "machine": machine,
-            "limits": _rlimits(limits),
+            "limits": {
+                **{"AS": limits.memory_mb * 2**20, "FSIZE": limits.file_mb * 2**20, "CPU": int(limits.timeout_s) + 2},
+                **{"NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0},
+            },
             "tasks": limits.processes + SPARE_TASKS,
             "parent": os.getpid() if bare else None,
             "report": pipes[0],
@@ -309,15 +295,9 @@ class Sandbox:
         }
 
 
-def supported() -> bool:
+def is_supported() -> bool:
     """Whether the tables of system calls have this machine."""
     return sys.platform == "linux" and platform.machine() in MACHINES
-
-
-def _rlimits(limits: Limits) -> dict[str, int]:
-    memory, file_bytes = limits.memory_mb * 2**20, limits.file_mb * 2**20
-    seconds = int(limits.timeout_s) + 2
-    return {"AS": memory, "FSIZE": file_bytes, "CPU": seconds, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0}
 
 
 def interpreter() -> str:
@@ -333,12 +313,9 @@ def readable() -> list[str]:
 
 def is_open_to_all(*paths: str) -> bool:
     """Whether every user may read these paths."""
-    return all(_is_open(Path(path)) for path in paths)
-
-
-def _is_open(path: Path) -> bool:
-    found = [path, *path.parents]
-    return bool(path.stat().st_mode & stat.S_IROTH) and all(one.stat().st_mode & stat.S_IXOTH for one in found)
+    folders = {folder for path in map(Path, paths) for folder in (path, *path.parents)}
+    is_reachable = all(folder.stat().st_mode & stat.S_IXOTH for folder in folders)
+    return is_reachable and all(os.stat(path).st_mode & stat.S_IROTH for path in paths)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -353,7 +330,7 @@ def launcher_source() -> str:
     return Path(__file__).with_name("launcher.py").read_text(encoding="utf-8")
 
 
-def _watched(
+def _watch(
     process: subprocess.Popen[bytes], folder: Path, limits: Limits, stopping: Callable[[], bool]
 ) -> Literal["ended", "timeout", "disk"]:
     """Wait for the program's end or its limits; afterwards none of its processes is left."""
@@ -371,7 +348,7 @@ def _watched(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's whole group, also after its main process has ended: what it started may go on."""
+    """Kill the program's whole group, also after its main process has ended: what it started may continue."""
     for _ in range(100):
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -388,8 +365,8 @@ def _group_lives(group: int) -> bool:
     """Whether a process of the group is there that is no zombie."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError, IndexError, ValueError):
-            state, _, found = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:3]
-            if int(found) == group and state not in "ZX":
+            state, _, its_group = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
                 return True
     return False
 
@@ -413,8 +390,8 @@ def _tail(output: BinaryIO) -> str:
     return output.read().decode("utf-8", "backslashreplace")
 
 
-def _opened(remove: Callable[..., Any], path: str, _: Any) -> None:
-    """A program may make folders that their owner can't read: open them and try again."""
+def _open_and_retry(remove: Callable[..., Any], path: str, _: Any) -> None:
+    """A program may make folders that their owner can't read: open them and retry."""
     with suppress(OSError):
         os.chmod(os.path.dirname(path), 0o700)
         os.chmod(path, 0o700)
@@ -427,7 +404,7 @@ def _opened(remove: Callable[..., Any], path: str, _: Any) -> None:
 # ---- the self-test
 
 
-def find_sandbox(wanted: Wanted = "auto", *, field: str = "sandbox") -> Sandbox:
+def find_sandbox(wanted: Kind | Literal["auto"] = "auto", *, field: str = "sandbox") -> Sandbox:
     """The sandbox to use: `kernel` where it holds, else `bwrap`; UserError with the reasons where neither does."""
     kinds: tuple[Kind, ...] = ("kernel", "bwrap") if wanted == "auto" else (wanted,)
     reasons = []
@@ -442,8 +419,8 @@ def find_sandbox(wanted: Wanted = "auto", *, field: str = "sandbox") -> Sandbox:
 @lru_cache(maxsize=4)
 def problem(kind: Kind) -> str | None:
     """Why this kind of sandbox does not hold here; None if it does. Tried once per process."""
-    if not supported():
-        return "only Linux on x86_64 and aarch64 is supported"
+    if not is_supported():
+        return "only Linux on x86_64 and aarch64 is is_supported"
     if kind == "bwrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,7 @@ from draftmill.jobs.finished.summary import is_small
 from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import S3Options, is_local
 from draftmill.storage.stores.store import open_store
 
 MADE_BY: Final = '<meta name="generator" content="draftmill report">'
@@ -67,7 +67,7 @@ def report(
 def _checked_target(out: str, *, overwrite: bool) -> Path:
     """The file to write; UserError if it can't be written, before anything is read."""
     target = Path(os.path.expanduser(out))
-    if "://" in out:
+    if not is_local(out):
         raise UserError(f"{out!r} is not a local file", field="--out")
     if target.is_dir() or not target.parent.is_dir():
         raise UserError(f"{out!r} is a folder, or in a folder that does not exist; allowed: a file", field="--out")

@@ -40,8 +40,8 @@ from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.places import path_problem
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
-from draftmill.storage.stores.interface import AlreadyExists, S3Options
-from draftmill.storage.stores.local import linked, sync_folder
+from draftmill.storage.stores.interface import AlreadyExists, S3Options, is_local
+from draftmill.storage.stores.local import link_new, sync_folder
 from draftmill.storage.stores.store import open_store
 
 STDOUT = "-"
@@ -313,7 +313,7 @@ def _key_problem(place: str) -> str | None:
 
 
 def _inside(place: str, run_url: str) -> bool:
-    if place.startswith(S3) or "://" in run_url:
+    if place.startswith(S3) or not is_local(run_url):
         return f"{place}/".startswith(f"{run_url.rstrip('/')}/")
     return Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
 
@@ -376,7 +376,7 @@ def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         if overwrite:
             os.replace(temporary, path)
-        elif not linked(temporary, path):  # another program was faster
+        elif not link_new(temporary, path):  # another program was faster
             raise _taken(place, field)
         sync_folder(path.parent)
     except OSError as error:

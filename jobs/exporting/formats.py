@@ -20,7 +20,7 @@ from draftmill.actors.rows.requests import CHAT
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.parquet import parquet_writer
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.interface import Store, is_local
 
 GROUP_BYTES = 32 * 2**20
 """Arrow bytes of a row group."""
@@ -299,7 +299,7 @@ def _body(samples: Sequence[Mapping[str, Any]], name: str, chat: bool) -> dict[s
 
 def shown_model(path: str) -> str:
     """The name of a job's model for answers whose requests name none: a path on this machine or in a bucket is its last part."""
-    is_place = "://" in path or path.startswith(("/", ".", "~"))
+    is_place = not is_local(path) or path.startswith(("/", ".", "~"))
     return path.rstrip("/").rpartition("/")[2] if is_place else path
 
 

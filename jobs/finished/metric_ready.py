@@ -12,7 +12,7 @@ from typing import Any
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.metrics.registry import ReadyMetric, load_function
-from draftmill.actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expanded, needs_reference
+from draftmill.actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expand_metrics, needs_reference
 from draftmill.actors.metrics.texts import PACKAGES
 from draftmill.actors.rows.text import has_tokenizer
 from draftmill.jobs.plan.plan import Plan
@@ -65,7 +65,7 @@ def ready_metrics(
         raise UserError(problem[1], field=problem[0])
     checked = {index: _checked(metric, fields[index], spec, s3) for index, metric in enumerate(metrics)}
     ready = []
-    for index, part in expanded(metrics):
+    for index, part in expand_metrics(metrics):
         extra, more = checked[index]
         settings = part.model_dump(mode="json", exclude=set(part.changes_nothing)) | extra
         if needs_reference(part):

@@ -24,7 +24,7 @@ from draftmill.actors.rows.canvas import Canvas, runs
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
-from draftmill.actors.rows.unit_io import guarded
+from draftmill.actors.rows.unit_io import try_row
 from draftmill.decoders.base import HOLE, Decoder, Request
 from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.formatting import counted
@@ -164,10 +164,10 @@ def first_canvases(prepared: Prepared, count: int) -> list[TrialRow]:
 
 def _canvases(prepared: Prepared) -> Iterator[TrialRow | RowError]:
     spec, maker = prepared.spec, maker_of(prepared)
-    columns = spec.input.columns.wanted(spec.task)
+    columns = spec.input.columns.to_read(spec.task)
     for file in prepared.inputs:
         for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
-            yield guarded(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
+            yield try_row(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
 
 
 def canvas_of(spec: JobSpec, maker: Maker, row: Row, name: str) -> TrialRow:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.rows.unit_io import guarded
+from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
 from draftmill.jobs.driving.cost import HOUR_S, MILLION, DeviceSums, hours_text, money_text, purposes_text
@@ -345,8 +345,8 @@ def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
 def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
     """Why a row of the survey has no canvas: it is read again."""
     spec, file = prepared.spec, prepared.inputs[row["file"]]
-    columns = spec.input.columns.wanted(spec.task)
+    columns = spec.input.columns.to_read(spec.task)
     place = [(row["row"], row["offset"])]
     (found,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
-    made = guarded(partial(canvas_of, spec, maker_of(prepared), found, row["id"]), "tokenize", "tokenize_error")
+    made = try_row(partial(canvas_of, spec, maker_of(prepared), found, row["id"]), "tokenize", "tokenize_error")
     return made.message if isinstance(made, RowError) else ""

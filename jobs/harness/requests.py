@@ -52,7 +52,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._most = info.max_length
         begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-        # Any-subset models see no begin token, see actors/rows/prompts.py.
+        # Any-subset models see no begin token, see actors/rows/makers.py.
         self._prefix: Ids = () if begin is None or info.kind == "any_subset" else (begin,)
         self._spelled = "" if begin is None else tokenizer.decode([begin])
         self.context = lru_cache(KEPT_CONTEXTS)(self._context)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.spec.places import places_of
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.interface import is_local
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that each machine of a Slurm cluster has for itself."""
@@ -22,9 +23,9 @@ NOT_PATHS = frozenset({"auto", "none"})
 def local_places(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """The key and the path of everything in a spec that is on a local disk."""
     for key, path in (*places_of(spec), *_metric_places(spec)):
-        if "://" in path or path.startswith("builtin:"):
+        if not is_local(path) or path.startswith("builtin:"):
             continue
-        if key.startswith(("input.", "output.")) or key.endswith(".file") or _is_local(path):
+        if key.startswith(("input.", "output.")) or key.endswith(".file") or _is_on_disk(path):
             yield key.removesuffix(".file"), path
 
 
@@ -36,7 +37,7 @@ def _metric_places(spec: JobSpec) -> Iterator[tuple[str, str]]:
             yield f"metrics.{index}.model", model
 
 
-def _is_local(path: str) -> bool:
+def _is_on_disk(path: str) -> bool:
     """Whether a model's path means a folder or file of this machine: one that exists, as in checkpoints/models.py."""
     if path in NOT_PATHS:
         return False

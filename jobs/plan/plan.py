@@ -42,7 +42,7 @@ from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.survey import Survey, each_sample, survey
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
-from draftmill.storage.errors import UserError, brief, listed
+from draftmill.storage.errors import UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of
 from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to_json
@@ -379,9 +379,9 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
             field="task.chat",
         )
     expected = _expected_column(spec.task, there)
-    needed = spec.input.columns.named() or {expected: expected}
+    needed = spec.input.columns.mapping() or {expected: expected}
     name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
-    says = f"no row has a value in a column {column!r}; the first row has {listed(there)}"
+    says = f"no row has a value in a column {column!r}; the first row has {list_names(there)}"
     held = (field_of(row.values or {}, column) for row in islice(rows_of(), LOOKED_AT) if row.error is None)
     value = next((value for value in held if value is not None), None)
     if isinstance(value, str):
@@ -406,7 +406,7 @@ def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Pla
 
 
 def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
-    columns = spec.input.columns.wanted(spec.task)
+    columns = spec.input.columns.to_read(spec.task)
     found = next(
         read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
     )

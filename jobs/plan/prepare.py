@@ -38,10 +38,10 @@ from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.contents import hashed, num_bytes_to_hash, recognised
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 
@@ -88,7 +88,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     if plan is not None:
         if spec.input.since is not None:
             inputs = planned_ones(inputs, plan.files)
-        inputs = recognised(inputs, {file.name: file for file in plan.files})
+        inputs = with_known_hashes(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
     if plan is None and sees_date(spec, tokenizer, inputs):
         spec = with_chat_date(spec, loaders.day(spec))
@@ -132,7 +132,7 @@ def sees_date(spec: JobSpec, tokenizer: Tokenizer | None, inputs: Sequence[Input
 
 def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
     """Whether the first row is an OpenAI request; then the others are, too."""
-    columns = spec.input.columns.wanted(spec.task)
+    columns = spec.input.columns.to_read(spec.task)
     try:
         rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
@@ -283,7 +283,7 @@ def make_plan(
     """
     plan = load_plan(store)
     if plan is not None:
-        inputs = recognised(prepared.inputs, {file.name: file for file in plan.files})
+        inputs = with_known_hashes(prepared.inputs, {file.name: file for file in plan.files})
         compare_plan(plan, results_key(prepared.spec, prepared.info, prepared.hashes, inputs), inputs)
         return plan
     size = size_text(sum(file.size or 0 for file in prepared.inputs))
@@ -292,7 +292,7 @@ def make_plan(
     num_bytes = num_bytes_to_hash(prepared.inputs, most_bytes)
     if num_bytes >= NOTED_BYTES:
         display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, so that a resume can detect changes")
-    inputs = hashed(prepared.inputs, most_bytes=most_bytes)
+    inputs = with_hashes(prepared.inputs, most_bytes=most_bytes)
     rows = said = 0
 
     def progress(count: int) -> None:

@@ -80,7 +80,7 @@ def settings_key(prepared: Prepared) -> str:
 def rows_have_settings(prepared: Prepared) -> bool:
     """Whether rows may have settings of their own: in columns that the spec names, or as OpenAI requests, as the first row is."""
     spec = prepared.spec
-    return bool(spec.input.columns.own_settings()) or begins_with_request(spec, prepared.inputs)
+    return bool(spec.input.columns.has_own_settings()) or begins_with_request(spec, prepared.inputs)
 
 
 def copy_plan(prepared: Prepared, donor: Plan, store: Store, *, epoch: int) -> Plan:

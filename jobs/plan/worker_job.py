@@ -12,6 +12,7 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.stores.interface import is_local
 
 
 def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[InputFile] = ()) -> Job:
@@ -82,4 +83,4 @@ def where(path: str) -> str:
 
 def absolute(path: str) -> str:
     """A local path made absolute; URLs stay unchanged."""
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+    return str(Path(path).expanduser().absolute()) if is_local(path) else path

@@ -23,9 +23,9 @@ from draftmill.jobs.recurring.runs import FoundRun, finished_below
 from draftmill.jobs.spec.dated_path import base_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.contents import hashed
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.sources import with_hashes
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.parallel import parallel_map
@@ -166,5 +166,5 @@ def _same_content(files: Sequence[tuple[int, InputFile]], done: pa.Table) -> lis
         return contents.get(("uri", file.uri, size), set()) | contents.get(("name", file.name, size), set())
 
     candidates = [(number, file) for number, file in here if hashes(file)]
-    found = hashed([file for _, file in candidates])
+    found = with_hashes([file for _, file in candidates])
     return [number for (number, _), file in zip(candidates, found, strict=True) if file.sha256 in hashes(file)]

@@ -35,7 +35,7 @@ from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import done_units, read_record, read_unit, record_commit, write_manifest
 from draftmill.storage.runs.lease import Lease, this_process
 from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.interface import Store, is_local
 from draftmill.storage.stores.parallel import parallel_map
 
 
@@ -211,7 +211,7 @@ def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:
     """Record a unit that a worker reports as committed; StoreError if the worker wrote to another machine's disk."""
     if not run.conditional:
         return record_commit(run.store, unit, epoch=run.lease.epoch)
-    if "://" not in run.store.url and not run.store.exists(unit.object):
+    if is_local(run.store.url) and not run.store.exists(unit.object):
         raise StoreError(
             f"a worker wrote {unit.object}, but not here; on several machines, output.path must be a shared folder or s3://"
         )

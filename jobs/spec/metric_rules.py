@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from draftmill.actors.metrics.settings import Metric, PassAtK, clashing, expanded, needs_reference
+from draftmill.actors.metrics.settings import Metric, PassAtK, clashing, expand_metrics, needs_reference
 from draftmill.actors.task import Columns, Infill, Marker, Sentences, Task
 
 Problem = tuple[str, str]
@@ -60,7 +60,7 @@ def metric_problem(
     samples: int | None,
 ) -> Problem | None:
     """Why these metrics can't be measured on a job's results; None if they can. `fields` are the metrics' own paths."""
-    parts = expanded(metrics)
+    parts = expand_metrics(metrics)
     if clash := clashing([part for _, part in parts]):
         index, column = clash
         place = fields[parts[index][0]]
@@ -86,7 +86,7 @@ def _reference_problem(metric: Metric, has_reference: bool) -> Problem | None:
 
 
 def _kept_problem(metric: Metric, kept: Collection[str]) -> Problem | None:
-    lacking = [name for name in metric.kept() if name not in kept]
+    lacking = [name for name in metric.kept_columns() if name not in kept]
     if not lacking:
         return None
     there = ", ".join(kept) if kept else "none"

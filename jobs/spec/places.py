@@ -12,7 +12,8 @@ from typing import Any
 
 from draftmill.jobs.spec.dated_path import EXAMPLE, date_problem, with_date
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.inputs import expanded, glob_pattern
+from draftmill.storage.inputs.inputs import expand_braces, glob_pattern
+from draftmill.storage.stores.interface import is_local
 
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255
@@ -75,9 +76,9 @@ def among_inputs(inputs: str, output: str) -> bool:
 
     Resuming such a job would fail, since its inputs would have changed.
     """
-    if inputs.startswith(("builtin:", "hf://")) or ("://" in inputs) != ("://" in output):
+    if inputs.startswith(("builtin:", "hf://")) or is_local(inputs) != is_local(output):
         return False
-    if len(alternatives := expanded(inputs)) > 1:
+    if len(alternatives := expand_braces(inputs)) > 1:
         return any(among_inputs(one, output) for one in alternatives)
     inputs, output = _absolute(inputs), _absolute(output)
     if _WILD.search(inputs):
@@ -86,7 +87,7 @@ def among_inputs(inputs: str, output: str) -> bool:
 
 
 def _absolute(path: str) -> str:
-    return path.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path))
+    return os.path.abspath(os.path.expanduser(path)) if is_local(path) else path.rstrip("/")
 
 
 def places_of(data: Any) -> Iterator[tuple[str, str]]:

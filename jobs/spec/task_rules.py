@@ -34,7 +34,7 @@ _INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
 
 def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
     """Why this decoder can't do this task on rows with these columns; None if it can."""
-    problem = _stray_column(task, columns.named())
+    problem = _stray_column(task, columns.mapping())
     if problem is None and not has_tokenizer and columns.tokens is None:
         problem = "model.tokenizer: 'none' needs rows that give their tokens; name their column in input.columns.tokens"
     mask = None if isinstance(task, Complete) else task.mask
@@ -98,7 +98,7 @@ def truncate_problem(task: Task, columns: Columns) -> str | None:
             "input.truncate: texts with holes are never cut (a causal model sees as much text around a hole as fits); "
             "allowed: null"
         )
-    named = columns.named()
+    named = columns.mapping()
     given = named.keys() & {"prompt", "reference"}
     if isinstance(task, Score) and not task.chat and not given and ("tokens" in named or "text" in named):
         return "input.truncate: only a prompt can be cut, not the scored text, and these rows have no prompt; allowed: null"
@@ -110,7 +110,7 @@ def truncate_problem(task: Task, columns: Columns) -> str | None:
 
 def mask_problem(mask: Mask, columns: Columns) -> str | None:
     """Why this mask can't be applied to rows with these columns; None if it can."""
-    named = columns.named()
+    named = columns.mapping()
     if isinstance(mask, Given) and "tokens" not in named:
         return "input.columns.tokens: mask kind 'given' needs the column that holds each row's tokens"
     if "tokens" in named and isinstance(mask, Marker | Lines | Sentences):
@@ -194,7 +194,7 @@ def _scoring(has: Callable[[type[DecoderChoice]], bool]) -> str:
 
 def prompt_problem(task: Complete | Score, columns: Columns, *, has_tokenizer: bool) -> str | None:
     """Why rows with these columns give no prompt or text to score, or more than one; None if they give exactly one."""
-    named = columns.named()
+    named = columns.mapping()
     if "messages" in named and not task.chat:
         return "input.columns.messages: only a chat has messages; set task.chat: true, or name input.columns.prompt"
     if "tokens" in named and task.chat:

@@ -24,6 +24,7 @@ from draftmill.jobs.driving.ray_session import ROOT
 from draftmill.jobs.formatting import size_text
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import is_secret_variable
+from draftmill.storage.stores.interface import is_local
 
 MARGIN_S = 15.0
 """Seconds between the driver's grace period and its end by force."""
@@ -212,9 +213,9 @@ def mapped(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
     """The mapping of a checked spec with paths as the cluster finds them; UserError if one can't be found there."""
     result = deepcopy(dict(data))
     for key, value, put in _paths(result):
-        if "://" in value and not value.startswith("memory://"):
+        if not is_local(value) and not value.startswith("memory://"):
             continue
-        if "://" in value:
+        if not is_local(value):
             raise UserError(f"{value!r} ends with the driver; allowed: {_remote()}", field=key)
         put(paths.path(value, key, written=key == "output.path"))
     return result
@@ -257,8 +258,8 @@ def _checkpoint(section: Any, name: str, key: str, words: Sequence[str]) -> Iter
     value = section.get(name) if isinstance(section, dict) else None
     if not isinstance(value, str) or value.startswith("builtin:") or value in words:
         return
-    is_local = value.startswith(("/", "./", "../", "~")) or value.endswith(".gguf") or Path(value).exists()
-    if is_local or "://" in value:
+    is_path = value.startswith(("/", "./", "../", "~")) or value.endswith(".gguf") or Path(value).exists()
+    if is_path or not is_local(value):
         yield key, value, _into(section, name)
 
 

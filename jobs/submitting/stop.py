@@ -27,7 +27,7 @@ from draftmill.jobs.submitting.cluster import (
 )
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
-from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.interface import S3Options, Store, is_local
 from draftmill.storage.stores.store import open_store
 
 POLL_S = 0.5
@@ -156,7 +156,7 @@ def _run_of(
     target: str, overrides: Sequence[str], logical_date: str | None, s3: S3Options | None
 ) -> tuple[str, S3Options | None]:
     """The run directory that a target means, and how its store is reached."""
-    if target.endswith((".yaml", ".yml")) and "://" not in target:
+    if target.endswith((".yaml", ".yml")) and is_local(target):
         spec = load_spec(target, overrides)
         if logical_date is not None:
             spec = with_logical_date(spec, logical_date)

@@ -17,8 +17,8 @@ _ABSENT: Final = object()
 
 def field_of(values: Mapping[str, Any], name: str) -> Any:
     """The value of a column or of a field inside of one; None if it does not exist."""
-    found = _find(values, name)
-    return None if found is _ABSENT else found
+    value = _find(values, name)
+    return None if value is _ABSENT else value
 
 
 def _find(values: Mapping[str, Any], name: str) -> Any:
@@ -26,9 +26,9 @@ def _find(values: Mapping[str, Any], name: str) -> Any:
         return values[name]
     for outer, inner in _splits(name):
         if isinstance(values.get(outer), Mapping):
-            found = _find(values[outer], inner)
-            if found is not _ABSENT:
-                return found
+            value = _find(values[outer], inner)
+            if value is not _ABSENT:
+                return value
     return _ABSENT
 
 
@@ -38,16 +38,16 @@ def _splits(name: str) -> Iterable[tuple[str, str]]:
     return ((".".join(parts[:end]), ".".join(parts[end:])) for end in range(len(parts) - 1, 0, -1))
 
 
-def lifted(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def lift(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The row with each of these nested names as a separate column."""
-    more = {name: found for name in names if name not in values and (found := _find(values, name)) is not _ABSENT}
+    more = {name: value for name in names if name not in values and (value := _find(values, name)) is not _ABSENT}
     return values | more if more else values
 
 
 def outer_columns(names: Sequence[str], columns: Iterable[str]) -> list[str]:
     """The table's columns, out of `names`, that must be read for these columns; in the table's order."""
-    wanted = {found for column in columns if (found := _outer(names, column)) is not None}
-    return [name for name in names if name in wanted]
+    outer = {_outer(names, column) for column in columns}
+    return [name for name in names if name in outer]
 
 
 def _outer(names: Sequence[str], column: str) -> str | None:
@@ -55,11 +55,11 @@ def _outer(names: Sequence[str], column: str) -> str | None:
     return column if column in names else next((outer for outer, _ in _splits(column) if outer in names), None)
 
 
-def lifted_batch(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
+def lift_batch(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
     """The batch with exactly these columns, if it has them; fields of a struct become separate columns."""
     if set(batch.schema.names) <= set(columns):
         return batch
-    arrays = {column: found for column in columns if (found := _array(batch, column)) is not None}
+    arrays = {column: array for column in columns if (array := _array(batch, column)) is not None}
     if not arrays:  # a batch without columns would have no rows
         return batch
     return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
@@ -76,8 +76,7 @@ def _array(batch: pa.RecordBatch, column: str) -> pa.Array | None:
 def types_in(schema: pa.Schema, columns: Iterable[str]) -> dict[str, pa.DataType]:
     """The types of these columns, if a table of this schema has them."""
     empty = pa.RecordBatch.from_pylist([], schema=schema)
-    found = {column: _array(empty, column) for column in columns}
-    return {column: array.type for column, array in found.items() if array is not None}
+    return {column: array.type for column in columns if (array := _array(empty, column)) is not None}
 
 
 def _inside(array: pa.Array, name: str) -> pa.Array | None:
@@ -88,5 +87,5 @@ def _inside(array: pa.Array, name: str) -> pa.Array | None:
     outer = _outer(fields, name)
     if outer is None:
         return None
-    found = pc.struct_field(array, [fields.index(outer)])
-    return found if outer == name else _inside(found, name[len(outer) + 1 :])
+    inner = pc.struct_field(array, [fields.index(outer)])
+    return inner if outer == name else _inside(inner, name[len(outer) + 1 :])

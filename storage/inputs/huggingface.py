@@ -25,10 +25,11 @@ def list_dataset(path: str, list_folder: Callable[[str], list[InputFile]]) -> li
 
     A dataset with several splits needs `?split=`. Raises UserError if it can't be found or loaded.
     """
-    name, options = _parsed(path)
+    name, options = _parse(path)
     folder = Path(name).expanduser()
     if (folder / "dataset_dict.json").is_file():
-        return _list_saved(path, list_folder, folder / _chosen(path, options.get("split"), _saved_splits(folder)))
+        splits = sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
+        return _list_saved(path, list_folder, folder / _choose_split(path, options.get("split"), splits))
     if (folder / "state.json").is_file():
         return _list_saved(path, list_folder, folder)
     if folder.is_dir():
@@ -38,11 +39,11 @@ def list_dataset(path: str, list_folder: Callable[[str], list[InputFile]]) -> li
 
 def load(file: InputFile) -> Any:
     """Return the split as a memory-mapped dataset whose slices are Arrow tables."""
-    name, options = _parsed(file.uri)
+    name, options = _parse(file.uri)
     return _load(name, options["split"], options.get("config"), options.get("revision"))
 
 
-def _parsed(path: str) -> tuple[str, dict[str, str]]:
+def _parse(path: str) -> tuple[str, dict[str, str]]:
     name, _, query = path.removeprefix("hf://").partition("?")
     options = dict(parse_qsl(query))
     for key in options:
@@ -58,16 +59,12 @@ def _list_saved(path: str, list_folder: Callable[[str], list[InputFile]], folder
     return files
 
 
-def _saved_splits(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
-
-
-def _chosen(path: str, split: str | None, splits: list[str]) -> str:
+def _choose_split(path: str, split: str | None, splits: list[str]) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
     if split is None or split not in splits:
-        given = "it has several splits" if split is None else f"it has no split {split!r}"
-        raise UserError(f"{path}: {given}; add ?split=NAME, one of {', '.join(splits)}", field=FIELD)
+        reason = "it has several splits" if split is None else f"it has no split {split!r}"
+        raise UserError(f"{path}: {reason}; add ?split=NAME, one of {', '.join(splits)}", field=FIELD)
     return split
 
 
@@ -78,7 +75,7 @@ def _list_hub(path: str, name: str, options: dict[str, str]) -> InputFile:
         splits = datasets.get_dataset_split_names(name, options.get("config"), revision=options.get("revision"))
     except Exception as error:  # noqa: BLE001 - its errors have no common class; each means that the dataset is unavailable
         raise UserError(f"{path} can't be loaded: {type(error).__name__}: {error}", field=FIELD) from None
-    options = options | {"split": _chosen(path, options.get("split"), splits)}
+    options = options | {"split": _choose_split(path, options.get("split"), splits)}
     revision = options.get("revision") or _commit(name)
     if revision:
         options["revision"] = revision

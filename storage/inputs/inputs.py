@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.huggingface import list_dataset
 from draftmill.storage.inputs.rows import FIELD, InputFile
-from draftmill.storage.stores.interface import S3Options, Stat, about
+from draftmill.storage.stores.interface import S3Options, Stat, about, is_local
 from draftmill.storage.stores.store import open_store
 
 STDLIB = "builtin:python-stdlib"
@@ -65,31 +65,30 @@ def list_inputs(
     each csv file. Raises UserError if nothing matches, or a file's format is unknown.
     """
     paths = [path] if isinstance(path, str) else list(path)
-    files = _together([_list_any(one, s3) for one in paths])
+    files = _join([_list_any(place, s3) for place in paths])
     if delimiter is None:
         return files
     if not any(file.format == "csv" for file in files):
-        raise UserError(
-            f"{delimiter!r} is for csv files, of which there are none; allowed: null", field="input.delimiter"
-        )
+        reason = f"{delimiter!r} is for csv files, of which there are none; allowed: null"
+        raise UserError(reason, field="input.delimiter")
     return [replace(file, delimiter=delimiter) if file.format == "csv" else file for file in files]
 
 
 def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
     """The files at one path; an existing file or folder with braces in its name takes precedence over expansion."""
-    alternatives = expanded(path)
-    if len(alternatives) == 1 or ("://" not in path and os.path.exists(os.path.expanduser(path))):
+    alternatives = expand_braces(path)
+    if len(alternatives) == 1 or (is_local(path) and os.path.exists(os.path.expanduser(path))):
         return _list_one(path, s3)
-    found = []
+    groups = []
     for alternative in alternatives:
         try:
-            found.append(_list_one(alternative, s3))
+            groups.append(_list_one(alternative, s3))
         except NothingThere:  # of the four patterns in `{a,b}/*.{jsonl,csv}` not all must match
             if not _WILD.search(alternative):
                 raise
-    if not found:
+    if not groups:
         raise NothingThere(f"nothing is at {path!r}", field=FIELD)
-    return sorted(_together(found), key=lambda file: file.name)
+    return sorted(_join(groups), key=lambda file: file.name)
 
 
 def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
@@ -101,7 +100,7 @@ def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
         return list_dataset(path, list_inputs)
     if path.startswith("s3://"):
         return _list_s3(path, s3)
-    if "://" in path:
+    if not is_local(path):
         raise UserError(f"{path!r}: inputs are local paths, s3://, hf:// or builtin:", field=FIELD)
     return _list_local(os.path.expanduser(path))
 
@@ -110,20 +109,20 @@ class NothingThere(UserError):
     """No file exists at a path."""
 
 
-def expanded(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
     """`a.{csv,tsv}` -> `a.csv`, `a.tsv`, in that order, also nested; braces without a comma are literal."""
-    found = _BRACES.search(pattern)
-    if found is None:
+    match = _BRACES.search(pattern)
+    if match is None:
         return [pattern]
-    before, after = pattern[: found.start()], pattern[found.end() :]
-    each = (f"{before}{choice}{after}" for choice in found[1].split(","))
-    every = dict.fromkeys(whole for one in each for whole in expanded(one))
-    if len(every) > MOST_ALTERNATIVES:
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    choices = (f"{before}{choice}{after}" for choice in match[1].split(","))
+    paths = dict.fromkeys(path for choice in choices for path in expand_braces(choice))
+    if len(paths) > MOST_ALTERNATIVES:
         raise UserError(f"{pattern[:80]!r} expands to more than {MOST_ALTERNATIVES} paths", field=FIELD)
-    return list(every)
+    return list(paths)
 
 
-def _together(groups: list[list[InputFile]]) -> list[InputFile]:
+def _join(groups: list[list[InputFile]]) -> list[InputFile]:
     """The files of several places without duplicates; names are relative to the places' common part."""
     if len(groups) == 1:
         return groups[0]
@@ -155,20 +154,20 @@ def format_of(name: str) -> tuple[str, str | None]:
 
 def _list_local(path: str) -> list[InputFile]:
     if os.path.isdir(path):
-        return _checked_folder(path, list(_local_files(path, _walk(path))))
+        return _data_files(path, list(_local_files(path, _walk(path))))
     if os.path.isfile(path):
-        return _checked(path, list(_local_files(os.path.dirname(path), [path])))
-    return _checked(path, list(_local_files(_fixed_part(path), glob.glob(path, recursive=True))))
+        return _sorted(path, list(_local_files(os.path.dirname(path), [path])))
+    return _sorted(path, list(_local_files(_fixed_part(path), glob.glob(path, recursive=True))))
 
 
 def _local_files(root: str, paths: Iterable[str]) -> Iterator[InputFile]:
     for path in paths:
         if not os.path.isfile(path):
             continue  # a dangling link, a socket
-        found = os.stat(path)
+        stat = os.stat(path)
         name = os.path.relpath(path, root or ".").replace(os.sep, "/")
         name = name.encode("utf-8", "backslashreplace").decode("utf-8")  # row ids contain names
-        yield InputFile(os.path.abspath(path), name, found.st_size, None, found.st_mtime, *format_of(path))
+        yield InputFile(os.path.abspath(path), name, stat.st_size, None, stat.st_mtime, *format_of(path))
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -187,18 +186,16 @@ def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:
     root = key if not _WILD.search(key) else _fixed_part(key)
     with about(FIELD):
         store = open_store(f"s3://{bucket}", s3=s3)
-        found = [stat for stat in store.list(root) if not stat.name.endswith("/")]
+        objects = [stat for stat in store.list(root) if not stat.name.endswith("/")]
     if _WILD.search(key):
         pattern = glob_pattern(key)
-        matching = [stat for stat in found if pattern.fullmatch(stat.name)]
-        return _checked(path, [_s3_file(bucket, root, stat) for stat in matching])
-    exact = [stat for stat in found if stat.name == key]
+        return _sorted(path, [_s3_file(bucket, root, stat) for stat in objects if pattern.fullmatch(stat.name)])
+    exact = [stat for stat in objects if stat.name == key]
     if exact:
-        return _checked(path, [_s3_file(bucket, os.path.dirname(key), stat) for stat in exact])
+        return _sorted(path, [_s3_file(bucket, os.path.dirname(key), stat) for stat in exact])
     folder = f"{key.rstrip('/')}/" if key else ""
-    inside = [stat for stat in found if stat.name.startswith(folder)]
-    files = [_s3_file(bucket, folder, stat) for stat in inside]
-    return _checked_folder(path, [file for file in files if not any(map(_is_hidden, file.name.split("/")))])
+    files = [_s3_file(bucket, folder, stat) for stat in objects if stat.name.startswith(folder)]
+    return _data_files(path, [file for file in files if not any(map(_is_hidden, file.name.split("/")))])
 
 
 def _s3_file(bucket: str, root: str, stat: Stat) -> InputFile:
@@ -209,12 +206,13 @@ def _s3_file(bucket: str, root: str, stat: Stat) -> InputFile:
 def _list_stdlib() -> list[InputFile]:
     """The interpreter's own Python sources without their tests; the uri is the same on every machine."""
     root = sysconfig.get_path("stdlib")
-    files = []
-    for file in _local_files(root, _walk(root)):
-        if file.name.endswith(".py") and not _NOT_STDLIB.intersection(file.name.split("/")[:-1]) and file.size:
-            # The date of installation does not identify the content; the size does, roughly.
-            files.append(replace(file, uri=f"{STDLIB}/{file.name}", mtime_s=None))
-    return _checked(STDLIB, files)
+    # The date of installation does not identify the content; the size does, roughly.
+    files = [
+        replace(file, uri=f"{STDLIB}/{file.name}", mtime_s=None)
+        for file in _local_files(root, _walk(root))
+        if file.name.endswith(".py") and not _NOT_STDLIB.intersection(file.name.split("/")[:-1]) and file.size
+    ]
+    return _sorted(STDLIB, files)
 
 
 def local_path(file: InputFile) -> Path:
@@ -224,7 +222,7 @@ def local_path(file: InputFile) -> Path:
     return Path(file.uri)
 
 
-def _checked_folder(path: str, files: list[InputFile]) -> list[InputFile]:
+def _data_files(path: str, files: list[InputFile]) -> list[InputFile]:
     """A folder's known files; UserError if it mixes data files and text files, since one kind is probably a mistake."""
     known = [file for file in files if file.format and not _is_private(file)]
     known = [file for file in known if not file.name.lower().endswith(".json")]  # settings, more often than rows
@@ -240,10 +238,11 @@ def _checked_folder(path: str, files: list[InputFile]) -> list[InputFile]:
         )
     if files and not known:
         raise UserError(f"{path} holds no file of a known format, only {files[0].name} ...; {_KNOWN}", field=FIELD)
-    return _checked(path, known)
+    return _sorted(path, known)
 
 
-def _checked(path: str, files: list[InputFile]) -> list[InputFile]:
+def _sorted(path: str, files: list[InputFile]) -> list[InputFile]:
+    """The files by name; UserError if there are none, or if the format of one is unknown."""
     if not files:
         raise NothingThere(f"nothing is at {path!r}", field=FIELD)
     for file in files:

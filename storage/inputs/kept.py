@@ -68,8 +68,8 @@ class KeptTypes:
 
     def see_types(self, types: Mapping[str, pa.DataType]) -> None:
         """Add a table's column types."""
-        for name, found in types.items():
-            self._columns[name].see_type(found)
+        for name, kind in types.items():
+            self._columns[name].see_type(kind)
 
     def new_types(self) -> NewTypes:
         """What was seen since the last call, in a form that `add_types` understands."""
@@ -90,13 +90,13 @@ class KeptTypes:
 
 
 class _Column:
-    """The state of one column: `found` is its type so far, None before the first value; `as_json` is final once set."""
+    """The state of one column: `kind` is its type so far, None before the first value; `as_json` is final once set."""
 
     def __init__(self) -> None:
         self.is_there = False
         self.as_json = False
         self.is_wide = False  # a whole number that float64 does not hold
-        self.found: pa.DataType | None = None
+        self.kind: pa.DataType | None = None
         self._scalars: set[type] = set()
         self._new_types: list[pa.DataType] = []
 
@@ -117,49 +117,49 @@ class _Column:
         except (pa.ArrowException, ValueError, OverflowError, TypeError, RecursionError):
             self.as_json = True
 
-    def see_type(self, found: pa.DataType) -> None:
+    def see_type(self, kind: pa.DataType) -> None:
         self.is_there = True
-        if not _types.is_null(found):
-            self._add(_plain_type(found))
+        if not _types.is_null(kind):
+            self._add(_plain_type(kind))
 
-    def _add(self, found: pa.DataType) -> None:
-        before = self.found
-        self._join(found)
-        if self.found != before or self.as_json:
-            self._new_types.append(found)
+    def _add(self, kind: pa.DataType) -> None:
+        before = self.kind
+        self._join(kind)
+        if self.kind != before or self.as_json:
+            self._new_types.append(kind)
 
-    def _join(self, found: pa.DataType) -> None:
-        if self.found is not None and self.found != found:
-            if _family(self.found) != _family(found):
+    def _join(self, kind: pa.DataType) -> None:
+        if self.kind is not None and self.kind != kind:
+            if _family(self.kind) != _family(kind):
                 self.as_json = True
                 return
             try:
-                both = [pa.schema([pa.field("x", one)]) for one in (self.found, found)]
-                found = pa.unify_schemas(both, promote_options="permissive").field("x").type
+                both = [pa.schema([pa.field("x", part)]) for part in (self.kind, kind)]
+                kind = pa.unify_schemas(both, promote_options="permissive").field("x").type
             except pa.ArrowException:
                 self.as_json = True
                 return
-        self.found = found
-        self.as_json |= _num_fields(found) > MOST_FIELDS
+        self.kind = kind
+        self.as_json |= _num_fields(kind) > MOST_FIELDS
 
     def new_types(self) -> ColumnTypes:
         new, self._new_types = self._new_types, []
         return ColumnTypes(tuple(new), self.is_there, self.as_json, self.is_wide)
 
     def add_types(self, new: ColumnTypes) -> None:
-        for found in new.types:
+        for kind in new.types:
             if not self.as_json:
-                self._add(found)
+                self._add(kind)
         self.is_there |= new.is_there
         self.as_json |= new.as_json
         self.is_wide |= new.is_wide
 
     def field(self, name: str) -> pa.Field:
-        found = pa.string() if self.found is None or _types.is_null(self.found) else self.found
-        inexact = self.is_wide and _has_float(found)
-        if self.as_json or inexact or not (_is_kept_as_it_is(found) and _comes_back(found)):
+        kind = pa.string() if self.kind is None or _types.is_null(self.kind) else self.kind
+        inexact = self.is_wide and _has_float(kind)
+        if self.as_json or inexact or not (_is_kept_as_it_is(kind) and _comes_back(kind)):
             return pa.field(name, pa.string(), metadata={_JSON_KEY: b"1"})
-        return pa.field(name, found)
+        return pa.field(name, kind)
 
 
 def _has_wide(value: Any) -> bool:
@@ -170,61 +170,60 @@ def _has_wide(value: Any) -> bool:
     return type(value) is int and not -EXACT <= value <= EXACT
 
 
-def _plain_type(found: pa.DataType) -> pa.DataType:
+def _plain_type(kind: pa.DataType) -> pa.DataType:
     """The type as Parquet has it and nullable throughout, without dictionaries and extensions."""
-    if _types.is_dictionary(found):
-        return _plain_type(found.value_type)
-    if isinstance(found, pa.BaseExtensionType):
-        return _plain_type(found.storage_type)
-    if _types.is_struct(found):
-        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in found])
-    if _types.is_list(found) or _types.is_large_list(found) or _types.is_fixed_size_list(found):
-        return pa.list_(_plain_type(found.value_type))
-    if _types.is_timestamp(found) and found.unit == "s":
-        return pa.timestamp("ms", tz=found.tz)
-    if _types.is_date(found):
+    if _types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain_type(kind.storage_type)
+    if _types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in kind])
+    if _types.is_list(kind) or _types.is_large_list(kind) or _types.is_fixed_size_list(kind):
+        return pa.list_(_plain_type(kind.value_type))
+    if _types.is_timestamp(kind) and kind.unit == "s":
+        return pa.timestamp("ms", tz=kind.tz)
+    if _types.is_date(kind):
         return pa.date32()
-    return pa.time32("ms") if _types.is_time32(found) else found
+    return pa.time32("ms") if _types.is_time32(kind) else kind
 
 
-def _family(found: pa.DataType) -> str:
+def _family(kind: pa.DataType) -> str:
     """The family of a type; types of different families have no common type that keeps values unchanged."""
-    if _types.is_string(found) or _types.is_large_string(found):
+    if _types.is_string(kind) or _types.is_large_string(kind):
         return "text"
-    if _types.is_binary(found) or _types.is_large_binary(found):
+    if _types.is_binary(kind) or _types.is_large_binary(kind):
         return "bytes"
-    if _types.is_integer(found) or _types.is_floating(found):
+    if _types.is_integer(kind) or _types.is_floating(kind):
         return "number"
-    return "nested" if _types.is_nested(found) else str(found)
+    return "nested" if _types.is_nested(kind) else str(kind)
 
 
-def _inner(found: pa.DataType) -> list[pa.DataType]:
-    return [found.field(index).type for index in range(found.num_fields)]
+def _inner(kind: pa.DataType) -> list[pa.DataType]:
+    return [kind.field(index).type for index in range(kind.num_fields)]
 
 
-def _num_fields(found: pa.DataType) -> int:
-    return 1 + sum(map(_num_fields, _inner(found)))
+def _num_fields(kind: pa.DataType) -> int:
+    return 1 + sum(map(_num_fields, _inner(kind)))
 
 
-def _has_float(found: pa.DataType) -> bool:
-    return bool(_types.is_floating(found)) or any(map(_has_float, _inner(found)))
+def _has_float(kind: pa.DataType) -> bool:
+    return bool(_types.is_floating(kind)) or any(map(_has_float, _inner(kind)))
 
 
-def _is_kept_as_it_is(found: pa.DataType, depth: int = 0) -> bool:
+def _is_kept_as_it_is(kind: pa.DataType, depth: int = 0) -> bool:
     """Whether values of the type survive a round trip through Python, and Parquet supports them."""
-    if _types.is_nested(found):
+    if _types.is_nested(kind):
         # Maps become JSON: Hugging Face's `datasets` can't read them.
-        known = _types.is_list(found) or _types.is_large_list(found) or _types.is_struct(found)
-        inner = _inner(found)
-        return bool(
-            known and inner and depth < MOST_DEPTH and all(_is_kept_as_it_is(kind, depth + 1) for kind in inner)
-        )
-    return any(is_kind(found) for is_kind in _SIMPLE)
+        known = _types.is_list(kind) or _types.is_large_list(kind) or _types.is_struct(kind)
+        inner = _inner(kind)
+        is_known = bool(known and inner and depth < MOST_DEPTH)
+        return is_known and all(_is_kept_as_it_is(part, depth + 1) for part in inner)
+    return any(is_kind(kind) for is_kind in _SIMPLE)
 
 
-def _comes_back(found: pa.DataType) -> bool:
+def _comes_back(kind: pa.DataType) -> bool:
     """Whether the type survives a round trip through a Parquet file."""
-    schema = pa.schema([pa.field("x", found)])
+    schema = pa.schema([pa.field("x", kind)])
     return bool(read_parquet(write_parquet(schema.empty_table(), {})).schema.remove_metadata().equals(schema))
 
 
@@ -238,10 +237,10 @@ def names_read(names: Iterable[str]) -> dict[str, str]:
 
 def kept_values(values: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
     """Return the row's values for the struct; RowError if one does not have the type in the plan."""
-    return {field.name: _kept(field_of(values, field.name), field) for field in schema}
+    return {field.name: _kept_value(field_of(values, field.name), field) for field in schema}
 
 
-def _kept(value: Any, field: pa.Field) -> Any:
+def _kept_value(value: Any, field: pa.Field) -> Any:
     if is_json(field):
         return None if value is None else json.dumps(plain(value), ensure_ascii=False)
     if value is None or _SCALARS.get(type(value)) == field.type:

@@ -15,7 +15,7 @@ from io import BufferedReader
 from typing import Any
 
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.rows import FIELD, MAX_ROW_BYTES, Row, failed
+from draftmill.storage.inputs.rows import FIELD, MAX_ROW_BYTES, Row, failed_row
 
 BOM = b"\xef\xbb\xbf"
 
@@ -86,21 +86,21 @@ def _likely_format(data: bytes) -> str:
 
 def _jsonl_row(line: _Line) -> Row:
     if line.too_long:
-        return failed(line.row, line.offset, "bad_row", too_long_message("line"))
+        return failed_row(line.row, line.offset, "bad_row", too_long_message("line"))
     try:
         values = json.loads(line.data.decode("utf-8"))
         _refuse_deep(line.data, values)
-        if b"\\u" in line.data:
-            _refuse_lone_surrogates(values)
+        if b"\\u" in line.data:  # half of a UTF-16 pair can't be stored or tokenized: UnicodeEncodeError
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
-        return failed(line.row, line.offset, "bad_encoding", f"not valid UTF-8{_likely_format(line.data)}: {error}")
+        return failed_row(line.row, line.offset, "bad_encoding", f"not valid UTF-8{_likely_format(line.data)}: {error}")
     except RecursionError:
-        return failed(line.row, line.offset, "bad_json", TOO_DEEP)
+        return failed_row(line.row, line.offset, "bad_json", TOO_DEEP)
     except ValueError as error:
         comma = "; JSON lines have no comma at their end" if line.data.rstrip().endswith(b"},") else ""
-        return failed(line.row, line.offset, "bad_json", f"not valid JSON: {error}{comma}")
+        return failed_row(line.row, line.offset, "bad_json", f"not valid JSON: {error}{comma}")
     if not isinstance(values, dict):
-        return failed(line.row, line.offset, "bad_row", f"a JSON object is needed, not {type(values).__name__}")
+        return failed_row(line.row, line.offset, "bad_row", f"a JSON object is needed, not {type(values).__name__}")
     return Row(line.row, line.offset, openai_request(values))
 
 
@@ -140,16 +140,11 @@ def _refuse_deep(data: bytes, values: Any) -> None:
         level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
 
 
-def _refuse_lone_surrogates(values: Any) -> None:
-    # JSON can contain half of a UTF-16 pair; such a string can't be stored or tokenized. Raises UnicodeEncodeError.
-    json.dumps(values, ensure_ascii=False).encode("utf-8")
-
-
 def txt_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
     """One row per line, blank ones too, in the column `text`."""
     for line in _lines(stream, start):
         if line.too_long:
-            yield failed(line.row, line.offset, "bad_row", too_long_message("line"))
+            yield failed_row(line.row, line.offset, "bad_row", too_long_message("line"))
         else:
             yield _text_row(line.row, line.offset, line.data.decode("utf-8", "surrogateescape"))
 
@@ -159,7 +154,7 @@ def _text_row(row: int, offset: int, text: str) -> Row:
     try:
         text.encode("utf-8")
     except UnicodeError as error:
-        return failed(row, offset, "bad_encoding", f"not valid UTF-8 near character {getattr(error, 'start', 0)}")
+        return failed_row(row, offset, "bad_encoding", f"not valid UTF-8 near character {getattr(error, 'start', 0)}")
     return Row(row, offset, {"text": text})
 
 
@@ -167,7 +162,7 @@ def whole_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
     """The whole file as one row, kept to the byte, in the column `text`."""
     data = stream.read(MAX_ROW_BYTES + 1)
     if len(data) > MAX_ROW_BYTES:
-        yield failed(0, 0, "bad_row", too_long_message("file"))
+        yield failed_row(0, 0, "bad_row", too_long_message("file"))
     else:
         yield _text_row(0, 0, data.removeprefix(BOM).decode("utf-8", "surrogateescape"))
 
@@ -238,11 +233,11 @@ def csv_reader(delimiter: str) -> Reader:
             stream.seek(start.offset)
         for row, offset, fields in _records(source, delimiter, start.row):
             if isinstance(fields, str):
-                yield failed(row, offset, "bad_row", fields)
+                yield failed_row(row, offset, "bad_row", fields)
             elif len(fields) != len(header):
-                yield failed(row, offset, "bad_row", f"{len(fields)} fields under a header of {len(header)}")
+                yield failed_row(row, offset, "bad_row", f"{len(fields)} fields under a header of {len(header)}")
             elif any(map(_has_surrogates, fields)):
-                yield failed(row, offset, "bad_encoding", "not valid UTF-8")
+                yield failed_row(row, offset, "bad_encoding", "not valid UTF-8")
             else:
                 yield Row(row, offset, dict(zip(header, fields, strict=True)))
 
@@ -285,14 +280,14 @@ def _records(source: _Lines, delimiter: str, row: int) -> Iterator[_Record]:
         offset = source.offset - len(first)
         used: list[bytes] = []
         try:
-            yield row, offset, next(csv.reader(_decoded(source, first, used), delimiter=delimiter, strict=True))
+            yield row, offset, next(csv.reader(_decode(source, first, used), delimiter=delimiter, strict=True))
         except (csv.Error, StopIteration) as error:
             source.push_back(used)
             yield row, offset, f"not a csv record: {str(error) or 'the quotes do not end'}"
         row += 1
 
 
-def _decoded(source: _Lines, first: bytes, used: list[bytes]) -> Iterator[str]:
+def _decode(source: _Lines, first: bytes, used: list[bytes]) -> Iterator[str]:
     """The record's lines as text; those after the first are also kept in `used`, for another try."""
     size, line = 0, first
     while line:

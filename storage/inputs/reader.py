@@ -2,7 +2,7 @@
 
 A bad row is a Row with an error; an exception means that a whole input is missing, damaged or unreadable.
 
-Large files of lines can be cut by byte ranges, and Parquet files by row groups (row_groups.py), into slices that are read
+Large files of lines can be cut by byte ranges, and Parquet files by row groups (tables.py), into slices that are read
 independently. The rows of a file's slices, one slice after another, are the rows of the file, with the same numbers and offsets.
 """
 
@@ -19,10 +19,9 @@ import pyarrow as pa
 
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs import lines
-from draftmill.storage.inputs.fields import lifted, types_in
+from draftmill.storage.inputs.fields import lift, types_in
 from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS
-from draftmill.storage.inputs.row_groups import Columns
-from draftmill.storage.inputs.rows import FIELD, WHOLE, InputFile, Row, Slice, failed
+from draftmill.storage.inputs.rows import FIELD, WHOLE, InputFile, Row, Slice, failed_row
 from draftmill.storage.inputs.sources import (
     SEEK_BUFFER_BYTES,
     DecompressionCache,
@@ -32,7 +31,7 @@ from draftmill.storage.inputs.sources import (
     open_stream,
     stamp_of,
 )
-from draftmill.storage.inputs.tables import pick_table_rows, table_rows, table_schema
+from draftmill.storage.inputs.tables import Columns, pick_table_rows, table_rows, table_schema
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, ahead
 from draftmill.storage.stores.interface import S3Options, about
 
@@ -69,7 +68,9 @@ def iterate(
                 else:
                     stream.seek(part.offset)
                 rows = _reader(file, chunk_chars)(stream, lines.Start(part.row, part.offset))
-                yield from _with_fields(rows if part.end is None else _before(part.end, rows), columns)
+                if (end := part.end) is not None:
+                    rows = takewhile(lambda row: row.offset is not None and row.offset < end, rows)
+                yield from _with_fields(rows, columns)
 
 
 def read_rows(
@@ -86,19 +87,21 @@ def read_rows(
     any more is a Row with an error. Open files, row groups and blocks are cached between calls, within fixed bounds.
     Raises UserError if the file is missing or damaged as a whole, StoreError if the place can't be read now.
     """
-    wanted = sorted(set(rows), key=lambda item: item[0])
+    places = sorted(set(rows), key=lambda place: place[0])
     with about(FIELD), _caches:
         if file.format in TABLE_FORMATS:
-            found = list(pick_table_rows(file, [row for row, _ in wanted], _projection(columns), s3))
+            read = pick_table_rows(file, [row for row, _ in places], _projection(columns), s3)
         else:
-            found = list(_with_fields(_pick_stream_rows(file, wanted, _reader(file, chunk_chars), s3), columns))
-    by_number = {row.row: row for row in found}
+            read = _with_fields(_pick_stream_rows(file, places, _reader(file, chunk_chars), s3), columns)
+        by_number = {row.row: row for row in read}
     for number, offset in rows:
-        yield by_number.get(number) or failed(number, offset, "bad_row", f"row {number} is not in {file.uri} any more")
+        yield by_number.get(number) or failed_row(
+            number, offset, "bad_row", f"row {number} is not in {file.uri} any more"
+        )
 
 
-def fetched_ahead(
-    wanted: Iterable[tuple[InputFile, Places]], *, s3: S3Options | None
+def fetch_ahead(
+    files: Iterable[tuple[InputFile, Places]], *, s3: S3Options | None
 ) -> Iterator[tuple[InputFile, Places]]:
     """Yield files with places in them, in order, while the data of the next ones is fetched from S3.
 
@@ -106,15 +109,15 @@ def fetched_ahead(
     since the position of a row in them is unknown.
     """
 
-    def blocks(one: tuple[InputFile, Places]) -> Iterable[Block]:
-        file, places = one
+    def blocks(item: tuple[InputFile, Places]) -> Iterable[Block]:
+        file, places = item
         if file.size is not None and file.size <= BLOCK_BYTES:
             return blocks_at(file, [0], s3)
         if file.format in TABLE_FORMATS or file.compression is not None:
             return []
         return blocks_at(file, [offset for _, offset in places if offset is not None], s3)
 
-    return ahead(wanted, blocks)
+    return ahead(files, blocks)
 
 
 def has_lines(file: InputFile, chunk_chars: int | None) -> bool:
@@ -140,17 +143,12 @@ def count_lines(file: InputFile, start: int, stop: int, s3: S3Options | None) ->
     return first, count
 
 
-def _before(end: int, rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows that begin before byte `end`."""
-    return takewhile(lambda row: row.offset is not None and row.offset < end, rows)
-
-
 def _with_fields(rows: Iterator[Row], columns: Mapping[str, str] | None) -> Iterator[Row]:
     """The rows, with wanted nested fields added as separate columns (storage/inputs/fields.py)."""
     inner = [name for name in (columns or {}).values() if "." in name]
     for row in rows:
         if inner and row.values is not None:
-            row.values = lifted(row.values, inner)
+            row.values = lift(row.values, inner)
         yield row
 
 
@@ -199,18 +197,16 @@ def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
     return ""
 
 
-def _pick_stream_rows(
-    file: InputFile, wanted: Sequence[tuple[int, int | None]], reader: lines.Reader, s3: S3Options | None
-) -> Iterator[Row]:
+def _pick_stream_rows(file: InputFile, places: Places, reader: lines.Reader, s3: S3Options | None) -> Iterator[Row]:
     """Seek to each row if all have offsets, else read from the front to the last of them."""
-    if any(offset is None for _, offset in wanted):
-        numbers = {row for row, _ in wanted}
+    if any(offset is None for _, offset in places):
+        numbers = {row for row, _ in places}
         with open_stream(file, s3=s3) as front:
             rows = (row for row in reader(front, lines.Start()) if row.row in numbers)
             yield from islice(rows, len(numbers))
         return
     stream = _UNPACKED.open(file, s3) if file.compression is not None else _seekable(file, s3, stamp_of(file))
-    for row, offset in wanted:
+    for row, offset in places:
         assert offset is not None
         stream.seek(offset)
         yield from islice(reader(stream, lines.Start(row, offset)), 1)

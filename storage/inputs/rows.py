@@ -17,7 +17,7 @@ class InputFile:
     `name` is relative to the input's root and stable when the data moves; row ids contain it. `format` is one of
     jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
     time; they and `etag` are None if the place does not provide them. `sha256` is that of the content, None if unknown
-    (storage/inputs/contents.py). `delimiter` is that of a csv file; None takes the one of the file's ending.
+    (storage/inputs/sources.py). `delimiter` is that of a csv file; None takes the one of the file's ending.
     """
 
     uri: str
@@ -76,12 +76,12 @@ def default_id(file: InputFile, row: int) -> str:
     return f"{file.name}:{row}"
 
 
-def failed(row: int, offset: int | None, kind: str, message: str) -> Row:
+def failed_row(row: int, offset: int | None, kind: str, message: str) -> Row:
     """A row that could not be read; `kind` is bad_encoding, bad_json or bad_row."""
     return Row(row, offset, None, RowError(kind, "read", message))
 
 
-def damaged(file: InputFile, row: int, reason: object) -> UserError:
+def damage_error(file: InputFile, row: int, reason: object) -> UserError:
     """The error of a broken container: later rows are lost, which must not happen silently."""
-    said = printable(" ".join(str(reason).split()))[:500]
-    return UserError(f"{file.uri}: damaged or not {file.format} after row {row}: {said}", field=FIELD)
+    text = printable(" ".join(str(reason).split()))[:500]
+    return UserError(f"{file.uri}: damaged or not {file.format} after row {row}: {text}", field=FIELD)

@@ -1,6 +1,8 @@
 """Opens inputs as buffered byte streams: local disk or S3, plain or compressed, from the front or at random positions.
 
-Memory is constant: a stream holds one buffer, and S3 blocks are cached up to a fixed size.
+Memory is constant: a stream holds one buffer, and S3 blocks are cached up to a fixed size. A local file is identified by its size
+and mtime, or by a hash of its content, which recognises a file that was only touched or copied. It is hashed when the job is
+planned, which reads it anyway. On S3 the etag does this, and a listing contains it.
 
 A compressed file can only be unpacked from its front, so recently unpacked content is kept in temporary files. The units of a
 window lie in one stretch of the file, and the next window comes after it: a reader that continues from its position unpacks a
@@ -14,8 +16,8 @@ import io
 import os
 import tempfile
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -23,11 +25,12 @@ from typing import IO, Any, TypeVar
 import pyarrow as pa
 
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.inputs.inputs import local_path
-from draftmill.storage.inputs.rows import FIELD, InputFile, damaged
+from draftmill.storage.inputs.inputs import STDLIB, local_path
+from draftmill.storage.inputs.rows import FIELD, InputFile, damage_error
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, RangeFile, SeekableFile
-from draftmill.storage.stores.interface import Conflict, S3Options, Store
-from draftmill.storage.stores.local import translated
+from draftmill.storage.stores.interface import Conflict, S3Options, Store, about, is_local
+from draftmill.storage.stores.local import translate_errors
+from draftmill.storage.stores.parallel import thread_pool
 from draftmill.storage.stores.store import open_store
 
 T = TypeVar("T")
@@ -59,7 +62,7 @@ def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: in
     """
     if file.uri.startswith("s3://"):
         return io.BufferedReader(RangeFile(*_object(file, s3)), buffer_bytes)
-    with translated(local_path(file)):
+    with translate_errors(local_path(file)):
         return io.BufferedReader(_LocalFile(file), buffer_bytes)
 
 
@@ -79,24 +82,24 @@ class _LocalFile(io.FileIO):
 
     def __init__(self, file: InputFile) -> None:
         super().__init__(local_path(file))
-        self._file, self._opened = file, os.fstat(self.fileno())
-        check_same(file, self._opened)
+        self._file, self._stat = file, os.fstat(self.fileno())
+        check_same(file, self._stat)
 
     def readinto(self, buffer: Any) -> int:
-        return self._unchanged(super().readinto(buffer))
+        return self._check(super().readinto(buffer))
 
     def readall(self) -> bytes:
-        return self._unchanged(super().readall())
+        return self._check(super().readall())
 
-    def _unchanged(self, found: T) -> T:
+    def _check(self, data: T) -> T:
         now = os.fstat(self.fileno())
-        if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
-            raise _changed(self._file, "it was written to while it was read")
-        return found
+        if (now.st_size, now.st_mtime_ns) != (self._stat.st_size, self._stat.st_mtime_ns):
+            raise _change(self._file, "it was written to while it was read")
+        return data
 
 
 Stamp = tuple[int, int, int]
-"""What a write or a replacement changes of a local file: inode, size, and date in nanoseconds."""
+"""What a write or a replacement changes of a local file: inode, size, and mtime in nanoseconds."""
 
 
 def stamp_of(file: InputFile) -> Stamp | None:
@@ -104,27 +107,26 @@ def stamp_of(file: InputFile) -> Stamp | None:
     if file.uri.startswith("s3://"):
         return None
     try:
-        found = local_path(file).stat()
+        stat = local_path(file).stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def check_same(file: InputFile, found: os.stat_result) -> None:
-    """Raise Conflict unless a local file is the one that was listed or planned, by its size and date.
+def check_same(file: InputFile, stat: os.stat_result) -> None:
+    """Raise Conflict unless a local file is the one that was listed or planned, by its size and mtime.
 
-    With another date, as that of a copy on another machine, its content decides.
+    With another mtime, as that of a copy on another machine, its content decides.
     """
-    if file.size is not None and found.st_size != file.size:
-        raise _changed(file, f"{found.st_size:,} bytes instead of {file.size:,}")
-    if file.mtime_s in {None, found.st_mtime}:
+    if file.size is not None and stat.st_size != file.size:
+        raise _change(file, f"{stat.st_size:,} bytes instead of {file.size:,}")
+    if file.mtime_s in {None, stat.st_mtime}:
         return
-    path = local_path(file)
-    if file.sha256 is None or _content_hash(path, found.st_mtime_ns) != file.sha256:
-        raise _changed(file, "another date" if file.sha256 is None else "another content")
+    if file.sha256 is None or _content_hash(local_path(file), stat.st_mtime_ns) != file.sha256:
+        raise _change(file, "another mtime" if file.sha256 is None else "another content")
 
 
-def _changed(file: InputFile, what: str) -> Conflict:
+def _change(file: InputFile, what: str) -> Conflict:
     return Conflict(f"{file.uri} has changed since it was listed: {what}")
 
 
@@ -150,21 +152,18 @@ class _Decompressed(io.RawIOBase):
         try:
             data = self._stream.read(len(buffer))
         except OSError as error:
-            raise damaged(self._file, 0, f"{self._file.compression} at byte {self._size}: {error}") from None
+            raise damage_error(self._file, 0, f"{self._file.compression} at byte {self._size}: {error}") from None
         buffer[: len(data)] = data
         self._size += len(data)
         if self._size > UNPACKED_BYTES and self._size > MAX_RATIO * self._source.tell():
-            raise _bomb(self._file, self._size, self._source.tell())
+            packed = f"{self._source.tell():,} bytes of {self._file.compression} unpack to {self._size:,} and more"
+            reason = f"{packed}, over {MAX_RATIO} times as much; if that is intended, unpack the file first"
+            raise UserError(f"{self._file.uri}: {reason}", field=FIELD)
         return len(data)
 
     def close(self) -> None:
         self._source.close()
         super().close()
-
-
-def _bomb(file: InputFile, unpacked: int, packed: int) -> UserError:
-    sizes = f"{packed:,} bytes of {file.compression} unpack to {unpacked:,} and more, over {MAX_RATIO} times as much"
-    return UserError(f"{file.uri}: {sizes}; if that is intended, unpack the file first", field=FIELD)
 
 
 def _object(file: InputFile, s3: S3Options | None) -> tuple[Store, str, str | None, int]:
@@ -227,13 +226,13 @@ class _UnpackedFile(SeekableFile):
             self._begin_again()
         while self._position >= self._end and not self._at_end:
             self._unpack()
-        return self._kept(self._position, length)
+        return self._read_kept(self._position, length)
 
     def close(self) -> None:
         self._close_all()
         super().close()
 
-    def _kept(self, position: int, size: int) -> bytes:
+    def _read_kept(self, position: int, size: int) -> bytes:
         if position < len(self._head.getbuffer()):
             self._head.seek(position)
             return self._head.read(size)
@@ -306,22 +305,67 @@ class DecompressionCache:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._open: OrderedDict[tuple[InputFile, S3Options | None], tuple[_UnpackedFile, io.BufferedReader]] = (
-            OrderedDict()
-        )
+        self._open = OrderedDict[tuple[InputFile, S3Options | None], tuple[_UnpackedFile, io.BufferedReader]]()
 
     def open(self, file: InputFile, s3: S3Options | None) -> io.BufferedReader:
         """Return the file's content, seekable; it stays open here."""
-        found = self._open.pop((file, s3), None)
-        if found is None:
+        entry = self._open.pop((file, s3), None)
+        if entry is None:
             unpacked = _UnpackedFile(file, s3, self._kept_bytes // 2)
-            found = unpacked, io.BufferedReader(unpacked, SEEK_BUFFER_BYTES)
-        self._open[file, s3] = found
+            entry = unpacked, io.BufferedReader(unpacked, SEEK_BUFFER_BYTES)
+        self._open[file, s3] = entry
         while len(self._open) > 1 and (self.num_bytes > self._kept_bytes // 2 or len(self._open) > MOST_FILES):
             self._open.popitem(last=False)[1][1].close()
-        return found[1]
+        return entry[1]
 
     @property
     def num_bytes(self) -> int:
         """The bytes kept of all files."""
         return sum(unpacked.num_bytes for unpacked, _ in self._open.values())
+
+
+_MOST_THREADS = 4
+"""Hashing threads. Hashing releases the interpreter's lock; disks gain nothing from more threads."""
+
+
+def with_hashes(files: Sequence[InputFile], *, most_bytes: int | None = None) -> list[InputFile]:
+    """Return the files, local ones with the SHA-256 of their content; those above `most_bytes` are identified by mtime alone.
+
+    Raises ChangedInput where a file has changed since it was listed.
+    """
+    return _map(lambda file: _with_hash(file) if _needs_hash(file, most_bytes) else file, files)
+
+
+def num_bytes_to_hash(files: Iterable[InputFile], most_bytes: int | None = None) -> int:
+    """How much `with_hashes` reads."""
+    return sum(file.size or 0 for file in files if _needs_hash(file, most_bytes))
+
+
+def with_known_hashes(files: Sequence[InputFile], known: Mapping[str, InputFile]) -> list[InputFile]:
+    """Return the files, each with its hash if an earlier listing (name -> file) has one.
+
+    A file with the same size and mtime counts as the same; with another mtime it is hashed. With another size it stays as it is.
+    """
+
+    def recognise(file: InputFile) -> InputFile:
+        before = known.get(file.name)
+        if before is None or before.sha256 is None or not _needs_hash(file, None) or file.size != before.size:
+            return file
+        return replace(file, sha256=before.sha256) if file.mtime_s == before.mtime_s else _with_hash(file)
+
+    return _map(recognise, files)
+
+
+def _map(change: Callable[[InputFile], InputFile], files: Sequence[InputFile]) -> list[InputFile]:
+    with thread_pool(min(_MOST_THREADS, os.cpu_count() or 1), "contents") as threads:
+        return list(threads.map(change, files))
+
+
+def _needs_hash(file: InputFile, most_bytes: int | None) -> bool:
+    is_file = is_local(file.uri) and not file.uri.startswith(f"{STDLIB}/") and file.sha256 is None
+    return is_file and (most_bytes is None or (file.size or 0) <= most_bytes)
+
+
+def _with_hash(file: InputFile) -> InputFile:
+    with about(FIELD), open_bytes(file) as stream:
+        return replace(file, sha256=hashlib.file_digest(stream, "sha256").hexdigest())

@@ -1,42 +1,144 @@
 """Readers of columnar inputs: Parquet, Arrow (file and stream) and Hugging Face datasets, one batch at a time.
 
-A value that has no Python form (a time out of range, invalid UTF-8 in a string column) fails its row alone.
+Row groups of Parquet files may have any size. A value that has no Python form (a time out of range, invalid UTF-8 in a string
+column) fails its row alone.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from draftmill.storage.arrow_validation import THREADS, sound
-from draftmill.storage.inputs.fields import lifted_batch
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.fields import lift_batch, outer_columns
 from draftmill.storage.inputs.huggingface import load
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.lines import too_long_message
-from draftmill.storage.inputs.row_groups import (
-    BATCH_ROWS,
-    DAMAGE,
-    Columns,
-    group_batches,
-    group_schema,
-    groups_of,
-    is_bytes,
-    num_groups,
-    present,
-)
-from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, InputFile, Row, Slice, damaged, failed
+from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, InputFile, Row, Slice, damage_error, failed_row
 from draftmill.storage.inputs.sources import check_same, open_bytes
 from draftmill.storage.stores.interface import S3Options
-from draftmill.storage.stores.local import translated
+from draftmill.storage.stores.local import translate_errors
+
+BATCH_BYTES = 8 * 2**20
+BATCH_ROWS = 4096
+SHARED_BYTES = 64 * 2**20
+"""The most bytes of a batch if all of its rows share the longest text in the dictionaries."""
+
+DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""Exceptions on reading a damaged container; the last one for a column name that is not UTF-8."""
+
+Columns = tuple[str, ...] | None
+"""The file's columns to read, None for all; missing ones are skipped."""
+
+
+def group_slices(file: InputFile, slice_bytes: int, s3: S3Options | None) -> Iterator[Slice]:
+    """Cut a Parquet file into slices of whole row groups, each of about `slice_bytes` uncompressed; at least one slice.
+
+    Raises UserError if the file is damaged.
+    """
+    first, row, start, size = 0, 0, 0, 0
+    metadata = _open_parquet(file, s3).metadata
+    for group in range(metadata.num_row_groups - 1):
+        row += metadata.row_group(group).num_rows
+        size += metadata.row_group(group).total_byte_size
+        if size >= slice_bytes:
+            yield Slice(start, groups=(first, group + 1))
+            first, start, size = group + 1, row, 0
+    yield Slice(start, groups=(first, metadata.num_row_groups))
+
+
+def _groups_of(file: InputFile, rows: Sequence[int], s3: S3Options | None) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield (group, its first row, the wanted rows in it) for sorted rows; those beyond the end are skipped."""
+    starts = _starts(file, s3)
+    inside = [row for row in rows if row < starts[-1]]
+    for group, numbers in groupby(inside, key=lambda row: bisect_right(starts, row) - 1):
+        yield group, starts[group], list(numbers)
+
+
+def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
+    """Yield a row group's batches; ArrowInvalid if its row count differs from the footer's."""
+    parquet = _open_parquet(file, s3)
+    about = parquet.metadata.row_group(group)
+    names = _leaves(parquet, columns)
+    rows = min(BATCH_ROWS, BATCH_BYTES * about.num_rows // max(1, about.total_byte_size))
+    if min(rows, about.num_rows) * about.total_byte_size > SHARED_BYTES:
+        rows = min(rows, SHARED_BYTES // max(1, _longest_shared(file, group, columns, s3)))
+    num_rows = 0
+    for batch in parquet.iter_batches(batch_size=max(1, rows), row_groups=[group], columns=names, use_threads=THREADS):
+        num_rows += batch.num_rows
+        yield batch
+    if num_rows != about.num_rows:  # a damaged page may end a column early without an error
+        raise pa.ArrowInvalid(f"{num_rows} rows, but the footer says {about.num_rows}")
+
+
+def _leaves(parquet: pq.ParquetFile, columns: Columns) -> list[str] | None:
+    """The columns to read from the file; of a struct only the wanted field."""
+    names = parquet.schema_arrow.names
+    if columns is None:
+        return None
+    paths = [f"{parquet.schema.column(index).path}." for index in range(len(parquet.schema))]
+    inner = {
+        column for column in columns if column not in names and any(path.startswith(f"{column}.") for path in paths)
+    }
+    return [*outer_columns(names, [column for column in columns if column not in inner]), *sorted(inner)]
+
+
+@lru_cache(maxsize=64)
+def _starts(file: InputFile, s3: S3Options | None) -> list[int]:
+    """The first row of each row group, and the number of rows at the end."""
+    metadata = _open_parquet(file, s3).metadata
+    return [0, *accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))]
+
+
+def _longest_shared(file: InputFile, group: int, columns: Columns, s3: S3Options | None) -> int:
+    """Bytes of the longest texts in the dictionaries of a row group, one of each column added up; of its first row at least.
+
+    A chunk's dictionary precedes its values, and is read whole for the first value.
+    """
+    texts = [field.name for field in _open_parquet(file, s3).schema_arrow if _is_bytes(field.type)]
+    names = texts if columns is None else outer_columns(texts, columns)
+    if not names:
+        return 0
+    coded = _open_coded(file, tuple(names), s3)
+    batch = next(coded.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=THREADS), None)
+    if batch is None:
+        return 0
+    return sum(pc.max(pc.binary_length(column.dictionary)).as_py() or 0 for column in sound(batch).columns)
+
+
+@lru_cache(maxsize=64)
+def _open_parquet(file: InputFile, s3: S3Options | None) -> pq.ParquetFile:
+    """An open file with its footer read. pre_buffer would hold whole row groups in memory, so it is off."""
+    try:
+        return pq.ParquetFile(open_bytes(file, s3=s3), pre_buffer=False, buffer_size=2**20)
+    except DAMAGE as error:
+        raise UserError(str(damage_error(file, 0, error))) from None
+
+
+@lru_cache(maxsize=4)
+def _open_coded(file: InputFile, names: tuple[str, ...], s3: S3Options | None) -> pq.ParquetFile:
+    """The same with texts as dictionaries. Only for inspection: while reading, a dictionary grows to that of its whole group."""
+    metadata = _open_parquet(file, s3).metadata
+    source = open_bytes(file, s3=s3)
+    return pq.ParquetFile(source, metadata=metadata, read_dictionary=list(names), pre_buffer=False, buffer_size=2**20)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    """Whether values of the type are runs of bytes whose lengths are known without reading them."""
+    return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
 
 KEPT_BYTES = 256 * 2**20
 """Cached batches: more than the texts of most windows (jobs/plan/packing.py, WINDOW_TOKENS)."""
@@ -141,59 +243,61 @@ def table_rows(file: InputFile, columns: Columns, s3: S3Options | None, part: Sl
             yield from _rows_of(batch, range(row, row + batch.num_rows), columns)
             row += batch.num_rows
     except DAMAGE as error:
-        raise damaged(file, row, error) from None
+        raise damage_error(file, row, error) from None
 
 
 def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns, s3: S3Options | None) -> Iterator[Row]:
     """Yield the rows of these numbers (sorted, unique); numbers beyond the end are skipped."""
     try:
         if file.format == "parquet":
-            for group, first, inside in groups_of(file, rows, s3):
-                opened = partial(group_batches, file, group, columns, s3)
-                yield from _picked((file, group, columns, s3), first, inside, columns, opened)
+            for group, first, inside in _groups_of(file, rows, s3):
+                batches = partial(group_batches, file, group, columns, s3)
+                yield from _pick((file, group, columns, s3), first, inside, columns, batches)
         elif file.format == "hf":
-            yield from _pick_dataset(file, rows, columns)
+            dataset = load(file)
+            if inside := [row for row in rows if row < len(dataset)]:
+                yield from _rows_of(_project(dataset[inside], columns), inside, columns)
         else:
-            yield from _picked((file, columns, s3), 0, rows, columns, partial(_batches, file, columns, s3))
+            yield from _pick((file, columns, s3), 0, rows, columns, partial(_batches, file, columns, s3))
     except DAMAGE as error:
-        raise damaged(file, rows[0], error) from None
+        raise damage_error(file, rows[0], error) from None
 
 
 def table_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
     """The schema of a file; UserError if it is damaged."""
     try:
         if file.format == "parquet":
-            return group_schema(file, s3)
+            return _open_parquet(file, s3).schema_arrow
         if file.format == "hf":
             return load(file).features.arrow_schema
         with _arrow_source(file, s3) as source:
             return _open_arrow(source).schema
     except DAMAGE as error:
-        raise damaged(file, 0, error) from None
+        raise damage_error(file, 0, error) from None
 
 
 def _batches(
     file: InputFile, columns: Columns, s3: S3Options | None, groups: tuple[int, int] | None = None
 ) -> Iterator[pa.RecordBatch]:
     if file.format == "parquet":
-        for group in range(*(groups or (0, num_groups(file, s3)))):
+        for group in range(*(groups or (0, _open_parquet(file, s3).num_row_groups))):
             yield from group_batches(file, group, columns, s3)
     elif file.format == "hf":
         dataset = load(file)
         for first in range(0, len(dataset), BATCH_ROWS):
-            yield from _projected(dataset[first : first + BATCH_ROWS], columns).to_batches()
+            yield from _project(dataset[first : first + BATCH_ROWS], columns).to_batches()
     else:
         yield from _arrow_batches(file, columns, s3)
 
 
 def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
     with _arrow_source(file, s3) as source:
-        opened = _open_arrow(source)
-        is_file = isinstance(opened, pa.ipc.RecordBatchFileReader)
-        for batch in map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened:
-            wanted = batch if columns is None else batch.select(present(batch.schema.names, columns))
+        reader = _open_arrow(source)
+        is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            selected = batch if columns is None else batch.select(outer_columns(batch.schema.names, columns))
             for first in range(0, batch.num_rows, BATCH_ROWS):
-                yield wanted.slice(first, BATCH_ROWS)
+                yield selected.slice(first, BATCH_ROWS)
         if not is_file and source.tell() != source.size():
             # Zeros, and a second stream after the first, look like the end of the stream.
             raise pa.ArrowInvalid(f"{source.size() - source.tell()} bytes after the end of the stream")
@@ -211,17 +315,17 @@ def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:
     # Skipping batches is free with mapped memory.
     if not file.uri.startswith("s3://") and file.size:
         path = local_path(file)
-        with translated(path):
+        with translate_errors(path):
             check_same(file, path.stat())
             return pa.memory_map(str(path))
     return pa.PythonFile(open_bytes(file, s3=s3), mode="r")
 
 
-def _picked(
-    table: Hashable, first: int, rows: Sequence[int], columns: Columns, opened: Callable[[], Batches]
+def _pick(
+    table: Hashable, first: int, rows: Sequence[int], columns: Columns, open_: Callable[[], Batches]
 ) -> Iterator[Row]:
     """The wanted rows of a table whose first row is `first`."""
-    for batch, inside in _BATCHES.pick(table, [row - first for row in rows], lambda: map(sound, opened())):
+    for batch, inside in _BATCHES.pick(table, [row - first for row in rows], lambda: map(sound, open_())):
         yield from _rows_of(batch, [first + row for row in inside], columns)
 
 
@@ -229,11 +333,11 @@ def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int], columns: 
     """The rows of a batch or table, in portions that fit into memory."""
     first = 0
     for read in table.to_batches() if isinstance(table, pa.Table) else (table,):
-        batch = read if columns is None else lifted_batch(read, columns)
+        batch = read if columns is None else lift_batch(read, columns)
         sizes = _row_bytes(batch)
         for start, stop in _portions(sizes):
             if sizes[start] > MAX_ROW_BYTES:  # then it is alone in its portion
-                yield failed(numbers[first + start], None, "bad_row", too_long_message("row"))
+                yield failed_row(numbers[first + start], None, "bad_row", too_long_message("row"))
             else:
                 yield from _portion_rows(batch.slice(start, stop - start), numbers[first + start : first + stop])
         first += batch.num_rows
@@ -243,11 +347,11 @@ def _row_bytes(batch: pa.RecordBatch) -> NDArray[np.int64]:
     """Bytes of the texts and byte strings of each row, shared ones counted in full; int64 [rows]. Nested ones are not counted."""
     sizes = np.zeros(batch.num_rows, dtype=np.int64)
     for column in batch.columns:
-        if pa.types.is_dictionary(column.type) and is_bytes(column.type.value_type):
+        if pa.types.is_dictionary(column.type) and _is_bytes(column.type.value_type):
             # A dictionary may hold a null, and an index may be null.
             lengths = pc.fill_null(pc.binary_length(column.dictionary), 0)
             sizes += pc.fill_null(lengths.take(column.indices), 0).to_numpy(zero_copy_only=False)
-        elif is_bytes(column.type):
+        elif _is_bytes(column.type):
             sizes += pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
     return sizes
 
@@ -281,17 +385,10 @@ def _single_row(batch: pa.RecordBatch, number: int) -> Row:
     try:
         return Row(number, None, batch.to_pylist()[0])
     except UnicodeError as error:
-        return failed(number, None, "bad_encoding", f"not valid UTF-8: {error}")
+        return failed_row(number, None, "bad_encoding", f"not valid UTF-8: {error}")
     except _NO_PYTHON_FORM as error:
-        return failed(number, None, "bad_row", f"a value has no Python form: {error}")
+        return failed_row(number, None, "bad_row", f"a value has no Python form: {error}")
 
 
-def _pick_dataset(file: InputFile, rows: Sequence[int], columns: Columns) -> Iterator[Row]:
-    dataset = load(file)
-    inside = [row for row in rows if row < len(dataset)]
-    if inside:
-        yield from _rows_of(_projected(dataset[inside], columns), inside, columns)
-
-
-def _projected(table: pa.Table, columns: Columns) -> pa.Table:
-    return table if columns is None else table.select(present(table.column_names, columns))
+def _project(table: pa.Table, columns: Columns) -> pa.Table:
+    return table if columns is None else table.select(outer_columns(table.column_names, columns))

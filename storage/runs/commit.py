@@ -29,7 +29,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.lease import Lease, LeaseLost
-from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
+from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damage_error
 from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits, UnitFacts, unit_name
 from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, Stat, Store
 
@@ -76,13 +76,15 @@ def commit_unit(
     """
     counts = _counts(table) | ({} if exact is None else {"exact": str(exact).lower()})
     identity = {"fingerprint": fingerprint, "unit": str(unit), "pass": str(pass_)}
-    described = identity | {"schema_version": str(SCHEMA_VERSION), "code_version": code_version}
-    described["attempt"] = str(attempt)
-    data = _checked_file(table, described | counts)
-    suffix = "" if conditional else f".{secrets.token_hex(8)}"
+    versions = {"schema_version": str(SCHEMA_VERSION), "code_version": code_version, "attempt": str(attempt)}
+    data = _write_checked(table, identity | versions | counts)
+    ending = ".parquet" if conditional else f".{secrets.token_hex(8)}.parquet"
     if trace is not None:
-        _write_trace(store, _suffixed(trace_name(unit), suffix), write_parquet(trace, described))
-    name = _suffixed(unit_name(unit), suffix)
+        failpoint("commit.before_trace")
+        trace_data = write_parquet(trace, identity | versions)
+        with suppress(AlreadyExists):  # an earlier attempt's trace of the same tokens
+            store.create(trace_name(unit).replace(".parquet", ending), trace_data)
+    name = unit_name(unit).replace(".parquet", ending)
     sha256 = hashlib.sha256(data).hexdigest()
     failpoint("commit.before_data")
     try:
@@ -101,20 +103,17 @@ def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = N
     stat = store.stat(name)
     if stat is None:
         raise StoreError(f"{store.url}/{name} is gone")
-    found = stat.metadata
-    if "sha256" not in found:
-        found = _read_facts(store, name)
-    require_identity(store, name, found, expected or {})
-    return _facts(int(found["unit"]), stat, found, found["sha256"])
+    metadata = stat.metadata if "sha256" in stat.metadata else _read_metadata(store, name)
+    require_identity(store, name, metadata, expected or {})
+    return _facts(int(metadata["unit"]), stat, metadata, metadata["sha256"])
 
 
-def require_identity(store: Store, name: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raise ForeignUnit unless a file's metadata `found` has all that is `expected`."""
+def require_identity(store: Store, name: str, metadata: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Raise ForeignUnit unless a file's metadata has all that is `expected`."""
     for key, value in expected.items():
-        if found.get(key) != value:
-            raise ForeignUnit(
-                f"{store.url}/{name} belongs to another job: its {key} is {found.get(key)!r}, not {value!r}"
-            )
+        if metadata.get(key) != value:
+            reason = f"its {key} is {metadata.get(key)!r}, not {value!r}"
+            raise ForeignUnit(f"{store.url}/{name} belongs to another job: {reason}")
 
 
 def done_units(store: Store, *, conditional: bool = True) -> DoneUnits:
@@ -136,12 +135,12 @@ def record_commit(store: Store, committed: CommittedUnit, *, epoch: int = 0) -> 
     ever overwritten: a driver that wakes up after its lease was taken over adds one of a lower epoch, which is ignored.
     """
     unit = f"commits/unit-{committed.unit:08d}"
-    found = [stat.name for stat in store.list(f"{unit}.")]
-    if not found or found[-1] < f"{unit}.{epoch:08x}":
+    records = [stat.name for stat in store.list(f"{unit}.")]
+    if not records or records[-1] < f"{unit}.{epoch:08x}":
         failpoint("commit.before_record")
         store.put(f"{unit}.{epoch:08x}{secrets.token_hex(4)}.json", _json(asdict(committed)))
         return committed
-    return read_record(store, found[-1])
+    return read_record(store, records[-1])
 
 
 def unit_number(name: str) -> int | None:
@@ -165,7 +164,7 @@ def _counts(table: pa.Table) -> dict[str, str]:
     return {"rows": str(table.num_rows)} | statuses
 
 
-def _checked_file(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
+def _write_checked(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
     """The table as a Parquet file, read back to verify checksums, schema and row count."""
     own = table.schema.remove(table.schema.get_field_index(KEEP)) if KEEP in table.schema.names else table.schema
     assert own.equals(SCHEMA), "a unit's table has the schema of records.SCHEMA, and columns of the inputs"
@@ -177,21 +176,15 @@ def _checked_file(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
     return data
 
 
-def _write_trace(store: Store, name: str, data: bytes) -> None:
-    failpoint("commit.before_trace")
-    with suppress(AlreadyExists):  # an earlier attempt's trace of the same tokens
-        store.create(name, data)
-
-
-def _read_facts(store: Store, name: str) -> dict[str, str]:
+def _read_metadata(store: Store, name: str) -> dict[str, str]:
     data = store.get(name)
     try:
-        found = parquet_metadata(read_parquet(data, columns=["id"]).schema)
+        metadata = parquet_metadata(read_parquet(data, columns=["id"]).schema)
     except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(store, name, error) from None
-    if "unit" not in found:
+        raise damage_error(store, name, error) from None
+    if "unit" not in metadata:
         raise ForeignUnit(f"{store.url}/{name} was not written by draftmill")
-    return found | {"sha256": hashlib.sha256(data).hexdigest()}
+    return metadata | {"sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> CommittedUnit:
@@ -202,11 +195,6 @@ def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> Com
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, sort_keys=True) + "\n").encode()
-
-
-def _suffixed(name: str, suffix: str) -> str:
-    stem, dot, extension = name.rpartition(".")
-    return f"{stem}{suffix}{dot}{extension}"
 
 
 # ---- the manifest
@@ -233,8 +221,8 @@ class Manifest:
 
 def all_exact(parts: Iterable[bool | None]) -> bool | None:
     """True if all are, False if one is not, else None (unknown)."""
-    found = set(parts)
-    return False if False in found else None if None in found or not found else True
+    values = set(parts)
+    return False if False in values else None if None in values or not values else True
 
 
 def read_manifest(store: Store) -> Manifest | None:
@@ -255,10 +243,10 @@ def _read_units(store: Store, units: UnitFacts) -> dict[str, Any]:
     lines = _lines(store)
     first = next(lines, b"")
     if not first.endswith(_OPENS):  # written by another program, with other line ends
-        found: dict[str, Any] = json.loads(store.get(MANIFEST))
-        for facts in found["units"]:
+        manifest: dict[str, Any] = json.loads(store.get(MANIFEST))
+        for facts in manifest["units"]:
             units.add(CommittedUnit(**facts))
-        return found
+        return manifest
     for line in lines:
         if line == _CLOSES:
             break
@@ -318,7 +306,7 @@ def write_manifest(
     it lost the lease during the call, since what it read before may have changed. Idempotent.
     """
     facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
-    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.ordered())
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order())
     _check_totals(manifest, units=units, rows=rows)
     failpoint("commit.before_manifest")
     with _manifest_body(manifest) as body:
@@ -336,9 +324,9 @@ def is_closed(store: Store) -> bool:
 def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
     numbers = manifest.units.numbers()
     assert len(np.unique(numbers)) == len(numbers), "a unit is listed twice"
-    held, rows_held = len(manifest.units), manifest.total("rows")
-    if (held, rows_held) != (units, rows):
-        raise StoreError(f"not complete: {held} of {units} units and {rows_held} of {rows} rows are committed")
+    num_units, num_rows = len(manifest.units), manifest.total("rows")
+    if (num_units, num_rows) != (units, rows):
+        raise StoreError(f"not complete: {num_units} of {units} units and {num_rows} of {rows} rows are committed")
     assert manifest.total("ok") + manifest.total("failed") + manifest.total("skipped") == rows
 
 
@@ -348,16 +336,16 @@ def _write_latest(store: Store, name: str, data: Body, lease: Lease | None) -> N
     It reads the object, checks the lease, then writes if the object is unchanged: however long a driver pauses in between,
     it never replaces what a later one has written.
     """
-    found = store.stat(name)
-    if found is not None and found.size == len(data) and _is_same(store, name, data):
+    before = store.stat(name)
+    if before is not None and before.size == len(data) and _is_same(store, name, data):
         return
     if lease is not None:
         lease.check()
     try:
-        if found is None:
+        if before is None:
             store.create(name, data)
         else:
-            store.replace(name, data, etag=found.etag)
+            store.replace(name, data, etag=before.etag)
     except (AlreadyExists, Conflict):
         raise LeaseLost(f"another driver has written {store.url}/{name} in the meantime") from None
 

@@ -63,10 +63,8 @@ class Lease:
 
     def release(self) -> None:
         """Afterwards any driver may take it at once. If it was lost already, that is no error."""
-        try:
+        with suppress(LeaseLost):
             self._write(0.0)
-        except LeaseLost:
-            return
 
     def withdraw(self) -> None:
         """Like `release`, but delete the lease file if nothing else was ever in the store."""
@@ -86,11 +84,11 @@ class Lease:
             raise self._lost("is no longer ours")
 
     def _is_ours(self) -> bool:
-        found, _ = _read(self.store)
-        return found is not None and (found.owner, found.epoch) == (self.owner, self.epoch)
+        content, _ = _read(self.store)
+        return content is not None and (content.owner, content.epoch) == (self.owner, self.epoch)
 
-    def _lost(self, how: str) -> LeaseLost:
-        return LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) {how}")
+    def _lost(self, reason: str) -> LeaseLost:
+        return LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) {reason}")
 
     def _write(self, expires_at_s: float) -> None:
         if not self._is_ours():  # a store that ignores conditions would not report a conflict
@@ -119,10 +117,10 @@ def acquire(store: Store, owner: str, ttl_s: float, clock: Callable[[], float] =
     A lease that has expired, was released, or whose owner is a dead process of this machine is taken over with a
     higher epoch. Call `renew` well within `ttl_s` (seconds).
     """
-    found, stat = _read(store)
-    if held := _holder(found, clock):
+    before, stat = _read(store)
+    if held := _holder(before, clock):
         raise held
-    content = _Content(owner, found.epoch + 1 if found else 1, clock() + ttl_s)
+    content = _Content(owner, before.epoch + 1 if before else 1, clock() + ttl_s)
     failpoint("lease.before_acquire")
     try:
         if stat is None:
@@ -130,8 +128,8 @@ def acquire(store: Store, owner: str, ttl_s: float, clock: Callable[[], float] =
         else:
             stat = store.replace(LEASE, content.json(), etag=stat.etag)
     except (AlreadyExists, Conflict):
-        found, _ = _read(store)
-        raise (LeaseHeld(found.owner, found.expires_at_s) if found else LeaseHeld("unknown", 0.0)) from None
+        other, _ = _read(store)
+        raise (LeaseHeld(other.owner, other.expires_at_s) if other else LeaseHeld("unknown", 0.0)) from None
     return Lease(store, owner, content.epoch, content.expires_at_s, ttl_s, clock, stat.etag)
 
 
@@ -149,10 +147,10 @@ def driver_of(store: Store) -> str | None:
     return None if held is None else held.owner
 
 
-def _holder(found: _Content | None, clock: Callable[[], float]) -> LeaseHeld | None:
-    if found is None or clock() >= found.expires_at_s or process_is_dead(found.owner):
+def _holder(content: _Content | None, clock: Callable[[], float]) -> LeaseHeld | None:
+    if content is None or clock() >= content.expires_at_s or process_is_dead(content.owner):
         return None
-    return LeaseHeld(found.owner, found.expires_at_s)
+    return LeaseHeld(content.owner, content.expires_at_s)
 
 
 def this_process() -> str:
@@ -195,8 +193,8 @@ def _read(store: Store) -> tuple[_Content | None, Stat | None]:
     if stat is None:
         return None, None
     try:
-        found = json.loads(store.get(LEASE))
-        return _Content(found["owner"], found["epoch"], found["expires_at_s"]), stat
+        fields = json.loads(store.get(LEASE))
+        return _Content(fields["owner"], fields["epoch"], fields["expires_at_s"]), stat
     except NotFound:  # deleted between the two reads
         return None, None
     except (ValueError, KeyError, TypeError):

@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any, Final
 
 import numpy as np
@@ -96,11 +97,11 @@ def metrics_name(pass_: int, unit: int, metric_set: str) -> str:
 
 def record_set(store: Store, metric_set: MetricSet) -> None:
     """Write the description of a set, unless it is there; the driver does so before any file of the set."""
-    described = [
-        {"settings": dict(one.settings), "columns": list(one.columns), "estimates": dict(one.estimates)}
-        for one in sorted(metric_set.metrics, key=lambda one: one.identity)
+    metrics = [
+        {"settings": dict(metric.settings), "columns": list(metric.columns), "estimates": dict(metric.estimates)}
+        for metric in sorted(metric_set.metrics, key=lambda metric: metric.identity)
     ]
-    data = (json.dumps({"metrics": described}, sort_keys=True) + "\n").encode()
+    data = (json.dumps({"metrics": metrics}, sort_keys=True) + "\n").encode()
     failpoint("metrics.before_set")
     with suppress(AlreadyExists):
         store.create(f"metrics/set-{metric_set.name}.json", data)
@@ -127,29 +128,20 @@ def commit_metrics(
     assert table.schema.remove_metadata().equals(schema), "a table of metrics has its set's columns"
     name = metrics_name(pass_, unit, metric_set.name)
     identity = {"fingerprint": fingerprint, "metrics": metric_set.name, "unit": str(unit), "pass": str(pass_)}
-    described = identity | {"code_version": code_version, "rows": str(table.num_rows), "errors": _errors_json(errors)}
-    data = write_parquet(table, described)
+    # The first errors, each cut to a length that fits metadata; `count` says how many there are.
+    first = [[error.id, error.sample, error.metric, error.message[:MOST_ERROR_CHARS]] for error in errors[:MOST_ERRORS]]
+    errors_text = json.dumps({"count": len(errors), "rows": first})
+    metadata = identity | {"code_version": code_version, "rows": str(table.num_rows), "errors": errors_text}
+    data = write_parquet(table, metadata)
     assert read_parquet(data).num_rows == table.num_rows, "rows were lost in writing"
     failpoint("metrics.before_commit")
-    if store.exists(name):  # also on a store that ignores conditions
-        return _require_ours(store, name, identity)
-    try:
-        store.create(name, data, metadata=identity)
-    except AlreadyExists:
-        return _require_ours(store, name, identity)
-    failpoint("metrics.after_commit")
-    return name
-
-
-def _require_ours(store: Store, name: str, identity: Mapping[str, str]) -> str:
+    if not store.exists(name):  # also on a store that ignores conditions
+        with suppress(AlreadyExists):
+            store.create(name, data, metadata=identity)
+            failpoint("metrics.after_commit")
+            return name
     require_identity(store, name, parquet_metadata(_read(store, name, store.get(name)).schema), identity)
     return name
-
-
-def _errors_json(errors: Sequence[MetricError]) -> str:
-    """The first errors as JSON, each cut to a length that fits metadata; `count` says how many there are."""
-    kept = [[one.id, one.sample, one.metric, one.message[:MOST_ERROR_CHARS]] for one in errors[:MOST_ERRORS]]
-    return json.dumps({"count": len(errors), "rows": kept})
 
 
 # ---- what is there
@@ -163,80 +155,55 @@ def metric_sets(store: Store) -> dict[str, MetricSet]:
 
 def _read_set(store: Store, name: str) -> MetricSet:
     try:
-        found = json.loads(store.get(name))["metrics"]
-        return MetricSet(
-            tuple(MeasuredMetric(one["settings"], tuple(one["columns"]), one["estimates"]) for one in found)
-        )
+        metrics = json.loads(store.get(name))["metrics"]
+        parts = [(metric["settings"], tuple(metric["columns"]), metric["estimates"]) for metric in metrics]
+        return MetricSet(tuple(MeasuredMetric(*part) for part in parts))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedRun(f"{store.url}/{name}", error, _REMEDY) from None
 
 
 def measured_units(store: Store) -> dict[tuple[int, int], tuple[str, ...]]:
     """The sets that each unit has a file of, by (pass, unit), from a listing of the metrics alone."""
-    found: dict[tuple[int, int], tuple[str, ...]] = {}
-    for stat in _files(store):
-        if match := _FILE.fullmatch(stat):
-            place = int(match[1] or 1), int(match[2])
-            found[place] = (*found.get(place, ()), match[3])
-    return dict(sorted(found.items()))
-
-
-def _files(store: Store) -> Iterator[str]:
-    for stat in store.list("metrics/unit-"):
-        yield stat.name
-    number = 2
-    while store.exists(f"passes/{number:04d}/_plan.json"):
-        for stat in store.list(f"passes/{number:04d}/metrics/unit-"):
-            yield stat.name
-        number += 1
+    folders = (f"passes/{pass_:04d}/" for pass_ in count(2))
+    passes = takewhile(lambda folder: store.exists(f"{folder}_plan.json"), folders)
+    sets: dict[tuple[int, int], tuple[str, ...]] = {}
+    for stat in (stat for folder in ("", *passes) for stat in store.list(f"{folder}metrics/unit-")):
+        if match := _FILE.fullmatch(stat.name):
+            unit = int(match[1] or 1), int(match[2])
+            sets[unit] = (*sets.get(unit, ()), match[3])
+    return dict(sorted(sets.items()))
 
 
 # ---- reading
-
-
-def metric_tables(store: Store) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (pass, table) for each measured unit, in the order of passes and units, with the columns of all its sets.
-
-    A column that two sets have is taken from the first. Raises DamagedRun if a file is damaged, StoreError if the files of a
-    unit differ in their rows.
-    """
-    for (pass_, _), tables in _by_unit(store):
-        yield pass_, _side_by_side(store, tables)
 
 
 def read_metric_errors(store: Store) -> Iterator[tuple[int, list[MetricError]]]:
     """Yield, for each file with errors, how many it counts and the ones that it names."""
     for _, tables in _by_unit(store):
         for table in tables:
-            found = json.loads(parquet_metadata(table.schema).get("errors", '{"count": 0, "rows": []}'))
-            if found["count"]:
-                yield found["count"], [MetricError(*one) for one in found["rows"]]
+            errors = json.loads(parquet_metadata(table.schema).get("errors", '{"count": 0, "rows": []}'))
+            if errors["count"]:
+                yield errors["count"], [MetricError(*row) for row in errors["rows"]]
 
 
 def read_metrics(store: Store) -> pa.Table | None:
     """Every measured sample once: id, sample, then one float64 column per metric, by name; None if nothing is measured.
 
-    Rows are in the plan's order; a sample of several passes has the values of the last measured one. Estimates (pass@k) are
-    computed over all samples of a row.
+    Rows are in the plan's order; a sample of several passes has the values of the last measured one, and a column of two sets
+    those of the first. Estimates (pass@k) are computed over all samples of a row. Raises DamagedRun if a file is damaged,
+    StoreError if the files of a unit differ in their rows.
     """
-    tables = list(metric_tables(store))
+    tables = [(pass_, _side_by_side(store, of_unit)) for (pass_, _), of_unit in _by_unit(store)]
     if not tables:
         return None
     merged = _last_passes([(pass_, table.replace_schema_metadata(None)) for pass_, table in tables])
-    for column, rule in sorted(_estimates(store).items()):
+    metrics = [metric for metric_set in metric_sets(store).values() for metric in metric_set.metrics]
+    rules = {column: rule for metric in metrics for column, rule in metric.estimates.items()}
+    for column, rule in sorted(rules.items()):
         if {rule["of"], column} <= set(merged.column_names):
             place = merged.schema.get_field_index(column)
             merged = merged.set_column(place, column, estimates(merged["id"], merged[rule["of"]], rule["k"]))
     return merged.select([*KEYS.names, *sorted(set(merged.column_names) - set(KEYS.names))])
-
-
-def _estimates(store: Store) -> dict[str, Mapping[str, Any]]:
-    return {
-        column: rule
-        for found in metric_sets(store).values()
-        for metric in found.metrics
-        for column, rule in metric.estimates.items()
-    }
 
 
 def estimates(ids: pa.ChunkedArray, passed: pa.ChunkedArray, k: int) -> pa.Array:
@@ -249,11 +216,10 @@ def estimates(ids: pa.ChunkedArray, passed: pa.ChunkedArray, k: int) -> pa.Array
         None if count < k else pass_at_k(count, int(correct or 0), k)
         for count, correct in zip(groups["passed_count"].to_pylist(), groups["passed_sum"].to_pylist(), strict=True)
     ]
-    found = pa.array(values, pa.float64()).take(pc.index_in(ids, value_set=groups["id"].combine_chunks()))
-    if isinstance(found, pa.ChunkedArray):
-        found = found.combine_chunks()
-    valid = pc.is_valid(passed)
-    return pc.if_else(valid.combine_chunks() if isinstance(valid, pa.ChunkedArray) else valid, found, None)
+    of_samples = pa.array(values, pa.float64()).take(pc.index_in(ids, value_set=groups["id"].combine_chunks()))
+    arrays = (pc.is_valid(passed), of_samples)
+    valid, estimated = (array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array for array in arrays)
+    return pc.if_else(valid, estimated, None)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -265,10 +231,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 def _by_unit(store: Store) -> Iterator[tuple[tuple[int, int], list[pa.Table]]]:
     units = measured_units(store)
-    names = [metrics_name(*place, one) for place, sets in units.items() for one in sets]
+    names = [metrics_name(*unit, metric_set) for unit, sets in units.items() for metric_set in sets]
     answers = parallel_map(store, names, store.get)
-    for place, sets in units.items():
-        yield place, [_read(store, name, data.result()) for name, data in (next(answers) for _ in sets)]
+    for unit, sets in units.items():
+        yield unit, [_read(store, name, data.result()) for name, data in (next(answers) for _ in sets)]
 
 
 def _read(store: Store, name: str, data: bytes) -> pa.Table:
@@ -282,20 +248,18 @@ def _side_by_side(store: Store, tables: Sequence[pa.Table]) -> pa.Table:
     joined = tables[0]
     for table in tables[1:]:
         if not table.select(KEYS.names).equals(tables[0].select(KEYS.names)):
-            raise StoreError(
-                f"{store.url}/metrics: the files of a unit differ in their rows; delete them and measure again"
-            )
+            reason = "the files of a unit differ in their rows; delete them and measure again"
+            raise StoreError(f"{store.url}/metrics: {reason}")
         for name in table.column_names:
             if name not in joined.column_names:
                 joined = joined.append_column(table.schema.field(name), table[name])
     return joined
 
 
-def _last_passes(tables: Iterable[tuple[int, pa.Table]]) -> pa.Table:
+def _last_passes(tables: Sequence[tuple[int, pa.Table]]) -> pa.Table:
     """All rows in one table; a sample that a later pass has takes the later row, in its first place."""
-    listed = list(tables)
-    merged = pa.concat_tables([table for _, table in listed], promote_options="default").combine_chunks()
-    firsts = sum(table.num_rows for pass_, table in listed if pass_ == 1)
+    merged = pa.concat_tables([table for _, table in tables], promote_options="default").combine_chunks()
+    firsts = sum(table.num_rows for pass_, table in tables if pass_ == 1)
     if firsts == merged.num_rows:
         return merged
     order = list(range(merged.num_rows))

@@ -29,51 +29,33 @@ _MAPS = {"metrics": pa.map_(pa.string(), pa.float64()), "nfe_kinds": pa.map_(pa.
 
 _WORDS = pa.dictionary(pa.int32(), pa.string())
 _METRICS = pa.struct([pa.field("bits_per_byte", pa.float64())])
-_NFE_KINDS = pa.struct([pa.field(kind, pa.int32()) for kind in ("prefill", "draft", "verify", "commit")])
 
 
-def _required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
+def _fields(kind: pa.DataType, names: str, *, nullable: bool = True) -> list[pa.Field]:
+    return [pa.field(name, kind, nullable=nullable) for name in names.split()]
 
 
-_FILL = pa.struct([_required("start", pa.int32()), _required("end", pa.int32()), pa.field("text", pa.string())])
+_NFE_KINDS = pa.struct(_fields(pa.int32(), "prefill draft verify commit"))
+_FILL = pa.struct([*_fields(pa.int32(), "start end", nullable=False), pa.field("text", pa.string())])
 
 SCHEMA: pa.Schema = pa.schema(
     [
-        _required("id", pa.string()),
-        _required("unit", pa.int32()),
-        _required("pass", pa.int32()),
-        _required("attempt", pa.int32()),
-        _required("status", pa.string()),
-        pa.field("error_kind", pa.string()),
-        pa.field("error_stage", pa.string()),
-        pa.field("error", pa.string()),
-        pa.field("text", pa.string()),
+        *_fields(pa.string(), "id", nullable=False),
+        *_fields(pa.int32(), "unit pass attempt", nullable=False),
+        *_fields(pa.string(), "status", nullable=False),
+        *_fields(pa.string(), "error_kind error_stage error text"),
         pa.field("fills", pa.list_(_FILL)),
         pa.field("tokens", pa.list_(pa.int32())),
-        pa.field("prompt_tokens", pa.int32()),
-        pa.field("new_tokens", pa.int32()),
+        *_fields(pa.int32(), "prompt_tokens new_tokens"),
         pa.field("finish", pa.string()),
         pa.field("logprob", pa.float64()),
-        pa.field("decoder", _WORDS),
-        pa.field("model", _WORDS),
-        pa.field("drafter", _WORDS),
+        *_fields(_WORDS, "decoder model drafter"),
         pa.field("key", pa.uint64()),
-        pa.field("nfe", pa.int32()),
-        pa.field("nfe_draft", pa.int32()),
-        pa.field("iterations", pa.int32()),
-        pa.field("proposed", pa.int32()),
-        pa.field("accepted", pa.int32()),
+        *_fields(pa.int32(), "nfe nfe_draft iterations proposed accepted"),
         pa.field("accept_hist", pa.list_(pa.int32())),
-        pa.field("wait_s", pa.float64()),
-        pa.field("prefill_s", pa.float64()),
-        pa.field("decode_s", pa.float64()),
-        pa.field("total_s", pa.float64()),
-        pa.field("device_s", pa.float64()),
-        pa.field("batch_rows", pa.float32()),
-        pa.field("pad_fraction", pa.float32()),
-        pa.field("worker", _WORDS),
-        pa.field("node", _WORDS),
+        *_fields(pa.float64(), "wait_s prefill_s decode_s total_s device_s"),
+        *_fields(pa.float32(), "batch_rows pad_fraction"),
+        *_fields(_WORDS, "worker node"),
         pa.field("started_at", pa.timestamp("us", tz="UTC")),
         pa.field("metrics", _METRICS),
         pa.field("token_logprobs", pa.list_(pa.float32())),
@@ -100,14 +82,10 @@ def schema_of(version: int, keep: pa.Schema | None = None) -> pa.Schema:
 
 TRACE_SCHEMA: pa.Schema = pa.schema(
     [
-        _required("id", pa.string()),
-        _required("unit", pa.int32()),
-        _required("pass", pa.int32()),
-        _required("iteration", pa.int32()),
+        *_fields(pa.string(), "id", nullable=False),
+        *_fields(pa.int32(), "unit pass iteration", nullable=False),
         pa.field("nfe", pa.int32()),
-        pa.field("proposed", pa.list_(pa.int32())),
-        pa.field("committed", pa.list_(pa.int32())),
-        pa.field("positions", pa.list_(pa.int32())),
+        *_fields(pa.list_(pa.int32()), "proposed committed positions"),
         pa.field("sample", pa.int32()),
     ]
 )
@@ -121,7 +99,7 @@ TIMING_COLUMNS = frozenset(
 
 
 def table_from_rows(rows: Sequence[Mapping[str, Any]], *, schema: pa.Schema = SCHEMA) -> pa.Table:
-    """Return rows (column -> Python value; a column left out is null) as a table of exactly `schema`.
+    """Return rows (column -> Python value; a missing column is null) as a table of exactly `schema`.
 
     An unknown column or field of a struct, or a null in a required column, is a bug of ours: AssertionError.
     """
@@ -137,15 +115,13 @@ def _column(values: list[Any], field: pa.Field) -> pa.Array:
         known = {inner.name for inner in field.type}
         assert all(known.issuperset(value) for value in values if value is not None), f"{field.name} has {known}"
     elif field.type in (pa.string(), _WORDS):
-        values = [None if value is None else _encodable(value) for value in values]
+        # Lone surrogates come from broken input (in ids and error messages) and have no UTF-8 form.
+        values = [
+            text if text is None or text.isascii() else text.encode("utf-8", "replace").decode() for text in values
+        ]
     array = pa.array(values, type=field.type)
     assert field.nullable or not array.null_count, f"{field.name} may not be null"
     return array
-
-
-def _encodable(text: str) -> str:
-    # Lone surrogates come from broken input (in ids and error messages) and have no UTF-8 form.
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def read_results(
@@ -161,15 +137,15 @@ def read_results(
         try:
             table = read_parquet(data.result(), columns=columns)
         except NotFound:
-            raise damaged(store, name, "it does not exist") from None
+            raise damage_error(store, name, "it does not exist") from None
         except (pa.ArrowInvalid, OSError) as error:
-            raise damaged(store, name, error) from None
+            raise damage_error(store, name, error) from None
         yield table
 
 
 REMEDY = "delete it, _manifest.json and _SUCCESS, and the next run repeats its unit"
 
 
-def damaged(store: Store, name: str, reason: object) -> DamagedRun:
+def damage_error(store: Store, name: str, reason: object) -> DamagedRun:
     """The error of a unit's file that can't be read."""
     return DamagedRun(f"{store.url}/{name}", reason, REMEDY)

@@ -71,7 +71,8 @@ class UnitFacts(Collection[CommittedUnit]):
         if self._count % BLOCK == 0:
             self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
         etag, sha256 = unit.etag.encode(), _digest(unit.sha256)
-        if unit.object != unit_name(unit.unit) or sha256 is None or not _fits(etag):
+        is_plain = len(etag) <= _ETAG_BYTES and not etag.endswith(b"\0") and etag.isascii()
+        if unit.object != unit_name(unit.unit) or sha256 is None or not is_plain:
             self._odd[self._count] = (unit.object, unit.etag, unit.sha256)
         counts = (unit.rows, unit.ok, unit.failed, unit.skipped, unit.bytes)
         exact = _EXACT[unit.exact]
@@ -98,7 +99,7 @@ class UnitFacts(Collection[CommittedUnit]):
         return map(self.__getitem__, range(self._count))
 
     def __contains__(self, unit: object) -> bool:
-        return any(unit == one for one in self)
+        return any(unit == known for known in self)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnitFacts) and len(self) == len(other) and all(map(eq, self, other))
@@ -115,14 +116,14 @@ class UnitFacts(Collection[CommittedUnit]):
 
     def numbers(self) -> NDArray[np.int64]:
         """The units' numbers; int64 [units]."""
-        found = np.concatenate([np.empty(0, dtype=np.int64), *self._columns("unit")])
-        return found if self._order is None else found[self._order]
+        numbers = np.concatenate([np.empty(0, dtype=np.int64), *self._columns("unit")])
+        return numbers if self._order is None else numbers[self._order]
 
-    def ordered(self) -> UnitFacts:
+    def in_order(self) -> UnitFacts:
         """The same units, sorted by number: a view of them, to which nothing can be added."""
         view = UnitFacts()
         view._blocks, view._count, view._odd = self._blocks, self._count, self._odd
-        view._order = np.argsort(np.concatenate([np.empty(0, np.int64), *self._columns("unit")]), kind="stable")
+        view._order = np.argsort(view.numbers(), kind="stable")
         return view
 
     def _columns(self, name: str) -> Iterator[NDArray[Any]]:
@@ -201,11 +202,7 @@ class DoneUnits(Mapping[int, str]):
 def _digest(text: str) -> bytes | None:
     """The bytes of 64 lower-case hexadecimal digits; None for any other text."""
     try:
-        found = bytes.fromhex(text)
+        digest = bytes.fromhex(text)
     except ValueError:
         return None
-    return found if len(found) == 32 and found.hex() == text else None
-
-
-def _fits(etag: bytes) -> bool:
-    return len(etag) <= _ETAG_BYTES and not etag.endswith(b"\0") and etag.isascii()
+    return digest if len(digest) == 32 and digest.hex() == text else None

@@ -80,8 +80,8 @@ def part_name(number: int, epoch: int = 0) -> str:
 
 def epoch_of(name: str) -> int:
     """The epoch in the name of a part; 0 if it has none."""
-    found = re.search(r"-(\d+)\.parquet$", name.removeprefix(f"{FOLDER}part"))
-    return int(found[1]) if found and found.start() else 0
+    match = re.search(r"-(\d+)\.parquet$", name.removeprefix(f"{FOLDER}part"))
+    return int(match[1]) if match and match.start() else 0
 
 
 def part_bytes(units: Iterable[pa.Table]) -> bytes:
@@ -96,11 +96,11 @@ def part_bytes(units: Iterable[pa.Table]) -> bytes:
 
 
 class PlanTable:
-    """Reads single units of the plan in `store`; caches a few parts' footers, but no rows."""
+    """Reads single units of the plan in `store`, NotFound if it has none; caches a few parts' footers, but no rows."""
 
     def __init__(self, store: Store, parts: Iterable[PlanPart] | None = None) -> None:
         self._store = store
-        self._parts = tuple(parts) if parts is not None else read_parts(store)
+        self._parts = tuple(parts) if parts is not None else parts_of(json.loads(store.get(PLAN)))
         self._firsts = [part.first for part in self._parts]
 
     def unit_rows(self, unit: int) -> list[PlannedRow]:
@@ -113,7 +113,8 @@ class PlanTable:
             table = _open_part(self._store, part.name).read_row_group(unit - part.first, use_threads=THREADS)
         except (pa.ArrowException, OSError) as error:
             raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
-        return _rows(_with_sample(table))
+        columns = [_with_sample(table).column(name).to_pylist() for name in TABLE_SCHEMA.names]
+        return [PlannedRow(*values) for values in zip(*columns, strict=True)]
 
     def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """Yield one table per unit, in order; holds one part in memory at a time."""
@@ -125,11 +126,6 @@ class PlanTable:
                     yield table if columns is not None and "sample" not in columns else _with_sample(table)
             except (pa.ArrowException, OSError) as error:
                 raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
-
-
-def read_parts(store: Store) -> tuple[PlanPart, ...]:
-    """Return the parts that `_plan.json` names; NotFound if there is no plan."""
-    return parts_of(json.loads(store.get(PLAN)))
 
 
 def parts_of(plan: dict[str, object]) -> tuple[PlanPart, ...]:
@@ -144,11 +140,6 @@ def _with_sample(table: pa.Table) -> pa.Table:
     if "sample" in table.column_names:
         return table
     return table.append_column(TABLE_SCHEMA.field("sample"), pa.array(np.zeros(table.num_rows, dtype=np.int32)))
-
-
-def _rows(table: pa.Table) -> list[PlannedRow]:
-    columns = [table.column(name).to_pylist() for name in TABLE_SCHEMA.names]
-    return [PlannedRow(*values) for values in zip(*columns, strict=True)]
 
 
 @lru_cache(maxsize=4)

@@ -80,33 +80,31 @@ class BlockCache:
         future, is_new = self._future(block)
         if is_new:
             self._queue.put((block, future))
-            self._staff()
+            self._start_thread()
 
     def _future(self, block: Block) -> tuple[Future[bytes], bool]:
         with self._lock:
-            found = self._futures.get(block)
-            if found is not None:
-                self._futures.move_to_end(block)
-                return found, False
-            self._futures[block] = Future()
-            return self._futures[block], True
+            is_new = block not in self._futures
+            future = self._futures.setdefault(block, Future())
+            self._futures.move_to_end(block)
+            return future, is_new
 
     def _fetch(self, block: Block, future: Future[bytes]) -> None:
         try:
             data = block.read()
         except BaseException as error:  # noqa: BLE001 - others may wait for this block, whatever the error
             with self._lock:
-                self._futures.pop(block, None)  # the next request tries again
+                self._futures.pop(block, None)  # the next request retries
             future.set_exception(error)
             return
         future.set_result(data)
         with self._lock:
             self._bytes += len(data) + ENTRY_BYTES
             while self._bytes > self._kept_bytes:
-                oldest = next(block for block, kept in self._futures.items() if kept.done())
+                oldest = next(block for block, future in self._futures.items() if future.done())
                 self._bytes -= len(self._futures.pop(oldest).result()) + ENTRY_BYTES
 
-    def _staff(self) -> None:
+    def _start_thread(self) -> None:
         # Daemons: the program can exit without waiting for speculative fetches.
         with self._lock:
             if self._threads < self._most_threads:
@@ -127,17 +125,17 @@ def ahead(items: Iterable[T], blocks_of: Callable[[T], Iterable[Block]], *, bloc
     waiting: deque[tuple[T, int, int]] = deque()
     count = num_bytes = 0
     for item in items:
-        wanted = list(blocks_of(item))
-        size = sum(block.size for block in wanted)
-        while waiting and (max(len(waiting), count + len(wanted)) > AHEAD or num_bytes + size > AHEAD_BYTES):
+        item_blocks = list(blocks_of(item))
+        size = sum(block.size for block in item_blocks)
+        while waiting and (max(len(waiting), count + len(item_blocks)) > AHEAD or num_bytes + size > AHEAD_BYTES):
             first, its_count, its_bytes = waiting.popleft()
             count, num_bytes = count - its_count, num_bytes - its_bytes
             yield first
-        if len(wanted) <= AHEAD and size <= AHEAD_BYTES:
-            for block in wanted:
+        if len(item_blocks) <= AHEAD and size <= AHEAD_BYTES:
+            for block in item_blocks:
                 blocks.fetch(block)
-        waiting.append((item, len(wanted), size))
-        count, num_bytes = count + len(wanted), num_bytes + size
+        waiting.append((item, len(item_blocks), size))
+        count, num_bytes = count + len(item_blocks), num_bytes + size
     yield from (item for item, _, _ in waiting)
 
 
@@ -187,16 +185,11 @@ class RangeFile(SeekableFile):
             return b""
         index, inside = divmod(self._position, BLOCK_BYTES)
         if index not in self._recent:
-            self._fetch_behind(index)
+            if index - 1 in self._recent:
+                for coming in range(index, min(index + 1 + AHEAD_BLOCKS, -(-self._object_size // BLOCK_BYTES))):
+                    BLOCKS.fetch(Block(*self._object, coming))
+            self._recent.append(index)
         return BLOCKS.get(Block(*self._object, index))[inside : inside + length]
-
-    def _fetch_behind(self, index: int) -> None:
-        is_next = index - 1 in self._recent
-        self._recent.append(index)
-        if not is_next:
-            return
-        for coming in range(index, min(index + 1 + AHEAD_BLOCKS, -(-self._object_size // BLOCK_BYTES))):
-            BLOCKS.fetch(Block(*self._object, coming))
 
 
 def open_object(store: Store, name: str) -> io.BufferedReader:

@@ -4,8 +4,7 @@ Each verb's first sentence is its guarantee. Names are relative, with `/` betwee
 Knows no particular store (local.py, s3.py, store.py) and nothing of what the bytes mean.
 
 A new store needs a branch in `open_store`, its scheme in `SCHEMES` (jobs/spec/places.py) and a parameter of the fixture `store`
-(tests/storage/conftest.py), which holds it to every guarantee. A place without "://" is a local folder; grep for that text if the
-new store lies on the local disk.
+(tests/storage/conftest.py), which holds it to every guarantee.
 """
 
 from __future__ import annotations
@@ -68,6 +67,11 @@ CHUNK_BYTES = 2**20
 
 Body = bytes | FileBody
 """What `create` and `replace` write."""
+
+
+def is_local(place: str) -> bool:
+    """Whether a place is a path on a local disk, as all places without a scheme (`s3://`, `memory://`, `hf://`)."""
+    return "://" not in place
 
 
 class AlreadyExists(StoreError):
@@ -161,7 +165,7 @@ class Store(Protocol):
         ...
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     """Return `name` if it stays inside its store; ValueError for absolute names, `..`, and separators of other kinds."""
     parts = name.split("/")
     if not name or "\\" in name or "\0" in name or any(part in {"", ".", ".."} for part in parts):

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Level, NotFound, Stat, checked_name
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Level, NotFound, Stat, check_name
 
 try:
     import fcntl
@@ -34,11 +35,11 @@ class LocalStore:
         self._made: list[Path] = []
 
     def get(self, name: str) -> bytes:
-        with translated(self._path(name)) as path:
+        with translate_errors(self._path(name)) as path:
             return path.read_bytes()
 
     def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
-        with translated(self._path(name)) as path, path.open("rb") as file:
+        with translate_errors(self._path(name)) as path, path.open("rb") as file:
             if etag is not None and _etag(os.fstat(file.fileno())) != etag:
                 raise Conflict(f"{path} has changed")
             file.seek(start)
@@ -47,9 +48,9 @@ class LocalStore:
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
         """`metadata` is not kept."""
         path = self._path(name)
-        with self._temporary(path, data) as temporary, translated(path):
+        with self._temporary(path, data) as temporary, translate_errors(path):
             failpoint("local.before_link")
-            if not linked(temporary, path):
+            if not link_new(temporary, path):
                 raise AlreadyExists(self._stat(name, path))
             failpoint("local.after_link")
             sync_folder(path.parent)
@@ -57,7 +58,7 @@ class LocalStore:
 
     def put(self, name: str, data: Body) -> Stat:
         path = self._path(name)
-        with self._temporary(path, data) as temporary, translated(path):
+        with self._temporary(path, data) as temporary, translate_errors(path):
             failpoint("local.before_rename")
             os.replace(temporary, path)
             sync_folder(path.parent)
@@ -66,7 +67,7 @@ class LocalStore:
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
         """A lock, which the system releases when its holder dies, serialises replacements."""
         path = self._path(name)
-        with suppress(NotFound), translated(path), _locked(path):
+        with suppress(NotFound), translate_errors(path), _hold_lock(path):
             if self._stat(name, path).etag == etag:
                 return self.put(name, data)
         raise Conflict(f"{path} has changed")
@@ -88,16 +89,16 @@ class LocalStore:
         return Level(tuple(folders), files)
 
     def exists(self, name: str) -> bool:
-        with translated(self._path(name)) as path:
+        with translate_errors(self._path(name)) as path:
             return path.is_file()
 
     def stat(self, name: str) -> Stat | None:
-        with suppress(NotFound), translated(self._path(name)) as path:
+        with suppress(NotFound), translate_errors(self._path(name)) as path:
             return self._stat(name, path)
         return None
 
     def delete(self, name: str) -> None:
-        with translated(self._path(name)) as path:
+        with translate_errors(self._path(name)) as path:
             path.unlink(missing_ok=True)
 
     def delete_strays(self, *, older_s: float = 3600.0) -> None:
@@ -123,7 +124,7 @@ class LocalStore:
                 Path(folder).rmdir()
 
     def _path(self, name: str) -> Path:
-        return self.root / checked_name(name)
+        return self.root / check_name(name)
 
     def _names(self, folder: str) -> Iterator[str]:
         for name, entry in self._entries(folder):
@@ -135,21 +136,23 @@ class LocalStore:
     def _entries(self, folder: str) -> Sequence[tuple[str, os.DirEntry[str]]]:
         """What is directly in a folder, but temporary files, in the order of names; nothing if there is no such folder."""
         place = self.root / folder
-        with suppress(NotFound), translated(place):
-            entries = [entry for entry in sorted(os.scandir(place), key=_order) if not entry.name.startswith(TEMPORARY)]
-            return [(f"{folder}/{entry.name}" if folder else entry.name, entry) for entry in entries]
+        with suppress(NotFound), translate_errors(place):
+            # S3 sorts whole names, so a folder sorts with its slash.
+            entries = sorted(os.scandir(place), key=lambda entry: f"{entry.name}/" if entry.is_dir() else entry.name)
+            shown = (entry for entry in entries if not entry.name.startswith(TEMPORARY))
+            return [(f"{folder}/{entry.name}" if folder else entry.name, entry) for entry in shown]
         return []
 
     def _stat(self, name: str, path: Path) -> Stat:
-        found = path.stat()
-        return Stat(name, found.st_size, _etag(found), {}, found.st_mtime)
+        stat = path.stat()
+        return Stat(name, stat.st_size, _etag(stat), {}, stat.st_mtime)
 
     @contextmanager
     def _temporary(self, path: Path, data: Body) -> Iterator[Path]:
         """A synced temporary file with the data, in the folder of `path`; deleted afterwards unless renamed."""
         temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
-            with translated(path):
+            with translate_errors(path):
                 self._make_folder(path.parent)
                 _write_synced(temporary, data)
             yield temporary
@@ -168,16 +171,11 @@ class LocalStore:
         sync_folder(folder.parent)
 
 
-def _etag(found: os.stat_result) -> str:
-    return f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
+def _etag(stat: os.stat_result) -> str:
+    return f"{stat.st_mtime_ns:x}-{stat.st_ino:x}-{stat.st_size:x}"
 
 
-def _order(entry: os.DirEntry[str]) -> str:
-    # S3 sorts whole names, so a folder sorts with its slash.
-    return f"{entry.name}/" if entry.is_dir() else entry.name
-
-
-def linked(temporary: Path, path: Path) -> bool:
+def link_new(temporary: Path, path: Path) -> bool:
     """Give the file its name; False if the name is taken."""
     try:
         os.link(temporary, path)
@@ -211,20 +209,25 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def lock_file(file: IO[Any]) -> None:
+    """Wait for the lock of an open file, where the system has such locks; OSError if the file system has none."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock of the file that has this name now; a file that was replaced in the meantime has another lock."""
     while True:
         with path.open("r+b") as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield
                 return
 
 
 @contextmanager
-def translated(path: Path) -> Iterator[Path]:
+def translate_errors(path: Path) -> Iterator[Path]:
     """Turn the system's errors into ours: NotFound, StoreRefused if the user must act, else StoreError."""
     try:
         yield path

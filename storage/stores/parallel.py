@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from draftmill.storage.errors import StoreError
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.interface import Store, is_local
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -30,11 +30,11 @@ def parallel_map(
     For a remote store `ask` runs in threads; otherwise when the item's turn comes. `reads` says that on a disk `ask` reads
     whole files and keeps little of them: there it runs in threads, too, as a disk may be a network's.
     """
-    if store.url.startswith("s3://") or (reads and "://" not in store.url):
+    if store.url.startswith("s3://") or (reads and is_local(store.url)):
         yield from side_by_side(items, ask, threads=AHEAD, ahead=AHEAD)
         return
     for item in items:
-        yield item, _kept(ask, item)
+        yield item, _ask_now(ask, item)
 
 
 def side_by_side(
@@ -67,7 +67,7 @@ def thread_pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
     pool.shutdown()
 
 
-def _kept(ask: Callable[[T], R], item: T) -> Future[R]:
+def _ask_now(ask: Callable[[T], R], item: T) -> Future[R]:
     promise: Future[R] = Future()
     try:
         promise.set_result(ask(item))

@@ -41,7 +41,7 @@ MAX_WAIT_S = 10.0
 TIMEOUT_S = 60
 REFUSED_ATTEMPTS = 5
 REFUSED_WAIT_S = 0.5
-"""A refusal is tried again after 0.5, 1, 2 and 4 s: credentials that are being renewed or spread are refused for some seconds."""
+"""A refusal is retried after 0.5, 1, 2 and 4 s: credentials that are being renewed or spread are refused for some seconds."""
 
 MAX_PUT_BYTES = 5 * 2**30
 PAGE_KEYS = 1000
@@ -87,13 +87,13 @@ class S3Store:
             answer = self._write(name, data, {**(metadata or {}), TOKEN: token}, IfNoneMatch="*")
         except ClientError as error:
             if status_of(error) != 412:
-                raise self.failed(name, error) from None
-            found = self.stat(name)
-            if found is None:
+                raise self.error_of(name, error) from None
+            stat = self.stat(name)
+            if stat is None:
                 raise StoreError(f"{self.where(name)} was refused as existing, but does not exist") from None
-            if found.metadata.get(TOKEN) != token:
-                raise AlreadyExists(found) from None
-            return found
+            if stat.metadata.get(TOKEN) != token:
+                raise AlreadyExists(stat) from None
+            return stat
         failpoint("s3.after_create")
         return Stat(name, len(data), _etag(answer), dict(metadata or {}))
 
@@ -102,7 +102,7 @@ class S3Store:
         try:
             answer = self._write(name, data, {})
         except ClientError as error:
-            raise self.failed(name, error) from None
+            raise self.error_of(name, error) from None
         return Stat(name, len(data), _etag(answer))
 
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
@@ -113,18 +113,18 @@ class S3Store:
             answer = self._write(name, data, {TOKEN: token}, IfMatch=etag)
         except ClientError as error:
             if status_of(error) not in {404, 412}:
-                raise self.failed(name, error) from None
-            found = self.stat(name)
-            if found is None or found.metadata.get(TOKEN) != token:
+                raise self.error_of(name, error) from None
+            stat = self.stat(name)
+            if stat is None or stat.metadata.get(TOKEN) != token:
                 raise Conflict(f"{self.where(name)} has changed") from None
-            return found
+            return stat
         return Stat(name, len(data), _etag(answer))
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
         """One request for each thousand objects, as they are consumed."""
         for page in self._pages(Prefix=self._prefix + prefix):
             for item in page.get("Contents", ()):
-                yield self._listed(item)
+                yield self._item_stat(item)
 
     def level(self, folder: str) -> Level:
         """One request for each thousand folders and objects."""
@@ -134,7 +134,7 @@ class S3Store:
             folders += [item["Prefix"].removeprefix(prefix).rstrip("/") for item in page.get("CommonPrefixes", ())]
             for item in page.get("Contents", ()):
                 if name := item["Key"].removeprefix(prefix):  # some tools make an empty object for a folder
-                    files[name] = self._listed(item)
+                    files[name] = self._item_stat(item)
         return Level(tuple(folders), files)
 
     def _pages(self, **query: Any) -> Iterator[dict[str, Any]]:
@@ -146,7 +146,7 @@ class S3Store:
                 return
             query["ContinuationToken"] = page["NextContinuationToken"]
 
-    def _listed(self, item: dict[str, Any]) -> Stat:
+    def _item_stat(self, item: dict[str, Any]) -> Stat:
         name = item["Key"].removeprefix(self._prefix)
         return Stat(name, item["Size"], _etag(item), {}, item["LastModified"].timestamp())
 
@@ -155,10 +155,10 @@ class S3Store:
 
     def stat(self, name: str) -> Stat | None:
         try:
-            found = self._call(name, self._client.head_object, Bucket=self._bucket, Key=self.key(name))
+            head = self._call(name, self._client.head_object, Bucket=self._bucket, Key=self.key(name))
         except NotFound:
             return None
-        return Stat(name, found["ContentLength"], _etag(found), found["Metadata"], found["LastModified"].timestamp())
+        return Stat(name, head["ContentLength"], _etag(head), head["Metadata"], head["LastModified"].timestamp())
 
     def delete(self, name: str) -> None:
         self._call(name, self._client.delete_object, Bucket=self._bucket, Key=self.key(name))
@@ -170,7 +170,7 @@ class S3Store:
         function = getattr(self._client, operation)
         # Many may not list uploads, and nothing depends on it.
         refusals = 1 if operation == "list_multipart_uploads" else REFUSED_ATTEMPTS
-        return self._retried(name, lambda: function(Bucket=self._bucket, **arguments), refusals=refusals)
+        return self._retry(name, lambda: function(Bucket=self._bucket, **arguments), refusals=refusals)
 
     def key(self, name: str) -> str:
         """The object's key in the bucket."""
@@ -185,7 +185,7 @@ class S3Store:
         """The object's URL, for messages."""
         return f"s3://{self._bucket}/{self._prefix}{name}"
 
-    def failed(self, name: str, error: ClientError) -> Exception:
+    def error_of(self, name: str, error: ClientError) -> Exception:
         """Our error for one of S3's: NotFound, StoreRefused if the user must act, else StoreError."""
         code = str(error.response["Error"].get("Code", ""))
         if code == "NoSuchBucket":
@@ -204,7 +204,7 @@ class S3Store:
 
     def _read(self, name: str, **arguments: str) -> bytes:
         def read(**call: Any) -> bytes:
-            # The body is read inside the attempt: it may break off, and boto3 doesn't retry that.
+            # The body is read inside the attempt: it may be interrupted, and boto3 doesn't retry that.
             return bytes(self._client.get_object(**call)["Body"].read())
 
         return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
@@ -214,15 +214,15 @@ class S3Store:
         assert len(data) <= MAX_PUT_BYTES, f"{name} is beyond what one PutObject takes"
         checksum = {"ChecksumSHA256": sha256(data)} if self.with_checksums else {}
         call = {"Bucket": self._bucket, "Key": self.key(name), "Metadata": metadata, **checksum, **condition}
-        return self._retried(name, lambda: self._client.put_object(Body=_from_start(data), **call))
+        return self._retry(name, lambda: self._client.put_object(Body=_from_start(data), **call))
 
     def _call(self, name: str, function: Callable[..., T], **arguments: Any) -> T:
         try:
-            return self._retried(name, lambda: function(**arguments))
+            return self._retry(name, lambda: function(**arguments))
         except ClientError as error:
-            raise self.failed(name, error) from None
+            raise self.error_of(name, error) from None
 
-    def _retried(self, name: str, attempt: Callable[[], T], *, refusals: int = REFUSED_ATTEMPTS) -> T:
+    def _retry(self, name: str, attempt: Callable[[], T], *, refusals: int = REFUSED_ATTEMPTS) -> T:
         """Try up to ATTEMPTS times (`refusals` if refused), with exponential waits, while the failure may be temporary."""
         retrying = tenacity.Retrying(
             stop=lambda state: state.attempt_number >= (refusals if _was_refused(state) else ATTEMPTS),
@@ -243,8 +243,8 @@ class S3Store:
 
     def _log_once(self, name: str, state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
-            said = presentable(str(state.outcome.exception()))
-            _log.warning("%s: %s; trying again", self.where(name), said)
+            error = presentable(str(state.outcome.exception()))
+            _log.warning("%s: %s; retrying", self.where(name), error)
 
 
 @lru_cache(maxsize=8)

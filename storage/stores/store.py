@@ -19,7 +19,7 @@ from draftmill.storage.stores.interface import (
     Stat,
     Store,
     about,
-    checked_name,
+    check_name,
 )
 from draftmill.storage.stores.local import LocalStore
 
@@ -41,8 +41,8 @@ class MemoryStore:
             return self._objects[name][0]
 
     def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
-        found = self.stat(name)
-        if etag is not None and found is not None and found.etag != etag:
+        stat = self.stat(name)
+        if etag is not None and stat is not None and stat.etag != etag:
             raise Conflict(f"{self.url}/{name} has changed")
         return self.get(name)[start : start + length]
 
@@ -64,8 +64,7 @@ class MemoryStore:
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
         with self._lock:
-            found = [stat for name, (_, stat) in sorted(self._objects.items()) if name.startswith(prefix)]
-        return iter(found)
+            return iter([stat for name, (_, stat) in sorted(self._objects.items()) if name.startswith(prefix)])
 
     def exists(self, name: str) -> bool:
         return self.stat(name) is not None
@@ -82,7 +81,7 @@ class MemoryStore:
         data = body if isinstance(body, bytes) else b"".join(body.chunks())
         # A random part distinguishes two writes of equal bytes, like a version.
         etag = f"{hashlib.sha256(data).hexdigest()[:16]}-{secrets.token_hex(4)}"
-        stat = Stat(checked_name(name), len(data), etag, dict(metadata or {}))
+        stat = Stat(check_name(name), len(data), etag, dict(metadata or {}))
         self._objects[name] = (bytes(data), stat)
         return stat
 

@@ -62,7 +62,7 @@ class Upload:
         rest = memoryview(data).cast("B")
         count = len(rest)
         while rest:
-            room = self._wanted() - len(self._buffer)
+            room = part_size(len(self._parts) + 1, self._part_bytes) - len(self._buffer)
             if not room:
                 self._or_nothing(self._send_part)
                 continue
@@ -115,9 +115,6 @@ class Upload:
         else:
             self.close()
 
-    def _wanted(self) -> int:
-        return part_size(len(self._parts) + 1, self._part_bytes)
-
     def _or_nothing(self, step: Callable[[], object]) -> None:
         with ExitStack() as unfinished:
             unfinished.callback(self.close)
@@ -137,8 +134,8 @@ class Upload:
             raise StoreError(f"{store.where(self._name)}: S3 takes no more than {MAX_PARTS:,} parts")
         if self._upload_id is None:
             kind = {"ChecksumAlgorithm": "SHA256"} if store.with_checksums else {}
-            begun = self._ask("create_multipart_upload", Metadata={TOKEN: self._token}, **kind)
-            self._upload_id = begun["UploadId"]
+            answer = self._ask("create_multipart_upload", Metadata={TOKEN: self._token}, **kind)
+            self._upload_id = answer["UploadId"]
         checksum = {"ChecksumSHA256": sha256(data)} if store.with_checksums else {}
         answer = self._ask("upload_part", UploadId=self._upload_id, PartNumber=number, Body=data, **checksum)
         self._parts.append({"PartNumber": number, "ETag": answer["ETag"], **checksum})
@@ -153,9 +150,9 @@ class Upload:
         """Complete the upload. If an answer was lost and the retry is refused, it is a success if the object is ours."""
         self._send_part()
         store, name = self._store, self._name
-        found = None if self._overwrite else store.stat(name)
-        if found is not None:  # a server that ignores the condition below would overwrite it
-            raise AlreadyExists(found)
+        stat = None if self._overwrite else store.stat(name)
+        if stat is not None:  # a server that ignores the condition below would overwrite it
+            raise AlreadyExists(stat)
         condition = {} if self._overwrite else {"IfNoneMatch": "*"}
         parts = {"Parts": self._parts}
         place = {"Key": store.key(name), "UploadId": self._upload_id}
@@ -163,27 +160,27 @@ class Upload:
             store.ask("complete_multipart_upload", name, **place, MultipartUpload=parts, **condition)
         except ClientError as error:
             if status_of(error) not in {404, 412}:
-                raise store.failed(name, error) from None
-            found = store.stat(name)
-            if found is not None and found.metadata.get(TOKEN) == self._token:
+                raise store.error_of(name, error) from None
+            stat = store.stat(name)
+            if stat is not None and stat.metadata.get(TOKEN) == self._token:
                 return
-            if found is not None and status_of(error) == 412:
-                raise AlreadyExists(found) from None
-            raise self._refused(error) from None
+            if stat is not None and status_of(error) == 412:
+                raise AlreadyExists(stat) from None
+            raise self._error_of(error) from None
 
     def _ask(self, operation: str, **arguments: Any) -> Any:
         try:
             return self._store.ask(operation, self._name, Key=self._store.key(self._name), **arguments)
         except ClientError as error:
-            raise self._refused(error) from None
+            raise self._error_of(error) from None
 
-    def _refused(self, error: ClientError) -> Exception:
+    def _error_of(self, error: ClientError) -> Exception:
         where = self._store.where(self._name)
         if _code(error) == "NoSuchUpload":
             return StoreError(f"{where}: another process has ended the upload; the file is not written")
         if status_of(error) == 412:
             return StoreError(f"{where} was refused as existing, but does not exist")
-        return self._store.failed(self._name, error)
+        return self._store.error_of(self._name, error)
 
 
 def part_size(number: int, part_bytes: int) -> int:
@@ -200,13 +197,13 @@ def abort_orphans(store: S3Store, name: str) -> int:
     Raises StoreRefused if there is no such bucket. Does nothing on a store that cannot list uploads, or denies it.
     """
     try:
-        found = list(_uploads(store, name))
+        uploads = list(_uploads(store, name))
     except ClientError as error:
         if status_of(error) not in _NOT_LISTED:
-            raise store.failed(name, error) from None
+            raise store.error_of(name, error) from None
         _log.warning("%s: can't look for parts that killed exporters left (%s)", store.where(name), _code(error))
         return 0
-    old = [upload_id for upload_id, age_s in found if age_s > ORPHAN_S]
+    old = [upload_id for upload_id, age_s in uploads if age_s > ORPHAN_S]
     for upload_id in old:
         _abort(store, name, upload_id)
     return len(old)
@@ -227,8 +224,8 @@ def _uploads(store: S3Store, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _clock_s(answer: Any) -> float:
-    said = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return parsedate_to_datetime(said).timestamp() if said else time.time()
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date).timestamp() if date else time.time()
 
 
 def _abort(store: S3Store, name: str, upload_id: str) -> None:

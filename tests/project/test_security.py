@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from draftmill.actors.rows.prompts import PromptMaker
+from draftmill.actors.rows.makers import PromptMaker
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.actors.task import Columns, Complete
@@ -121,7 +121,7 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
     texts["out"] = out.read_text()
     texts["output"] = "".join(capfd.readouterr()) + caplog.text
     assert {name: leaks(text) for name, text in texts.items() if leaks(text)} == {}
-    assert HIDDEN in texts["out"] and "trying again" in texts["output"]
+    assert HIDDEN in texts["out"] and "retrying" in texts["output"]
     logged = "".join(text for name, text in texts.items() if name.startswith("attempts/"))
     assert "could not write with" in logged and HIDDEN in logged
 

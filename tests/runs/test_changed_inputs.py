@@ -21,7 +21,7 @@ from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import ChangedInput, UserError
-from draftmill.storage.inputs import reader, row_groups, sources, tables
+from draftmill.storage.inputs import reader, sources, tables
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
 from draftmill.storage.inputs.tables import BatchCache
@@ -67,7 +67,7 @@ def planned(folder: Path, name: str = "rows.jsonl") -> tuple[JobSpec, Plan, Path
 def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
     """Decode every unit once, as a new process would, which has nothing of the inputs in memory; what failed."""
     reader._seekable.cache_clear()
-    row_groups._opened.cache_clear()
+    tables._open_parquet.cache_clear()
     tables._BATCHES = BatchCache()
     runner = build_runner(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
     failures = []

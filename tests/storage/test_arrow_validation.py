@@ -172,12 +172,12 @@ def test_a_row_beyond_the_bound_fails_alone(
 FLIPPER = """
 import sys
 from pathlib import Path
-from draftmill.storage.inputs import row_groups as groups
 from draftmill.storage.errors import UserError
+from draftmill.storage.inputs import tables
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
 
-groups.SHARED_BYTES = int(sys.argv[2])
+tables.SHARED_BYTES = int(sys.argv[2])
 whole, outcomes = Path(sys.argv[1]).read_bytes(), [0, 0]
 for place in range(len(whole)):
     for mask in (0x01, 0x80, 0xFF):

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from draftmill.storage.errors import RowError, UserError, brief, listed
+from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.runs.lease import LeaseHeld
 from draftmill.storage.stores.interface import AlreadyExists, Stat
 
@@ -38,6 +38,6 @@ def test_an_error_survives_the_way_between_processes(error: Exception) -> None:
 
 def test_messages_quote_little_of_what_is_long() -> None:
     assert brief("short") == "'short'" and brief("x" * 10**6) == f"'{'x' * 80}'... (1,000,000 characters)"
-    assert listed([]) == "nothing" and listed({"a": 1, "b": 2}) == "'a', 'b'"
-    many = listed("y" * 1000 for _ in range(5000))
+    assert list_names([]) == "nothing" and list_names({"a": 1, "b": 2}) == "'a', 'b'"
+    many = list_names("y" * 1000 for _ in range(5000))
     assert many.endswith(" and 4,988 more") and len(many) < 2000

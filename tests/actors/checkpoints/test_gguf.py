@@ -18,9 +18,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from draftmill.actors.checkpoints.gguf_convert import ConversionRefused, convert, narrowed
+from draftmill.actors.checkpoints.gguf_convert import ConversionRefused, convert, narrow
 from draftmill.actors.checkpoints.gguf_files import by_hand, check_gguf, gguf_folder, weights_hash
-from draftmill.actors.checkpoints.made_folders import content_hash, made_once, read_source
+from draftmill.actors.checkpoints.made_folders import content_hash, make_once, read_source
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import read_config, stop_ids
@@ -77,9 +77,9 @@ def test_quantised_weights_are_the_numbers_that_the_file_stands_for(tmp_path: Pa
 
 def test_a_tensor_is_kept_in_the_narrowest_dtype_that_holds_it() -> None:
     exact = torch.tensor([1.0, 0.1])
-    assert narrowed(exact.half().float()).dtype == torch.float16
-    assert narrowed(exact.bfloat16().float() * 2.0**100).dtype == torch.bfloat16
-    assert narrowed(exact) is exact
+    assert narrow(exact.half().float()).dtype == torch.float16
+    assert narrow(exact.bfloat16().float() * 2.0**100).dtype == torch.bfloat16
+    assert narrow(exact) is exact
 
 
 # ---- positions ---------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_two_callers_at_once_make_a_folder_once(tmp_path: Path) -> None:
 
     def call() -> None:
         begun.wait()
-        assert (made_once(target, make) / "whole").read_text() == "yes"
+        assert (make_once(target, make) / "whole").read_text() == "yes"
 
     threads = [threading.Thread(target=call) for _ in range(2)]
     for thread in threads:
@@ -305,9 +305,9 @@ def test_a_folder_that_could_not_be_finished_is_made_again(tmp_path: Path) -> No
 
     target = tmp_path / "one"
     with pytest.raises(RuntimeError, match="no space"):
-        made_once(target, fail)
+        make_once(target, fail)
     assert not target.exists()
-    assert list(made_once(target, lambda folder: None).iterdir()) == []
+    assert list(make_once(target, lambda folder: None).iterdir()) == []
 
 
 def test_the_caller_of_a_conversion_needs_no_torch() -> None:

@@ -135,12 +135,12 @@ def test_rows_grow_again_after_some_quiet_and_more_quiet_is_asked_for_each_time(
     limit, grown = RowLimit(), []
     assert limit.room(9, 4) == 9
     for _ in range(2):
-        limit.starved(16)
+        limit.ran_out(16)
         assert (limit.rows, limit.room(9, 5)) == (8, 3)
-        limit.stepped(7)
+        limit.count_step(7)
         steps = 0
         while limit.rows == 8:
-            limit.stepped(8)
+            limit.count_step(8)
             steps += 1
         grown.append((limit.rows, steps))
     assert grown == [(9, QUIET_STEPS), (9, 2 * QUIET_STEPS)]

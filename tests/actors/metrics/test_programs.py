@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftmill.actors.metrics.base import MeasuredRow
-from draftmill.actors.metrics.registry import Programs, fenced, program_of
+from draftmill.actors.metrics.registry import Programs, fenced_code, program_of
 from draftmill.actors.metrics.settings import PassAtK
 from draftmill.actors.sandbox.sandbox import Ran, Sandbox, problem
 
@@ -39,14 +39,14 @@ def test_a_program_is_the_template_with_the_rows_own_parts() -> None:
     lists = PassAtK(kind="pass_at_k", program="{text}\n{test_list}")
     assert program_of(lists, "x = 1", {"test_list": ["assert x", "assert x == 1"]}) == "x = 1\nassert x\nassert x == 1"
     braces = PassAtK(kind="pass_at_k", program="{text}\nprint(f'{{x}}', {1: {2}}, {})")
-    assert program_of(braces, "x = 1", {}) == "x = 1\nprint(f'{x}', {1: {2}}, {})" and braces.kept() == ()
+    assert program_of(braces, "x = 1", {}) == "x = 1\nprint(f'{x}', {1: {2}}, {})" and braces.kept_columns() == ()
     with pytest.raises(ValueError, match="no value in the kept column 'test_list'"):
         program_of(lists, "x = 1", {})
 
 
 def test_code_is_taken_out_of_its_fence_if_asked() -> None:
     answer = "Sure:\n```python\nx = 1\n```\nDone."
-    assert fenced(answer) == "x = 1\n" and fenced("x = 1") == "x = 1" and fenced("```\nx") == "x"
+    assert fenced_code(answer) == "x = 1\n" and fenced_code("x = 1") == "x = 1" and fenced_code("```\nx") == "x"
     assert program_of(PassAtK(kind="pass_at_k", program="{text}", code="fenced"), answer, {}) == "x = 1\n"
 
 

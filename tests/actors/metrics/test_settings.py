@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from draftmill.actors.metrics.settings import Metrics, clashing, expanded, needs_reference
+from draftmill.actors.metrics.settings import Metrics, clashing, expand_metrics, needs_reference
 
 PARSED = TypeAdapter(Metrics)
 
@@ -60,7 +60,7 @@ def test_what_is_no_metric_is_refused_with_the_nearest_name(word: Any, message: 
 
 
 def test_metrics_with_a_value_per_column_are_split_and_repeated_ones_dropped() -> None:
-    parts = [part.columns() for _, part in expanded(parsed("rouge", "rougeL", "distinct", "length"))]
+    parts = [part.columns() for _, part in expand_metrics(parsed("rouge", "rougeL", "distinct", "length"))]
     assert parts[:5] == [("rouge1",), ("rouge2",), ("rougeL",), ("distinct_1",), ("distinct_2",)] and len(parts) == 6
 
 

@@ -19,7 +19,7 @@ from draftmill.actors.metrics.texts import (
     exact_match,
     last_number,
     length,
-    normalised,
+    normalise,
     similarity,
 )
 
@@ -70,7 +70,7 @@ def test_the_last_number_is_found_as_it_is_written(text: str, number: Any) -> No
 
 
 def test_normalising_drops_case_punctuation_and_articles() -> None:
-    assert normalised("  The quick, brown fox -- an animal!\n") == "quick brown fox animal"
+    assert normalise("  The quick, brown fox -- an animal!\n") == "quick brown fox animal"
 
 
 def test_the_distance_is_that_of_the_table_of_wagner_and_fischer() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.actors.rows.prompts import PromptMaker, cut_ids, cut_text, prompt_room
+from draftmill.actors.rows.makers import PromptMaker, cut_ids, cut_text, prompt_room
 from draftmill.actors.task import Columns, Complete, Score, Side
 from draftmill.storage.errors import RowError
 from tests.actors.rows.test_prompts import BEGIN, beginning, chat_folder, chatting, made, prompt

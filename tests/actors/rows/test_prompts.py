@@ -15,7 +15,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftmill.actors.rows.canvas import Canvas, Size
-from draftmill.actors.rows.prompts import PromptMaker
+from draftmill.actors.rows.makers import PromptMaker
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Columns, Complete, Score
 from draftmill.decoders.base import HOLE

@@ -13,7 +13,7 @@ from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.actors.rows.stop_text import stop_strings
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.rows.unit_io import decoded
+from draftmill.actors.rows.unit_io import decoded_columns
 from draftmill.actors.task import Complete, Infill, Score
 from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.storage.runs.records import SCHEMA, table_from_rows
@@ -40,7 +40,7 @@ def completion(
     canvas = completable()
     tokens = np.asarray([*tokenizer.encode(text), *extra], dtype=np.int32)
     found = replace(outcome(Request(0, 0, canvas.tokens), 0.0), tokens=tokens, finish=finish)
-    return decoded(task, canvas, found, tokenizer, stop_strings(task, tokenizer))
+    return decoded_columns(task, canvas, found, tokenizer, stop_strings(task, tokenizer))
 
 
 def completable() -> Canvas:
@@ -85,9 +85,9 @@ def test_special_tokens_in_a_hole_are_left_out_and_those_that_the_row_gave_stay(
     filled = np.asarray([EOS, ids[0], 4], dtype=np.int32)
     found = replace(outcome(Request(0, 0, canvas.tokens), 0.0), tokens=filled)
     shown = byte_level().decode([ids[0]])
-    row = decoded(task, canvas, found, byte_level())
+    row = decoded_columns(task, canvas, found, byte_level())
     assert row["text"] == f"<cls>{shown}{shown}" and [fill["text"] for fill in row["fills"]] == ["", shown]
-    whole = decoded(task.model_copy(update={"skip_special_tokens": False}), canvas, found, byte_level())
+    whole = decoded_columns(task.model_copy(update={"skip_special_tokens": False}), canvas, found, byte_level())
     assert whole["text"] == f"<cls></s>{shown}{shown}<sep>" and whole["fills"][0]["text"] == "</s>"
 
 
@@ -109,7 +109,7 @@ def test_a_space_between_prompt_and_completion_is_part_of_the_completion() -> No
 def test_without_a_tokenizer_there_is_no_text() -> None:
     canvas = completable()
     found = replace(outcome(Request(0, 0, canvas.tokens), 0.0), tokens=np.asarray([7], dtype=np.int32), finish="eos")
-    assert decoded(Complete(kind="complete"), canvas, found, None)["text"] is None
+    assert decoded_columns(Complete(kind="complete"), canvas, found, None)["text"] is None
 
 
 def scored(text: str | None, *, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def scored(text: str | None, *, tokenizer: Tokenizer | None = None) -> dict[str,
         logprob=-6 * math.log(2),
         token_logprobs=np.full(count, -6 * math.log(2) / count, dtype=np.float32),
     )
-    return decoded(Score(kind="score"), canvas, found, tokenizer)
+    return decoded_columns(Score(kind="score"), canvas, found, tokenizer)
 
 
 @pytest.mark.parametrize("text", ["é = 1", None])
@@ -143,7 +143,7 @@ def test_infilled_rows_have_no_scores_of_tokens() -> None:
     task = Infill.model_validate({"kind": "infill", "mask": {"kind": "random"}}, strict=True)
     canvas = Canvas(np.asarray([7, HOLE], dtype=np.int32), ((1, 2),))
     found: Outcome = replace(outcome(Request(0, 0, canvas.tokens), 0.0), tokens=np.asarray([9], dtype=np.int32))
-    row = decoded(task, canvas, found, byte_level())
+    row = decoded_columns(task, canvas, found, byte_level())
     assert "token_logprobs" not in row and [fill["start"] for fill in row["fills"]] == [1]
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.rows.prompts import PromptMaker
+from draftmill.actors.rows.makers import PromptMaker
 from draftmill.actors.rows.requests import CHAT, COMPLETIONS
 from draftmill.actors.rows.row import row_key
-from draftmill.actors.rows.row_settings import Asked, RowRules
+from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Complete, Infill, Score, Task
 from draftmill.decoders.common_settings import Sampling
@@ -46,7 +46,7 @@ def request(url: str | None = COMPLETIONS, **body: Any) -> dict[str, Any]:
 
 def refusal(made: RowRules, values: dict[str, Any]) -> str:
     with pytest.raises(RowError) as caught:
-        made.asked(values)
+        made.own_settings(values)
     assert caught.value.kind in {"unsupported", "bad_setting", "bad_request"} and caught.value.stage == "read"
     return f"{caught.value.kind} {caught.value.message}"
 
@@ -64,13 +64,13 @@ def test_what_a_request_asks_for_is_read_from_its_body() -> None:
         "logprobs": 0,
         "model": "m",
     }
-    assert rules().asked(request(**body)) == Asked(7, 0.0, 0.5, ("\n", "x"), True, COMPLETIONS)
+    assert rules().own_settings(request(**body)) == OwnSettings(7, 0.0, 0.5, ("\n", "x"), True, COMPLETIONS)
     body = {"max_completion_tokens": 7, "logprobs": True, "top_logprobs": 0, "stop": "x", "user": "u", "stream": False}
-    assert rules().asked(request(CHAT, **body)) == Asked(7, None, None, ("x",), True, CHAT)
-    assert rules().asked(request(max_tokens=None, temperature=None, stop=None, logprobs=None)) == Asked(
+    assert rules().own_settings(request(CHAT, **body)) == OwnSettings(7, None, None, ("x",), True, CHAT)
+    assert rules().own_settings(request(max_tokens=None, temperature=None, stop=None, logprobs=None)) == OwnSettings(
         endpoint=COMPLETIONS
     )
-    assert rules().asked({"text": "no request"}) == Asked()
+    assert rules().own_settings({"text": "no request"}) == OwnSettings()
     assert row_key(request(seed=3), Columns(), job_seed=1, sample_id="a") == sample_key(3, "a")
     assert row_key(request(seed=None), Columns(), job_seed=1, sample_id="a") == sample_key(1, "a")
     with pytest.raises(RowError):
@@ -129,8 +129,8 @@ CHANGING: dict[str, Any] = {
 
 
 def test_keys_that_change_nothing_are_accepted() -> None:
-    assert rules().asked(request(**NEUTRAL)) == Asked(endpoint=COMPLETIONS)
-    assert rules().asked(request(CHAT, **NEUTRAL)) == Asked(endpoint=CHAT)
+    assert rules().own_settings(request(**NEUTRAL)) == OwnSettings(endpoint=COMPLETIONS)
+    assert rules().own_settings(request(CHAT, **NEUTRAL)) == OwnSettings(endpoint=CHAT)
 
 
 @pytest.mark.parametrize("key", CHANGING)
@@ -148,7 +148,7 @@ def test_what_the_whole_job_says_may_be_said_again() -> None:
     task = Complete(kind="complete", ignore_eos=True, skip_special_tokens=False)
     made = rules(task, sampling=Sampling(top_k=5))
     body: dict[str, Any] = {"top_k": 5, "ignore_eos": True, "skip_special_tokens": False}
-    assert made.asked(request(**body)) == Asked(endpoint=COMPLETIONS)
+    assert made.own_settings(request(**body)) == OwnSettings(endpoint=COMPLETIONS)
     assert "sampling.top_k" in refusal(made, request(top_k=-1)), "the job's top_k would be used all the same"
 
 
@@ -179,17 +179,19 @@ def test_a_value_that_can_not_be_is_refused_by_name(body: dict[str, Any], words:
 
 
 def test_a_stop_string_that_spells_an_end_token_is_harmless_since_that_ends_the_text_anyway() -> None:
-    assert rules().asked(request(stop=["</s>", "x"])).stop == ("</s>", "x")
+    assert rules().own_settings(request(stop=["</s>", "x"])).stop == ("</s>", "x")
     assert "special token" in refusal(rules(ends=()), request(stop="</s>")), "with ignore_eos it ends nothing"
-    assert rules(Complete(kind="complete", skip_special_tokens=False), ends=()).asked(request(stop="</s>")).stop
+    assert rules(Complete(kind="complete", skip_special_tokens=False), ends=()).own_settings(request(stop="</s>")).stop
 
 
 def test_a_decoder_that_draws_all_rows_alike_takes_the_jobs_own_values_only() -> None:
     made = rules(decoder="block_diffusion", sampling=Sampling(temperature=0.5))
-    assert made.asked(request(temperature=0.5, top_p=1.0)).temperature == 0.5
+    assert made.own_settings(request(temperature=0.5, top_p=1.0)).temperature == 0.5
     assert "decoder 'block_diffusion'" in refusal(made, request(temperature=0.6))
     assert "top_p" in refusal(made, request(top_p=0.9))
-    assert made.asked(request(stop="x", max_tokens=5)).stop == ("x",), "where a row ends is its own in every decoder"
+    assert made.own_settings(request(stop="x", max_tokens=5)).stop == ("x",), (
+        "where a row ends is its own in every decoder"
+    )
 
 
 def test_log_probabilities_are_refused_where_they_are_not_recorded() -> None:
@@ -201,19 +203,21 @@ def test_other_apis_are_refused_by_their_url() -> None:
     for url in ("/v1/embeddings", "/v1/responses", 7):
         assert "url" in refusal(rules(), openai_request({"custom_id": "a", "url": url, "body": {"input": "x"}}))
     for known in (None, "/v1/completions", "https://host/v1/completions/"):
-        assert rules().asked(request(known)).endpoint == COMPLETIONS
+        assert rules().own_settings(request(known)).endpoint == COMPLETIONS
 
 
 def test_holes_have_their_lengths_so_an_infilled_row_asks_for_none() -> None:
     made = rules(INFILL, decoder="assd")
-    assert made.asked(request(temperature=0.5, top_p=0.9)) == Asked(None, 0.5, 0.9, None, False, COMPLETIONS)
+    assert made.own_settings(request(temperature=0.5, top_p=0.9)) == OwnSettings(
+        None, 0.5, 0.9, None, False, COMPLETIONS
+    )
     assert "max_tokens" in refusal(made, request(max_tokens=5))
     assert "stop" in refusal(made, request(stop="x"))
 
 
 def test_what_only_a_generation_has_leaves_a_score_as_it_is() -> None:
     made = rules(Score(kind="score"))
-    assert made.asked(request(max_tokens=5, temperature=0.5)) == Asked(endpoint=COMPLETIONS)
+    assert made.own_settings(request(max_tokens=5, temperature=0.5)) == OwnSettings(endpoint=COMPLETIONS)
     assert "echo" in refusal(made, request(echo=True))
 
 
@@ -225,28 +229,32 @@ NAMES = {"max_new_tokens": "m", "temperature": "t", "top_p": "p", "stop": "s"}
 def test_columns_hold_the_same_for_other_inputs() -> None:
     made = rules(columns=NAMES)
     row: dict[str, Any] = {"m": 5, "t": 0.25, "p": 1.0, "s": ["a", "b"]}
-    assert made.asked(row) == Asked(5, 0.25, 1.0, ("a", "b"))
-    assert made.asked(dict.fromkeys("mtps")) == Asked(), "null is the job's own value"
-    assert made.asked({"m": "5", "t": "0.25", "p": "", "s": "a"}) == Asked(5, 0.25, None, ("a",)), "csv has only texts"
-    assert made.asked({"m": 5.0, "t": float("nan"), "p": None, "s": []}) == Asked(5, None, None, ()), "pandas has NaN"
+    assert made.own_settings(row) == OwnSettings(5, 0.25, 1.0, ("a", "b"))
+    assert made.own_settings(dict.fromkeys("mtps")) == OwnSettings(), "null is the job's own value"
+    assert made.own_settings({"m": "5", "t": "0.25", "p": "", "s": "a"}) == OwnSettings(5, 0.25, None, ("a",)), (
+        "csv has only texts"
+    )
+    assert made.own_settings({"m": 5.0, "t": float("nan"), "p": None, "s": []}) == OwnSettings(5, None, None, ()), (
+        "pandas has NaN"
+    )
     with pytest.raises(RowError, match="missing_column"):
-        made.asked({"m": 5, "t": 1.0, "p": 1.0})
+        made.own_settings({"m": 5, "t": 1.0, "p": 1.0})
     assert "bad_setting t: 'warm'" in refusal(made, row | {"t": "warm"})
 
 
 def test_a_named_column_comes_before_a_requests_body() -> None:
     made = rules(columns={"temperature": "t"})
-    assert made.asked(request(temperature=0.5) | {"t": 0.9}).temperature == 0.9
-    assert made.asked(request(temperature=0.5) | {"t": None}).temperature == 0.5
+    assert made.own_settings(request(temperature=0.5) | {"t": 0.9}).temperature == 0.9
+    assert made.own_settings(request(temperature=0.5) | {"t": None}).temperature == 0.5
 
 
 def test_no_stop_strings_at_all_can_be_asked_for_too() -> None:
     made = rules(Complete(kind="complete", stop=("x",)), columns={"stop": "s"})
-    settings, stops = made.settings(made.asked({"s": []}))
+    settings, stops = made.settings(made.own_settings({"s": []}))
     assert isinstance(settings.stop_text, NeverStops) and stops is None
-    settings, stops = made.settings(made.asked({"s": "y"}))
+    settings, stops = made.settings(made.own_settings({"s": "y"}))
     assert settings.stop_text is stops is not None and stops.cut("ayb") == "a"
-    assert made.settings(made.asked({"s": None}))[0].stop_text is None
+    assert made.settings(made.own_settings({"s": None}))[0].stop_text is None
 
 
 # ---- canvases ----------------------------------------------------------------------------------------------------

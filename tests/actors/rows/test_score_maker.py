@@ -29,7 +29,9 @@ def makers(
     vocabulary = tokenizer or byte_level()
     return (
         ScoreMaker(CanvasMaker(score, named, vocabulary, info)),
-        CanvasMaker(infill, Columns(**{k: v for k, v in named.named().items() if k != "reference"}), vocabulary, info),
+        CanvasMaker(
+            infill, Columns(**{k: v for k, v in named.mapping().items() if k != "reference"}), vocabulary, info
+        ),
     )
 
 

@@ -92,7 +92,7 @@ def test_a_program_that_runs_to_its_end_passes(sandbox: Sandbox) -> None:
 )
 def test_a_program_that_does_not_reach_its_end_fails(sandbox: Sandbox, program: str) -> None:
     ran = sandbox.run(program, SHORT)
-    assert not ran.passed and ran.how == "ended"
+    assert not ran.passed and ran.ending == "ended"
 
 
 # ---- attacks
@@ -124,7 +124,7 @@ def told(text):
 )
 def test_a_program_finds_nowhere_what_would_say_that_it_passed(sandbox: Sandbox, attack: str) -> None:
     ran = sandbox.run(f"{FOUND}{attack}\nos._exit(0)\n", Limits(timeout_s=20.0))
-    assert not ran.passed and ran.how == "ended" and ran.returncode == 0, ran.output
+    assert not ran.passed and ran.ending == "ended" and ran.returncode == 0, ran.output
 
 
 @holds
@@ -137,7 +137,7 @@ def test_a_fork_bomb_is_refused(sandbox: Sandbox) -> None:
 def test_a_fork_bomb_ends_with_its_program_where_forks_are_allowed(sandbox: Sandbox) -> None:
     """RLIMIT_NPROC counts all processes of a user: what is left of one bomb would make later programs fail."""
     ran = sandbox.run(BOMB, FORKING)
-    assert not ran.passed and ran.how == "timeout"
+    assert not ran.passed and ran.ending == "timeout"
     for _ in range(3):
         assert sandbox.run("import os\nif os.fork() == 0:\n    os._exit(0)\nos.wait()\n", FORKING).passed
 
@@ -161,7 +161,7 @@ def test_what_a_program_leaves_behind_is_killed_after_its_end(sandbox: Sandbox) 
 @holds
 def test_an_endless_loop_is_out_of_time(sandbox: Sandbox) -> None:
     ran = sandbox.run("while True:\n    pass\n", Limits(timeout_s=1.0))
-    assert not ran.passed and ran.how == "timeout"
+    assert not ran.passed and ran.ending == "timeout"
 
 
 @holds
@@ -174,7 +174,7 @@ def test_four_gigabytes_of_memory_are_refused(sandbox: Sandbox) -> None:
 def test_endless_output_is_cut(sandbox: Sandbox) -> None:
     program = "import sys\nwhile True:\n    sys.stdout.write('x' * 65536)\n"
     ran = sandbox.run(program, Limits(timeout_s=30.0, file_mb=1))
-    assert not ran.passed and ran.how == "ended" and len(ran.output) <= code.OUTPUT_SHOWN
+    assert not ran.passed and ran.ending == "ended" and len(ran.output) <= code.OUTPUT_SHOWN
 
 
 @holds
@@ -268,12 +268,12 @@ def test_a_program_can_not_leave_its_group(sandbox: Sandbox) -> None:
 def test_a_huge_file_and_many_files_are_refused(sandbox: Sandbox) -> None:
     huge = "with open('huge', 'wb') as file:\n    while True:\n        file.write(bytes(2**20))\n"
     ran = sandbox.run(huge, Limits(timeout_s=30.0, file_mb=2))
-    assert not ran.passed and ran.how == "ended" and ("File too large" in ran.output or ran.returncode < 0)
+    assert not ran.passed and ran.ending == "ended" and ("File too large" in ran.output or ran.returncode < 0)
     many = (
         "n = 0\nwhile True:\n    n += 1\n    with open(f'file{n}', 'wb') as file:\n        file.write(bytes(2**20))\n"
     )
     ran = sandbox.run(many, Limits(timeout_s=30.0, disk_mb=8))
-    assert not ran.passed and ran.how == "disk"
+    assert not ran.passed and ran.ending == "disk"
 
 
 # ---- what is around it
@@ -299,7 +299,7 @@ def test_nothing_is_left_on_disk(sandbox: Sandbox, tmp_path: Path, monkeypatch: 
 @holds
 def test_a_program_that_is_stopped_counts_as_out_of_time(sandbox: Sandbox) -> None:
     ran = sandbox.run("import time\ntime.sleep(60)\n", Limits(timeout_s=60.0), stopping=lambda: True)
-    assert ran.how == "timeout"
+    assert ran.ending == "timeout"
 
 
 @holds
@@ -347,7 +347,7 @@ def test_a_self_test_that_breaks_out_refuses_the_sandbox(monkeypatch: pytest.Mon
         "draftmill.actors.sandbox.sandbox.filter_for", lambda *_, **__: b"\x06\x00\x00\x00\x00\x00\xff\x7f"
     )
     try:
-        if code.supported():
+        if code.is_supported():
             assert problem("kernel") in {"a socket could be made", None} or "landlock" in str(problem("kernel"))
             assert problem("kernel") is not None
     finally:

@@ -223,7 +223,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
     def never(file: InputFile) -> InputFile:
         raise AssertionError(f"{file.name} is read")
 
-    monkeypatch.setattr("draftmill.storage.inputs.contents._hashed", never)
+    monkeypatch.setattr("draftmill.storage.inputs.sources._with_hash", never)
     prepare(spec, store)
     file.write_text("of another size")
     with pytest.raises(UserError, match=r"rows\.jsonl \(other content, 36 -> 15 bytes\)"):

@@ -67,7 +67,7 @@ def spec(tmp_path: Path) -> JobSpec:
 
 
 def surveyed(spec: JobSpec, maker: Measures) -> Iterator[tuple[str, int, str | None]]:
-    for table in survey(spec, maker, list_inputs(spec.input.path)):
+    for table in survey(spec, maker, list_inputs(spec.input.path)):  # type: ignore[arg-type]
         yield from zip(*(table[name].to_pylist() for name in ("id", "length", "error_kind")), strict=True)
 
 
@@ -88,7 +88,7 @@ def test_the_limit_and_a_damaged_file_end_it_as_if_there_were_one_thread(spec: J
 
 def test_memory_holds_a_few_batches_for_each_thread(spec: JobSpec) -> None:
     maker = Measures()
-    tables = survey(spec, maker, list_inputs(spec.input.path))
+    tables = survey(spec, maker, list_inputs(spec.input.path))  # type: ignore[arg-type]
     next(tables)
     tables.close()  # type: ignore[attr-defined]
     assert maker.batches <= 2 * THREADS

@@ -23,7 +23,7 @@ from draftmill.actors.rows.chat import ChatTemplate
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import row_key
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.rows.unit_io import guarded
+from draftmill.actors.rows.unit_io import try_row
 from draftmill.jobs import cli
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.jobs.plan.plan import checked
@@ -140,12 +140,12 @@ def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[st
 def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[str, Any]]) -> None:
     """What a worker finds in each row: an error of the row's own, and what the plan found."""
     places = [(row["row"], row["offset"]) for row in plan]
-    rows = list(read_rows(file, places, columns=spec.input.columns.wanted(spec.task)))
+    rows = list(read_rows(file, places, columns=spec.input.columns.to_read(spec.task)))
     assert len(rows) == len(plan)
     for entry, row in zip(plan, rows, strict=True):
         found = row.error
         if found is None:
-            made = guarded(partial(canvas, spec, maker, row.values or {}), "tokenize", "tokenize_error")
+            made = try_row(partial(canvas, spec, maker, row.values or {}), "tokenize", "tokenize_error")
             found = made if isinstance(made, RowError) else None
         same = (found.kind if found else None) == entry["error_kind"]
         assert same or entry["error_kind"] in {"bad_row", "missing_column"}, (

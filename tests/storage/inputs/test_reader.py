@@ -21,9 +21,8 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.lines import MAX_LEVELS
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
-from draftmill.storage.inputs.row_groups import group_batches
 from draftmill.storage.inputs.rows import InputFile, Row
-from draftmill.storage.inputs.tables import BatchCache
+from draftmill.storage.inputs.tables import BatchCache, group_batches
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 
@@ -362,8 +361,8 @@ def test_row_groups_that_are_read_in_turn_do_not_disturb_each_other(
     kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftmill.storage.inputs.tables._BATCHES", BatchCache(kept_bytes))
-    monkeypatch.setattr("draftmill.storage.inputs.row_groups.BATCH_ROWS", 64)
-    monkeypatch.setattr("draftmill.storage.inputs.row_groups.SHARED_BYTES", 1000)
+    monkeypatch.setattr("draftmill.storage.inputs.tables.BATCH_ROWS", 64)
+    monkeypatch.setattr("draftmill.storage.inputs.tables.SHARED_BYTES", 1000)
     texts = [f"row {row} " + "x" * (row % 97) for row in range(5000)]
     table = pa.table({"text": texts, "word": [f"w{row % 7}" for row in range(5000)]})
     file = parquet_file(tmp_path / "a.parquet", table, row_group_size=1300)
@@ -395,7 +394,7 @@ def test_odd_parquet_types_and_nested_nulls_are_values(tmp_path: Path) -> None:
 def test_of_repeated_texts_that_unpack_to_much_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stretches = BatchCache(kept_bytes=3_000_000)
     monkeypatch.setattr("draftmill.storage.inputs.tables._BATCHES", stretches)
-    monkeypatch.setattr("draftmill.storage.inputs.row_groups.SHARED_BYTES", 1_000_000)
+    monkeypatch.setattr("draftmill.storage.inputs.tables.SHARED_BYTES", 1_000_000)
     table = pa.table({"text": ["x" * 1000] * 20_000})
     file = parquet_file(tmp_path / "a.parquet", table)
     assert pq.ParquetFile(file.uri).metadata.row_group(0).total_byte_size < 100_000

@@ -12,8 +12,8 @@ import pytest
 
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import count_lines, has_lines, iterate
-from draftmill.storage.inputs.row_groups import group_slices
 from draftmill.storage.inputs.rows import InputFile, Row, Slice
+from draftmill.storage.inputs.tables import group_slices
 
 
 def seen(rows: Iterator[Row]) -> list[tuple[int, int | None, object, str | None]]:

@@ -39,7 +39,7 @@ def test_facts_come_back_as_they_were_added() -> None:
     facts = UnitFacts(units)
     assert len(facts) == len(units) and list(facts) == units and facts[3] == units[3]
     assert facts == UnitFacts(units) != UnitFacts(units[:-1]) and facts != UnitFacts([*units[:-1], units[0]])
-    assert list(facts.ordered()) == sorted(units, key=lambda unit: unit.unit)
+    assert list(facts.in_order()) == sorted(units, key=lambda unit: unit.unit)
     assert facts.numbers().tolist() == [unit.unit for unit in units]
     for fact in ("rows", "ok", "failed", "skipped", "bytes"):
         assert facts.total(fact) == sum(getattr(unit, fact) for unit in units)

@@ -11,7 +11,7 @@ import pytest
 
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.inputs import list_inputs
-from draftmill.storage.inputs.reader import fetched_ahead, read_rows
+from draftmill.storage.inputs.reader import fetch_ahead, read_rows
 from draftmill.storage.stores.block_cache import (
     AHEAD,
     AHEAD_BYTES,
@@ -135,7 +135,7 @@ def test_many_small_files_on_s3_are_fetched_once_each(
     before = len(s3_server.app.requests)
     found = [
         row.values
-        for file, places in fetched_ahead([(file, [(0, 0)]) for file in files], s3=s3_options)
+        for file, places in fetch_ahead([(file, [(0, 0)]) for file in files], s3=s3_options)
         for row in read_rows(file, places, s3=s3_options)
     ]
     assert [str(values) for values in found] == [str({"text": f"text {number}"}) for number in range(30)]
