@@ -123,7 +123,7 @@ def check_same(file: InputFile, stat: os.stat_result) -> None:
     if file.mtime_s in {None, stat.st_mtime}:
         return
     if file.sha256 is None or _content_hash(local_path(file), stat.st_mtime_ns) != file.sha256:
-        raise _change(file, "another mtime" if file.sha256 is None else "another content")
+        raise _change(file, "another modification time" if file.sha256 is None else "another content")
 
 
 def _change(file: InputFile, what: str) -> Conflict:
