@@ -18,8 +18,10 @@ from draftmill.jobs.analysis.statistics import (
     Interval,
     Statistic,
     bootstrap,
+    finite_values,
     grouped_sums,
     mcnemar_p,
+    quotient,
     sign_flip_p,
 )
 from draftmill.storage.errors import UserError
@@ -179,7 +181,7 @@ def _settings(run: FinishedRun) -> dict[str, Any]:
 
 def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
     """The figures of one run, over its ok samples."""
-    sums = {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
+    sums = sums_of(rows)
     tokens = sums["new_tokens"]
     return RunFigures(
         name=run.name,
@@ -199,6 +201,11 @@ def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
     )
 
 
+def sums_of(rows: RunRows) -> dict[str, int]:
+    """The sum of each count over the ok samples."""
+    return {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
+
+
 def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: RunRows, by: By) -> Comparison:
     """One run against the baseline."""
     pairs = pair(baseline, rows)
@@ -215,7 +222,7 @@ def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, 
     names = [name for name in baseline.metrics if name in rows.metrics]
     sums_GS = grouped_sums(_columns(pairs, baseline, rows, names), pairs.row_P)
     statistics = [_ratio(*places) for places in _PLACES.values()]
-    statistics += [_mean(8 + 2 * number) for number in range(len(names))]
+    statistics += [quotient(8 + 2 * number) for number in range(len(names))]
     intervals = bootstrap(sums_GS, statistics)
     ratios = {
         name: _ratio_figure(sums_GS.sum(axis=0), name, interval)
@@ -240,10 +247,7 @@ def _columns(pairs: Pairs, baseline: RunRows, rows: RunRows, names: Sequence[str
             yield one.counts[name][place].astype(np.float64)
         yield one.device_s_N[place]
     for name in names:
-        difference = rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P]
-        valid = np.isfinite(difference)
-        yield np.where(valid, difference, 0.0)
-        yield valid.astype(np.float64)
+        yield from finite_values(rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P])
 
 
 _PLACES: Final[dict[str, tuple[int, int | None]]] = {
@@ -266,10 +270,6 @@ def _figure(sums: Floats, above: int, below: int | None) -> Floats:
 
 def _ratio(above: int, below: int | None) -> Statistic:
     return lambda sums: _figure(sums, above + 4, None if below is None else below + 4) / _figure(sums, above, below)
-
-
-def _mean(place: int) -> Statistic:
-    return lambda sums: sums[..., place] / sums[..., place + 1]
 
 
 def _ratio_figure(sums: Floats, name: str, ratio: Interval) -> RatioFigure:
