@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import planned_inputs
 from draftmill.jobs.plan.prepare import Loaders
-from draftmill.jobs.recurring.runs import FoundRun, finished_below
+from draftmill.jobs.recurring.runs import FoundRun, finished_runs
 from draftmill.jobs.spec.dated_path import base_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
@@ -91,7 +91,7 @@ def new_inputs(spec: JobSpec, path: str) -> NewInputs:
     UserError if the inputs can't be listed, or if there are none and no run has finished yet.
     """
     s3 = spec.s3.options()
-    runs = finished_below(path, s3=s3)
+    runs = finished_runs(path, s3=s3)
     try:
         listed = list_inputs(spec.input.path, s3=s3, delimiter=spec.input.delimiter)
     except NothingThere:  # files may be moved away when they are done
@@ -145,8 +145,7 @@ def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _among(column: pa.ChunkedArray, values: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Of each entry whether it is among the values; not if it is null."""
-    found = pc.is_in(column, value_set=pc.drop_null(values).combine_chunks(), skip_nulls=True)
-    return np.array(found.to_numpy())
+    return np.array(pc.is_in(column, value_set=pc.drop_null(values).combine_chunks(), skip_nulls=True).to_numpy())
 
 
 def _same_content(files: Sequence[tuple[int, InputFile]], done: pa.Table) -> list[int]:
@@ -166,5 +165,5 @@ def _same_content(files: Sequence[tuple[int, InputFile]], done: pa.Table) -> lis
         return contents.get(("uri", file.uri, size), set()) | contents.get(("name", file.name, size), set())
 
     candidates = [(number, file) for number, file in here if hashes(file)]
-    found = hashed([file for _, file in candidates])
-    return [number for (number, _), file in zip(candidates, found, strict=True) if file.sha256 in hashes(file)]
+    files_here = hashed([file for _, file in candidates])
+    return [number for (number, _), file in zip(candidates, files_here, strict=True) if file.sha256 in hashes(file)]

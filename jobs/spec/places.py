@@ -78,7 +78,7 @@ def among_inputs(inputs: str, output: str) -> bool:
     if inputs.startswith(("builtin:", "hf://")) or ("://" in inputs) != ("://" in output):
         return False
     if len(alternatives := expanded(inputs)) > 1:
-        return any(among_inputs(one, output) for one in alternatives)
+        return any(among_inputs(alternative, output) for alternative in alternatives)
     inputs, output = _absolute(inputs), _absolute(output)
     if _WILD.search(inputs):
         return glob_pattern(inputs).fullmatch(f"{output}/data/unit-00000000.parquet") is not None
@@ -97,4 +97,4 @@ def places_of(data: Any) -> Iterator[tuple[str, str]]:
         if isinstance(value, str):
             yield key, value
         if isinstance(value, tuple):
-            yield from ((f"{key}.{index}", one) for index, one in enumerate(value))
+            yield from ((f"{key}.{index}", path) for index, path in enumerate(value))
