@@ -223,7 +223,7 @@ def length_plot(cases: Sequence[RunStatistics]) -> Plot | None:
         _cloud(axes, x, y, style.colour, **hexagons)
         axes.plot([0, min(width, height)], [0, min(width, height)], color="#555555", linestyle="--", linewidth=0.9)
         if len(shown) > 1:
-            axes.set_title(wrapped(case.figures.name, PANEL_LETTERS // columns))
+            axes.set_title(wrap_name(case.figures.name, PANEL_LETTERS // columns))
         axes.set(xlim=(0, width), ylim=(0, height), xlabel="new tokens", ylabel="NFE")
     for axes in grid[len(shown) :]:
         axes.set_visible(False)
@@ -323,7 +323,7 @@ def times_plot(cases: Sequence[RunStatistics]) -> Plot | None:
         axes.set(title=TIMES[name], xlabel="seconds")
     caption = "Seconds per sample. Device time is the sample's share of its forwards."
     if len(shown) > 1:
-        grid[0].set_yticks(range(len(shown)), [wrapped(case.figures.name, TICK_LETTERS) for case in shown])
+        grid[0].set_yticks(range(len(shown)), [wrap_name(case.figures.name, TICK_LETTERS) for case in shown])
         grid[0].invert_yaxis()
         caption += " Boxes go from the first to the third quartile, with the median; lines from 5 % to 95 %."
     else:
@@ -340,7 +340,7 @@ def times_plot(cases: Sequence[RunStatistics]) -> Plot | None:
 
 def _rows_height(cases: Sequence[RunStatistics]) -> float:
     """Inches for a row per case, whose names may take several lines."""
-    return 1.2 + sum(0.12 + 0.14 * len(wrapped(case.figures.name, TICK_LETTERS).splitlines()) for case in cases)
+    return 1.2 + sum(0.12 + 0.14 * len(wrap_name(case.figures.name, TICK_LETTERS).splitlines()) for case in cases)
 
 
 def _histogram(axes: Axes, spread: Spread, style: Style) -> None:
@@ -392,7 +392,7 @@ def _axes(
 def _legend_below(figure: Figure, *of: Axes) -> None:
     """A legend under the plot, in as many columns as its longest name allows; the figure grows by its height."""
     handles = {label: handle for axes in of for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    labels = [wrapped(label, 90) for label in handles]
+    labels = [wrap_name(label, 90) for label in handles]
     longest = max(len(line) for label in labels for line in label.splitlines())
     columns = max(1, min(4, len(labels), int(POINTS_WIDE // (45 + LETTER * longest))))
     lines = -(-len(labels) // columns) * max(len(label.splitlines()) for label in labels)
@@ -400,7 +400,7 @@ def _legend_below(figure: Figure, *of: Axes) -> None:
     figure.legend(list(handles.values()), labels, loc="outside lower center", ncols=columns, handlelength=2.6)
 
 
-def wrapped(name: str, width: int) -> str:
+def wrap_name(name: str, width: int) -> str:
     """The name in lines of at most `width` characters, broken after spaces, hyphens and underscores where there are any."""
     lines = [""]
     for piece in re.findall(r"[^ _/-]*[ _/-]+|[^ _/-]+", name):

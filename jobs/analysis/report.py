@@ -19,7 +19,7 @@ from draftmill.jobs.analysis import plots
 from draftmill.jobs.analysis.compare import comparison_table, equal_text, heading, notes, number, runs_table
 from draftmill.jobs.analysis.comparison import Comparisons, baselines_of, compare_runs
 from draftmill.jobs.analysis.run_statistics import RunStatistics, read_statistics
-from draftmill.jobs.analysis.runs import SWEEP, FinishedRun, Found, check_same_work, find_runs
+from draftmill.jobs.analysis.runs import SWEEP, FinishedRun, check_same_work, find_runs
 from draftmill.jobs.analysis.statistics import LEVEL
 from draftmill.jobs.driving.cost import PURPOSES, cost_rows, hours_text, money_cells, purposes_of
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
@@ -55,10 +55,10 @@ def report(
     target = Path(os.path.expanduser(out))
     _check_target(target, out, overwrite=overwrite)
     store = open_store(place, s3=s3)
-    found = find_runs([place], s3=s3)
+    runs, unfinished = find_runs([place], s3=s3)
     is_sweep = store.exists(SWEEP)
-    title = place.rstrip("/").rpartition("/")[2] if is_sweep else found.runs[0].plan.spec.name
-    content = report_page(found, f"{'Sweep' if is_sweep else 'Run'}: {title}", baseline=baseline).encode()
+    title = f"Sweep: {place.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
+    content = report_page(runs, unfinished, title, baseline).encode()
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
@@ -81,17 +81,17 @@ def _check_target(target: Path, out: str, *, overwrite: bool) -> None:
                 raise UserError(f"{out!r} exists and is not a report; --overwrite replaces it", field="--out")
 
 
-def report_page(found: Found, title: str, *, baseline: str | None = None) -> str:
+def report_page(runs: Sequence[FinishedRun], unfinished: Sequence[str], title: str, baseline: str | None) -> str:
     """The page of these runs; several are the cases of a sweep, with their short names.
 
     UserError without a run, without one named `baseline`, or without matplotlib.
     """
-    if not found.runs:
-        raise UserError(f"no finished run to report on; not finished: {', '.join(found.unfinished)}")
+    if not runs:
+        raise UserError(f"no finished run to report on; not finished: {', '.join(unfinished)}")
     with plots.plotting():
-        runs = [replace(run, name=run.short or run.name) for run in found.runs]
-        compared = [] if len(runs) == 1 else comparisons_of(runs, short_name(found.runs, baseline))
-        cases = [read_statistics(run) for run in runs]
+        named = [replace(run, name=run.short or run.name) for run in runs]
+        compared = [] if len(named) == 1 else comparisons_of(named, short_name(runs, baseline))
+        cases = [read_statistics(run) for run in named]
         sections = list(_sections(cases, compared))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -103,7 +103,7 @@ def report_page(found: Found, title: str, *, baseline: str | None = None) -> str
     )
     return environment.get_template("report.html.j2").render(
         title=title,
-        lead=_lead(cases, found.unfinished),
+        lead=_lead(cases, unfinished),
         cards=list(_key_figures(cases[0])) if len(cases) == 1 else [],
         sections=[section for section in sections if section["parts"]],
         foot=_foot(cases),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -18,7 +17,6 @@ from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary
 from draftmill.jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.analysis.runs import FinishedRun
 from draftmill.jobs.analysis.statistics import (
-    Floats,
     Interval,
     bootstrap,
     finite_values,
@@ -115,9 +113,11 @@ def read_statistics(run: FinishedRun) -> RunStatistics:
         good = table.filter(pc.equal(table["status"], "ok"))
         histogram = _add_histograms(histogram, good["accept_hist"])
         workers.update(pc.unique(table["worker"].cast(pa.string())).drop_null().to_pylist())
-        for kind, name, reason in _failures(table):
+        failed = table.filter(pc.equal(table["status"], "failed")).select(["error_kind", "id", "error"])
+        for row in failed.to_pylist():
+            kind = row["error_kind"] or "unknown"
             errors[kind] += 1
-            examples.setdefault(kind, (name, reason))
+            examples.setdefault(kind, (row["id"], row["error"] or ""))
         parts.append(_times(table))
     start_N, wait_N, resident_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     timed = ok & (start_N > 0)
@@ -155,7 +155,7 @@ def metric_intervals(rows: RunRows) -> dict[str, Interval]:
     row_N = row_numbers(rows.ids, rows.ids)
     if not names:
         return {}
-    sums_GS = grouped_sums(_valid_values(rows, names), row_N)
+    sums_GS = grouped_sums((column_N for name in names for column_N in finite_values(rows.metrics[name])), row_N)
     intervals = bootstrap(sums_GS, [quotient(2 * number) for number in range(len(names))])
     single = row_N.max(initial=-1) + 1 == len(row_N)
     means = {}
@@ -163,17 +163,6 @@ def metric_intervals(rows: RunRows) -> dict[str, Interval]:
         values = rows.metrics[name][np.isfinite(rows.metrics[name])]
         means[name] = wilson(int(values.sum()), len(values)) if single and is_binary(values) else mean
     return means
-
-
-def _valid_values(rows: RunRows, names: Sequence[str]) -> Iterator[Floats]:
-    """For each metric its values, 0 where there is none, and where there is one."""
-    for name in names:
-        yield from finite_values(rows.metrics[name])
-
-
-def _failures(table: pa.Table) -> Sequence[tuple[str, str, str]]:
-    rows = table.filter(pc.equal(table["status"], "failed")).select(["error_kind", "id", "error"]).to_pylist()
-    return [(row["error_kind"] or "unknown", row["id"], row["error"] or "") for row in rows]
 
 
 def _times(table: pa.Table) -> tuple[NDArray[np.float64], ...]:
@@ -244,10 +233,8 @@ def _time_before(
 
 def spread_of(values: NDArray[Any]) -> Spread:
     """The histogram of values of at least 0, in 10 to 40 bins."""
-    if not len(values):
-        return Spread(np.zeros(0), np.zeros(0, np.int64), 0, False, (0.0,) * len(QUANTILES), 0.0)
-    quantiles = tuple(float(value) for value in np.quantile(values, QUANTILES))
-    mean = float(np.mean(values))
+    quantiles = tuple(float(value) for value in np.quantile(values if len(values) else [0.0], QUANTILES))
+    mean = float(np.mean(values)) if len(values) else 0.0
     positive = np.asarray(values[values > 0], np.float64)
     if not len(positive):
         return Spread(np.zeros(0), np.zeros(0, np.int64), len(values), False, quantiles, mean)

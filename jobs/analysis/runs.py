@@ -45,18 +45,10 @@ class FinishedRun:
         return self.passes[0].store
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The runs at some places. `unfinished` names the cases of sweeps that have no complete results (yet)."""
+def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> tuple[list[FinishedRun], list[str]]:
+    """The runs at these places, in order; a sweep's directory stands for its cases. Then the names of its unfinished cases.
 
-    runs: tuple[FinishedRun, ...]
-    unfinished: tuple[str, ...] = ()
-
-
-def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> Found:
-    """The runs at these places, in order; a sweep's directory stands for its cases.
-
-    Raises UserError if a place is neither, or if a run is not finished. An unfinished case of a sweep is left out and named.
+    UserError if a place is neither a run nor a sweep, or if a run that is no case of a sweep is not finished.
     """
     runs: list[FinishedRun] = []
     unfinished: list[str] = []
@@ -72,27 +64,24 @@ def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> Found:
                 runs.append(replace(open_run(case, s3=s3), name=name, short=names[name]))
             else:
                 unfinished.append(name)
-    return Found(tuple(_with_unique_names(runs)), tuple(unfinished))
+    return list(_with_unique_names(runs)), unfinished
 
 
 def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
     """The finished run at a place; UserError if there is none."""
     store = open_store(place, s3=s3)
-    return FinishedRun(_last_part(place), place, tuple(finished(passes_of(store, s3=s3))))
+    name = place.rstrip("/").rpartition("/")[2] or place
+    return FinishedRun(name, place, tuple(finished(passes_of(store, s3=s3))))
 
 
 def cases_of(store: Store) -> dict[str, dict[str, Any]]:
     """A sweep's cases with their changes, in the order of its file."""
     try:
         cases = json.loads(store.get(SWEEP))["cases"]
-        known: list[dict[str, Any]] = [{"name": one} if isinstance(one, str) else one for one in cases]
-        return {str(one["name"]): dict(one.get("changes") or {}) for one in known}
+        named: list[dict[str, Any]] = [{"name": case} if isinstance(case, str) else case for case in cases]
+        return {str(case["name"]): dict(case.get("changes") or {}) for case in named}
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedRun(f"{store.url}/{SWEEP}", error, "run the sweep again") from None
-
-
-def _last_part(place: str) -> str:
-    return place.rstrip("/").rpartition("/")[2] or place
 
 
 def _with_unique_names(runs: Sequence[FinishedRun]) -> Iterable[FinishedRun]:

@@ -364,9 +364,9 @@ def written_with(place: Path, out: Path, *options: str) -> str:
 @pytest.mark.parametrize("long", [0, 60])
 @pytest.mark.slow
 def test_legends_stand_below_the_plots_and_no_words_overlap(grid: Path, long: int) -> None:
-    names = [run.short + "x-" * (long // 2) for run in find_runs([str(grid)]).runs]
+    names = [run.short + "x-" * (long // 2) for run in find_runs([str(grid)])[0]]
     with plotting():
-        runs = zip(find_runs([str(grid)]).runs, names, strict=True)
+        runs = zip(find_runs([str(grid)])[0], names, strict=True)
         cases = [read_statistics(replace(run, name=name)) for run, name in runs]
         bare = [replace(case, metrics={}) for case in cases]
         for plot in (quality_plot(cases), quality_plot(bare), acceptance_plot(cases), course_plot(cases)):
