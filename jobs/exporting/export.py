@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,6 @@ from draftmill.jobs.exporting.formats import (
     ParquetSink,
     PartsSink,
     Sink,
-    Target,
     part_name,
 )
 from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
@@ -43,6 +42,9 @@ from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.stores.interface import AlreadyExists, S3Options
 from draftmill.storage.stores.local import linked, sync_folder
 from draftmill.storage.stores.store import open_store
+
+if TYPE_CHECKING:
+    from draftmill.jobs.exporting.formats import Target
 
 STDOUT = "-"
 OUT, ERRORS, COLUMNS, FILE_MB = "--out", "--errors", "--columns", "--file-mb"
@@ -161,7 +163,8 @@ def with_columns(table: pa.Table, keep: pa.Schema | None, names: Container[str])
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
     """The sink for a format."""
     if kind == "openai":
-        return OpenAISink(file, count=plan.spec.sampling.n, chat=is_chat(plan), keep=plan.keep)
+        is_chat = getattr(plan.spec.task, "chat", False)
+        return OpenAISink(file, count=plan.spec.sampling.n, chat=is_chat, keep=plan.keep)
     if kind == "jsonl":
         return LineSink(file, keep=plan.keep)
     if kind == "csv":
@@ -182,11 +185,6 @@ def parquet_format(plan: Plan, columns: Sequence[str]) -> tuple[pa.Schema, dict[
 def own_columns(plan: Plan) -> set[str]:
     """The kept columns that can be named without their struct: those with names that no result column has."""
     return set() if plan.keep is None else set(plan.keep.names) - set(plan.schema.names)
-
-
-def is_chat(plan: Plan) -> bool:
-    """Whether the run answers conversations."""
-    return bool(getattr(plan.spec.task, "chat", False))
 
 
 def columns_of(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
