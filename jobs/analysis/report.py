@@ -19,7 +19,7 @@ from draftmill.jobs.analysis import plots
 from draftmill.jobs.analysis.compare import comparison_table, equal_text, heading, notes, number, runs_table
 from draftmill.jobs.analysis.comparison import Comparisons, baselines_of, compare_runs
 from draftmill.jobs.analysis.run_statistics import RunStatistics, read_statistics
-from draftmill.jobs.analysis.runs import SWEEP, FinishedRun, check_same_work, find_runs
+from draftmill.jobs.analysis.runs import FinishedRun, check_same_work, find_runs
 from draftmill.jobs.analysis.statistics import LEVEL
 from draftmill.jobs.driving.cost import PURPOSES, cost_rows, hours_text, money_cells, purposes_of
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
@@ -27,6 +27,7 @@ from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.summary import is_small
 from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.jobs.plan.fingerprint import flat
+from draftmill.jobs.spec.sweep_spec import RECORD
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.stores.interface import S3Options
@@ -56,7 +57,7 @@ def report(
     _check_target(target, out, overwrite=overwrite)
     store = open_store(place, s3=s3)
     runs, unfinished = find_runs([place], s3=s3)
-    is_sweep = store.exists(SWEEP)
+    is_sweep = store.exists(RECORD)
     title = f"Sweep: {place.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
     content = report_page(runs, unfinished, title, baseline).encode()
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -90,7 +91,10 @@ def report_page(runs: Sequence[FinishedRun], unfinished: Sequence[str], title: s
         raise UserError(f"no finished run to report on; not finished: {', '.join(unfinished)}")
     with plots.plotting():
         named = [replace(run, name=run.short or run.name) for run in runs]
-        compared = [] if len(named) == 1 else comparisons_of(named, short_name(runs, baseline))
+        name = None
+        if baseline is not None and len(named) > 1:
+            name = named[baselines_of(runs, baseline)[0]].name
+        compared = comparisons_of(named, name)
         cases = [read_statistics(run) for run in named]
         sections = list(_sections(cases, compared))
     environment = Environment(
@@ -138,14 +142,6 @@ def _note(text: str) -> Part:
 def _details(title: str, data: Any) -> Part:
     """Data as YAML that the reader can open."""
     return {"kind": "details", "title": title, "text": yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}
-
-
-def short_name(runs: Sequence[FinishedRun], baseline: str | None) -> str | None:
-    """The short name of the case that the user names as the baseline; UserError if there is none."""
-    if baseline is None:
-        return None
-    run = runs[baselines_of(runs, baseline)[0]]
-    return run.short or run.name
 
 
 def comparisons_of(runs: Sequence[FinishedRun], baseline: str | None = None) -> list[Comparisons]:

@@ -16,14 +16,7 @@ from draftmill.actors.metrics.settings import Better
 from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary, sums_of
 from draftmill.jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.analysis.runs import FinishedRun
-from draftmill.jobs.analysis.statistics import (
-    Interval,
-    bootstrap,
-    finite_values,
-    grouped_sums,
-    quotient,
-    wilson,
-)
+from draftmill.jobs.analysis.statistics import Interval, bootstrap, finite_values, grouped_sums, quotient, wilson
 from draftmill.jobs.driving.cost import DeviceSums
 from draftmill.jobs.driving.run_log import Sessions, read_sessions
 from draftmill.jobs.finished.passes import latest_rows

@@ -12,14 +12,11 @@ from draftmill.actors.task import Infill, Lines, Random, Sentences, SpanFraction
 from draftmill.jobs.finished.passes import Pass, finished, passes_of
 from draftmill.jobs.plan.fingerprint import changed_files, flat, format_value, shortened
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.spec.sweep_spec import short_names
+from draftmill.jobs.spec.sweep_spec import CASES, RECORD, short_names
 from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.runs.commit import MANIFEST
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
-
-SWEEP = "sweep.json"
-CASES = "cases/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +51,12 @@ def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> tuple[li
     unfinished: list[str] = []
     for place in places:
         store = open_store(place, s3=s3)
-        if not store.exists(SWEEP):
+        if not store.exists(RECORD):
             runs.append(open_run(place, s3=s3))
             continue
         names = short_names(cases_of(store))
         for name in names:
-            case = f"{place.rstrip('/')}/{CASES}{name}"
+            case = f"{place.rstrip('/')}/{CASES}/{name}"
             if open_store(case, s3=s3).exists(MANIFEST):
                 runs.append(replace(open_run(case, s3=s3), name=name, short=names[name]))
             else:
@@ -77,11 +74,11 @@ def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
 def cases_of(store: Store) -> dict[str, dict[str, Any]]:
     """A sweep's cases with their changes, in the order of its file."""
     try:
-        cases = json.loads(store.get(SWEEP))["cases"]
+        cases = json.loads(store.get(RECORD))["cases"]
         named: list[dict[str, Any]] = [{"name": case} if isinstance(case, str) else case for case in cases]
         return {str(case["name"]): dict(case.get("changes") or {}) for case in named}
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedRun(f"{store.url}/{SWEEP}", error, "run the sweep again") from None
+        raise DamagedRun(f"{store.url}/{RECORD}", error, "run the sweep again") from None
 
 
 def _with_unique_names(runs: Sequence[FinishedRun]) -> Iterable[FinishedRun]:

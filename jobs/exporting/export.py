@@ -36,7 +36,7 @@ from draftmill.jobs.exporting.formats import (
 from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.spec.places import path_problem
+from draftmill.jobs.spec.places import is_inside, path_problem
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.stores.interface import AlreadyExists, S3Options
@@ -309,7 +309,7 @@ def _key_problem(place: str) -> str | None:
 
 def _inside(place: str, run_url: str) -> bool:
     if place.startswith(S3) or "://" in run_url:
-        return f"{place}/".startswith(f"{run_url.rstrip('/')}/")
+        return is_inside(place, run_url)
     return Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
 
 

@@ -21,7 +21,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.manifests.options import Options, check_options, option_name
 from draftmill.jobs.manifests.templates import check_printable, yaml_document
 from draftmill.jobs.spec.job_spec import JobSpec, load_spec, with_logical_date
-from draftmill.jobs.spec.places import places_of
+from draftmill.jobs.spec.places import is_inside, places_of
 from draftmill.jobs.spec.spec_file import apply_override, parse, read_mapping
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
@@ -300,7 +300,7 @@ def refuse_node_local(places: Iterable[tuple[str, str]], directory: str, shared:
 def under(path: str, roots: Iterable[str]) -> bool:
     """Whether an absolute path is one of the folders or inside one of them."""
     path = posixpath.normpath(path)
-    return any(path == root or path.startswith(f"{root.rstrip('/')}/") for root in map(posixpath.normpath, roots))
+    return any(is_inside(path, root) for root in map(posixpath.normpath, roots))
 
 
 def check_folder(path: str, field: str) -> str:

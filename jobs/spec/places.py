@@ -82,7 +82,12 @@ def among_inputs(inputs: str, output: str) -> bool:
     inputs, output = _absolute(inputs), _absolute(output)
     if _WILD.search(inputs):
         return glob_pattern(inputs).fullmatch(f"{output}/data/unit-00000000.parquet") is not None
-    return f"{output}/".startswith(f"{inputs.rstrip('/')}/")
+    return is_inside(output, inputs)
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether a path or URL is the folder itself or below it; both are absolute and normal."""
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 def _absolute(path: str) -> str:

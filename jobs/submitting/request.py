@@ -22,6 +22,7 @@ import yaml
 from draftmill.actors.ray.ray_inside import PATHSPEC, required
 from draftmill.jobs.driving.ray_session import ROOT
 from draftmill.jobs.formatting import size_text
+from draftmill.jobs.spec.places import is_inside
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import is_secret_variable
 
@@ -166,11 +167,11 @@ class PathMapping:
     def path(self, value: str, field: str, *, written: bool = False) -> str:
         """A local path as the cluster finds it; UserError with its key if it can't. `written`: the job writes there."""
         here = os.path.abspath(os.path.expanduser(value))
-        if any(_inside(here, str(folder)) for folder in self.shared):
+        if any(is_inside(here, str(folder)) for folder in self.shared):
             return here
         if written:
             raise UserError(f"{value!r} is a folder of this machine; allowed: {_remote()}", field=field)
-        if self.folder is None or not _inside(here, str(self.folder)):
+        if self.folder is None or not is_inside(here, str(self.folder)):
             shipped = "" if self.folder is None else f", which is not in the shipped folder {str(self.folder)!r}"
             raise UserError(
                 f"{value!r} is a path of this machine{shipped}; ship its folder (--working-dir), or use: {_remote()}",
@@ -194,10 +195,6 @@ class PathMapping:
 
 def _remote() -> str:
     return "s3://..., or a folder that every node of the cluster has under the same name (--shared FOLDER)"
-
-
-def _inside(path: str, folder: str) -> bool:
-    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 def map_paths(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
