@@ -235,16 +235,19 @@ def _texts(data: Any, key: str) -> Iterator[Text]:
     for section in sections:
         data = data[int(section)] if isinstance(data, list) else data.get(section) if isinstance(data, dict) else None
     value = data.get(name) if isinstance(data, dict) else None
-    texts = [(f"{key}.{index}", value, index) for index in range(len(value))] if isinstance(value, list) else []
-    for text in texts or [(key, data, name)] * isinstance(value, str):
-        if isinstance(text[1][text[2]], str) and not text[1][text[2]].startswith("builtin:"):
-            yield text
+    texts: list[Text] = [(key, data, name)]
+    if isinstance(value, list):
+        texts = [(f"{key}.{index}", value, index) for index in range(len(value))]
+    for path, holder, place in texts if value else []:
+        if isinstance(holder[place], str) and not holder[place].startswith("builtin:"):
+            yield path, holder, place
 
 
 def _is_path(text: Text) -> bool:
     """Whether a checkpoint is a path or URL, not a model id of the hub or a word."""
-    value = text[1][text[2]]
-    if value in {"auto", "none"} and text[0] in {"model.tokenizer", "decoder.head"}:
+    key, holder, place = text
+    value = holder[place]
+    if value in {"auto", "none"} and key in {"model.tokenizer", "decoder.head"}:
         return False
     return (
         "://" in value or value.startswith(("/", "./", "../", "~")) or value.endswith(".gguf") or Path(value).exists()
