@@ -249,7 +249,12 @@ def openai_answer(samples: Sequence[Mapping[str, Any]], *, chat: bool, count: in
         answer[KEEP] = first[KEEP]
     good = [row for row in samples if row["status"] == "ok"]
     if not good:
-        return answer | {"response": None, "error": _error(samples, count)}
+        part = f"{len(samples)} of {count} samples failed: " if len(samples) < count else ""
+        error = {
+            "code": first["error_kind"] or first["status"],
+            "message": f"{part}{first['error'] or first['status']}",
+        }
+        return answer | {"response": None, "error": error}
     endpoint = first.get("endpoint")
     body = _body(good, name, chat if endpoint is None else endpoint == CHAT)
     response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
@@ -258,14 +263,6 @@ def openai_answer(samples: Sequence[Mapping[str, Any]], *, chat: bool, count: in
 
 def _number(row: Mapping[str, Any]) -> int:
     return row.get("sample") or 0
-
-
-def _error(samples: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    first = samples[0]
-    message = first["error"] or first["status"]
-    if len(samples) < count:
-        message = f"{len(samples)} of {count} samples failed: {message}"
-    return {"code": first["error_kind"] or first["status"], "message": message}
 
 
 def _body(samples: Sequence[Mapping[str, Any]], name: str, chat: bool) -> dict[str, Any]:
