@@ -96,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
 def program() -> NoReturn:
     """The program `draftmill`: run a command and end the process with its exit code.
 
-    Python would wait for every thread at its end. One that works on what an error or a signal has broken off may take for ever,
-    as may a request without an answer, so that after these it is left behind.
+    Python would wait for every thread at its end. After an error or a signal, a thread may still work on what was interrupted, or
+    wait for an answer, for ever: then the process ends without it.
     """
     code = main()
     for stream in filter(None, (sys.stdout, sys.stderr)):  # one that was closed from the start is None

@@ -86,7 +86,7 @@ def as_data(comparisons: Comparisons) -> dict[str, Any]:
 
 
 def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Table:
-    """Each run's own figures; columns that no run has are left out."""
+    """Each run's own figures, without columns that no run has."""
     names = [name for name in RUN_LABELS if any(getattr(run, name) for run in runs) or name in {"samples", "failed"}]
     metrics = sorted({name for run in runs for name in run.metrics}) if with_metrics else []
     rows = [["run", "decoder", *(RUN_LABELS[name] for name in names), *metrics]]

@@ -324,8 +324,8 @@ def _share(above: float, below: float) -> float | None:
 class Pairs:
     """P pairs of samples that are ok in both runs: their positions in each run, and the number of each pair's row, from 0.
 
-    `both` counts the pairs before failed ones are left out: `failed_first`, `failed_second` (failed in one run only) and
-    `failed_both`. `only_first` and `only_second` count samples without a partner.
+    `both` counts these pairs and the failed ones: `failed_first`, `failed_second` (failed in one run only) and `failed_both`.
+    `only_first` and `only_second` count samples without a partner.
     """
 
     first_P: NDArray[np.int64]

@@ -238,7 +238,7 @@ def _labels(keys: Sequence[str]) -> dict[str, str]:
 def short_names(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """What tells the cases of a grid apart, in few words: `speculative 0.8`. Names that a grid did not make stay as they are.
 
-    `cases` has each case's changes. What all cases share is left out, and so is a key whose values speak for themselves.
+    `cases` has each case's changes. The names have nothing that all cases share, and no key whose values speak for themselves.
     """
     names = {name: name for name in cases}
     first = next(iter(cases.values()), {})

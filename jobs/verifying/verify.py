@@ -96,7 +96,7 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
 
         prepare(plan.spec, store)  # checks that model and inputs are the ones that were decoded
         share = check_invariance(store, plan, manifest, samples=invariance)
-        if share < 1 and manifest.exact:  # else the batch may change last bits, and the share alone is told
+        if share < 1 and manifest.exact:  # else the batch may change last bits, and only the share is reported
             findings.problems.append("the run is `exact: true`, but samples decoded alone differ from its results")
     _print_verdict(findings)
     return UNEXPECTED if findings.problems else OK

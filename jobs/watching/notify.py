@@ -94,7 +94,7 @@ def send(receivers: Sequence[NotifySettings], event: str, notice: Notice, tell: 
 def _send_one(receiver: NotifySettings, data: bytes, allowed_s: float, tell: Tell) -> None:
     try:
         problem = _run(receiver, data, allowed_s) if receiver.command is not None else _post(receiver, data, allowed_s)
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong with a notice, the run's end stays the same
+    except Exception as error:  # noqa: BLE001 - whatever error a notice has, the run's end stays the same
         problem = reason_of(error)
     if problem:
         tell(f"notify: {text_of(receiver)}: {problem}")
@@ -121,7 +121,7 @@ def _fill(text: str) -> str:
 
 
 def _run(receiver: NotifySettings, data: bytes, allowed_s: float) -> str | None:
-    """Run a command with the notice as its input; returns what went wrong."""
+    """Run a command with the notice as its input; returns why it failed."""
     assert receiver.command is not None
     with tempfile.TemporaryFile() as notice, tempfile.TemporaryFile() as errors:  # pipes would wait for its children
         notice.write(data)
@@ -151,7 +151,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _post(receiver: NotifySettings, data: bytes, allowed_s: float) -> str | None:
-    """Post a notice; returns what went wrong the last time."""
+    """Post a notice; returns why the last try failed."""
     headers = {"Content-Type": "application/json", "User-Agent": "draftmill"}
     headers |= {name: _fill(value) for name, value in receiver.headers.items()}
     request = urllib.request.Request(_fill(receiver.webhook or ""), data=data, headers=headers, method="POST")
