@@ -200,7 +200,7 @@ def prompt_problem(task: Complete | Score, columns: Columns, *, has_tokenizer: b
         return "input.columns.messages: only a chat has messages; set task.chat: true, or name input.columns.prompt"
     if "tokens" in named and task.chat:
         return "task.chat: a chat is made of text, but the rows give tokens"
-    if not has_tokenizer and (columns.stop is not None or getattr(task, "stop", ())):
+    if not has_tokenizer and (columns.stop is not None or getattr(task, "stop", None)):
         key = "task.stop" if columns.stop is None else "input.columns.stop"
         return f"{key}: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
     # A row can have only one column of each group.
