@@ -9,13 +9,12 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from draftmill.jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, named, seeds
+from draftmill.jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options
 
@@ -29,31 +28,8 @@ GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 # ---- options and commands as data
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What argparse's `add_argument` takes."""
-
-    name: str
-    settings: dict[str, Any]
-
-    def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Add it to a parser, or to a group of one."""
-        parser.add_argument(self.name, **self.settings)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Options under a title in the help; without a title only one of them may be given."""
-
-    title: str | None
-    options: tuple[Option, ...]
-
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options to a parser."""
-        group = parser.add_argument_group(self.title) if self.title else parser.add_mutually_exclusive_group()
-        for option in self.options:
-            option.add_to(group)
-
+Option: TypeAlias = Callable[[argparse._ActionsContainer], object]
+"""Adds an option, or several, to a parser or to a group of one."""
 
 Action: TypeAlias = Callable[[argparse.Namespace], int]
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -63,20 +39,34 @@ COMMANDS: list[Callable[[Subparsers, argparse.ArgumentParser], None]] = []
 
 
 def command(
-    name: str, help: str, *options: Option | Group, resumes: bool = False, follows: bool = False, **settings: Any
+    name: str,
+    help: str,
+    *options: Option,
+    resumes: bool = False,
+    follows: bool = False,
+    writes: bool = False,
+    **settings: Any,
 ) -> Callable[[Action], Action]:
     """Make a function the work of a command with these options; `settings` are those of its parser.
 
-    `resumes`: the same command continues the work after an interruption. `follows`: it shows such work elsewhere.
+    `resumes`: the same command continues the work after an interruption. `follows`: it shows such work elsewhere. `writes`: a
+    signal interrupts it in order, as it does commands that resume.
     """
 
     def register(run: Action) -> Action:
+        def interruptibly(arguments: argparse.Namespace) -> int:
+            from draftmill.jobs.driving.driver import interruptible
+
+            with interruptible():  # also the command's own imports, which take a while
+                return run(arguments)
+
         def add(commands: Subparsers, common: argparse.ArgumentParser) -> None:
             parser = commands.add_parser(name, parents=[common], help=help, **settings)
             for option in options:
-                option.add_to(parser)
+                option(parser)
             grace = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
-            parser.set_defaults(command=run, resumes=resumes, follows=follows, grace_seconds=grace)
+            work = interruptibly if resumes or writes else run
+            parser.set_defaults(command=work, resumes=resumes, follows=follows, grace_seconds=grace)
 
         COMMANDS.append(add)
         return run
@@ -85,23 +75,34 @@ def command(
 
 
 def option(name: str, metavar: str | None = None, help: str | None = None, **more: Any) -> Option:
-    """An option with a value, or a positional argument."""
-    return Option(name, {"metavar": metavar, "help": help, **more})
+    """An option with a value, or a positional argument; `more` is what argparse's `add_argument` takes."""
+    return lambda parser: parser.add_argument(name, metavar=metavar, help=help, **more)
 
 
-def repeated(name: str, metavar: str, help: str) -> Option:
+def repeatable(name: str, metavar: str, help: str) -> Option:
     """An option that may be given several times."""
     return option(name, metavar, help, action="append", default=[])
 
 
 def flag(name: str, help: str, **more: Any) -> Option:
     """An option without a value."""
-    return Option(name, {"action": "store_true", "help": help, **more})
+    return lambda parser: parser.add_argument(name, action="store_true", help=help, **more)
 
 
-def choice(name: str, choices: list[str], help: str | None = None, **more: Any) -> Option:
+def choice(name: str, choices: list[str], help: str | None = None) -> Option:
     """An option with a few values, of which the first is the default."""
-    return Option(name, {"choices": choices, "default": choices[0], "help": help, **more})
+    return option(name, help=help, choices=choices, default=choices[0])
+
+
+def group(title: str | None, *options: Option) -> Option:
+    """Options under a title in the help; without a title only one of them may be given."""
+
+    def add(parser: argparse._ActionsContainer) -> None:
+        group = parser.add_argument_group(title) if title else parser.add_mutually_exclusive_group()
+        for option in options:
+            option(group)
+
+    return add
 
 
 # ---- values
@@ -140,19 +141,19 @@ def _date(text: str) -> datetime:
 
 def _runs_or_age(text: str) -> int | timedelta:
     """A number of runs, or their age in days (30d) or weeks (4w)."""
-    found = re.fullmatch(r"(\d{1,6})([dw]?)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,6})([dw]?)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed; allowed: a number of runs, or of days (30d) or weeks (4w)"
         )
-    count = int(found[1])
-    return timedelta(days=count * {"d": 1, "w": 7}[found[2]]) if found[2] else count
+    count = int(match[1])
+    return timedelta(days=count * {"d": 1, "w": 7}[match[2]]) if match[2] else count
 
 
 # ---- options of several commands
 
 
-SET = repeated("--set", "KEY=VALUE", "override a key: a.b=VALUE")
+SET = repeatable("--set", "KEY=VALUE", "override a key: a.b=VALUE")
 SPEC = (option("spec", "SPEC.yaml"), SET)
 LOGICAL_DATE = option(
     "--logical-date", "D", "the date for {date:...} in output.path, in UTC (2026-11-22, or with a time); default: now"
@@ -224,17 +225,7 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
 
 
 def _s3_options(arguments: argparse.Namespace) -> S3Options:
-    """The options in S3."""
     return S3Options(arguments.s3_endpoint, arguments.s3_region, arguments.s3_addressing, arguments.s3_checksums)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """A signal interrupts the block. The imports in it take a while, too."""
-    from draftmill.jobs.driving.driver import interruptible
-
-    with interruptible():
-        yield
 
 
 # ---- a job
@@ -242,10 +233,9 @@ def _interruptible() -> Iterator[None]:
 
 @command("run", "run a job, or resume it; idempotent", *SPEC, *DRIVER, LOGICAL_DATE, IF_RUNNING, resumes=True)
 def _run(arguments: argparse.Namespace) -> int:
-    with _interruptible():
-        from draftmill.jobs.running.run import run_job
+    from draftmill.jobs.running.run import run_job
 
-        return run_job(_dated_spec(arguments), _run_options(arguments))
+    return run_job(_dated_spec(arguments), _run_options(arguments))
 
 
 @command(
@@ -258,12 +248,12 @@ def _run(arguments: argparse.Namespace) -> int:
     flag("--no-wait", "print the job's name and return"),
     option("--code", help="ship draftmill's code, or use the cluster's (ship)", choices=["ship", "installed"]),
     option("--working-dir", "FOLDER", "a folder that the job needs: rows, models, metrics"),
-    repeated("--exclude", "PATTERN", "leave out files, as in .gitignore"),
-    repeated("--shared", "FOLDER", "a folder that all nodes have under this name"),
+    repeatable("--exclude", "PATTERN", "leave out files, as in .gitignore"),
+    repeatable("--shared", "FOLDER", "a folder that all nodes have under this name"),
     option("--image", "IMAGE", "container image with draftmill; the nodes need podman"),
-    repeated("--pip", "REQUIREMENT", "install with pip first"),
-    repeated("--requirements", "FILE", "a file of requirements"),
-    repeated("--env", "NAME[=VALUE]", "a variable for the job; no secrets"),
+    repeatable("--pip", "REQUIREMENT", "install with pip first"),
+    repeatable("--requirements", "FILE", "a file of requirements"),
+    repeatable("--env", "NAME[=VALUE]", "a variable for the job; no secrets"),
     option("--driver-cpus", "N", "run the driver on any node", type=_seconds, default=0.0),
     option(
         "--grace-seconds",
@@ -304,7 +294,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     *S3,
 )
 def _stop(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.submitting.stop import stop
+    from draftmill.jobs.submitting.submit import stop
 
     return stop(
         arguments.target,
@@ -368,10 +358,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     resumes=True,
 )
 def _rerun(arguments: argparse.Namespace) -> int:
-    with _interruptible():
-        from draftmill.jobs.running.run import rerun
+    from draftmill.jobs.running.run import rerun
 
-        return rerun(arguments.run_dir, _run_options(arguments), overrides=arguments.set, s3=_s3_options(arguments))
+    return rerun(arguments.run_dir, _run_options(arguments), overrides=arguments.set, s3=_s3_options(arguments))
 
 
 @command(
@@ -421,14 +410,10 @@ def _export(arguments: argparse.Namespace) -> int:
     "compare finished runs of the same samples, paired",
     option("run_dirs", "RUN_DIR", "run directories, the first is the baseline; or a sweep's directory", nargs="+"),
     BASELINE,
-    Group(
+    group(
         None,
-        (
-            option(
-                "--json", help="all figures as JSON", dest="form", action="store_const", const="json", default="text"
-            ),
-            option("--markdown", help="Markdown tables", dest="form", action="store_const", const="markdown"),
-        ),
+        option("--json", help="all figures as JSON", dest="form", action="store_const", const="json", default="text"),
+        option("--markdown", help="Markdown tables", dest="form", action="store_const", const="markdown"),
     ),
     *S3,
 )
@@ -463,10 +448,9 @@ def _report(arguments: argparse.Namespace) -> int:
     resumes=True,
 )
 def _sweep(arguments: argparse.Namespace) -> int:
-    with _interruptible():
-        from draftmill.jobs.sweeping.sweep import sweep
+    from draftmill.jobs.sweeping.sweep import sweep
 
-        return sweep(arguments.sweep, arguments.set, _run_options(arguments), dry_run=arguments.dry_run)
+    return sweep(arguments.sweep, arguments.set, _run_options(arguments), dry_run=arguments.dry_run)
 
 
 @command(
@@ -487,17 +471,16 @@ def _sweep(arguments: argparse.Namespace) -> int:
     resumes=True,
 )
 def _measure(arguments: argparse.Namespace) -> int:
-    with _interruptible():
-        from draftmill.jobs.running.run import measure
+    from draftmill.jobs.running.run import measure
 
-        return measure(
-            arguments.run_dir,
-            arguments.metric,
-            _run_options(arguments),
-            allow_code_execution=arguments.allow_code_execution,
-            reference=arguments.reference,
-            s3=_s3_options(arguments),
-        )
+    return measure(
+        arguments.run_dir,
+        arguments.metric,
+        _run_options(arguments),
+        allow_code_execution=arguments.allow_code_execution,
+        reference=arguments.reference,
+        s3=_s3_options(arguments),
+    )
 
 
 # ---- eval
@@ -542,34 +525,24 @@ class _Refused(argparse.Action):
     allow_abbrev=False,
 )
 def _eval(arguments: argparse.Namespace) -> int:
-    with _interruptible():
-        from draftmill.jobs.harness.evaluate import evaluate
+    from draftmill.jobs.harness.evaluate import evaluate
 
-        return evaluate(arguments.spec, arguments.set, _eval_options(arguments), _run_options(arguments))
+    return evaluate(arguments.spec, arguments.set, _eval_options(arguments), _run_options(arguments))
 
 
 def _eval_options(arguments: argparse.Namespace) -> EvalOptions:
-    multiturn = arguments.fewshot_as_multiturn
-    return EvalOptions(
-        tasks=tuple(name for given in arguments.tasks for name in given.split(",") if name),
-        num_fewshot=arguments.num_fewshot,
-        limit=arguments.limit,
-        samples=documents(arguments.samples),
-        include_path=arguments.include_path,
-        gen_kwargs=named(arguments.gen_kwargs, "--gen_kwargs"),
-        apply_chat_template=_truth(
-            arguments.apply_chat_template,
-            "--apply_chat_template",
-            " (templates have no names here: the tokenizer's own is used)",
-        ),
-        fewshot_as_multiturn=None if multiturn is None else _truth(multiturn, "--fewshot_as_multiturn"),
-        system_instruction=arguments.system_instruction,
-        seeds=SEEDS if arguments.seed is None else seeds(arguments.seed),
-        confirm_run_unsafe_code=arguments.confirm_run_unsafe_code,
-        predict_only=arguments.predict_only,
-        write_out=arguments.write_out,
-        metadata=named(arguments.metadata, "--metadata"),
-    )
+    multiturn, why = arguments.fewshot_as_multiturn, " (templates have no names here: the tokenizer's own is used)"
+    given = {field.name: getattr(arguments, field.name) for field in fields(EvalOptions) if field.name in arguments}
+    given |= {
+        "tasks": tuple(name for names in arguments.tasks for name in names.split(",") if name),
+        "samples": documents(arguments.samples),
+        "gen_kwargs": parse_settings(arguments.gen_kwargs, "--gen_kwargs"),
+        "apply_chat_template": _truth(arguments.apply_chat_template, "--apply_chat_template", why),
+        "fewshot_as_multiturn": None if multiturn is None else _truth(multiturn, "--fewshot_as_multiturn"),
+        "seeds": SEEDS if arguments.seed is None else seeds(arguments.seed),
+        "metadata": parse_settings(arguments.metadata, "--metadata"),
+    }
+    return EvalOptions(**given)
 
 
 def _truth(text: str, name: str, why: str = "") -> bool:
@@ -607,18 +580,11 @@ def _list(arguments: argparse.Namespace) -> int:
     resumes=True,
 )
 def _catchup(arguments: argparse.Namespace) -> int:
-    with _interruptible():
-        from draftmill.jobs.running.catchup import catchup
-        from draftmill.jobs.spec.job_spec import load_spec
+    from draftmill.jobs.running.catchup import catchup
+    from draftmill.jobs.spec.job_spec import load_spec
 
-        return catchup(
-            load_spec(arguments.spec, arguments.set),
-            _run_options(arguments),
-            first=arguments.first,
-            last=arguments.last,
-            every=arguments.every,
-            run=arguments.run,
-        )
+    spec, dates = load_spec(arguments.spec, arguments.set), {"first": arguments.first, "last": arguments.last}
+    return catchup(spec, _run_options(arguments), **dates, every=arguments.every, run=arguments.run)
 
 
 @command(
@@ -637,16 +603,16 @@ def _catchup(arguments: argparse.Namespace) -> int:
     flag("--unfinished", "delete unfinished runs, too; they prove nothing"),
     flag("--yes", "delete; without it nothing is deleted"),
     *S3,
+    writes=True,
 )
 def _prune(arguments: argparse.Namespace) -> int:
-    with _interruptible():
-        from draftmill.jobs.recurring.pruning import Keep, prune
+    from draftmill.jobs.recurring.pruning import Keep, prune
 
-        counts = [one for one in arguments.keep if isinstance(one, int)]
-        ages = [one for one in arguments.keep if isinstance(one, timedelta)]
-        keep = Keep(max(counts, default=None), max(ages, default=None))
-        yes, unfinished = arguments.yes, arguments.unfinished
-        return prune(arguments.base, keep, yes=yes, unfinished=unfinished, s3=_s3_options(arguments))
+    counts = [value for value in arguments.keep if isinstance(value, int)]
+    ages = [value for value in arguments.keep if isinstance(value, timedelta)]
+    keep = Keep(max(counts, default=None), max(ages, default=None))
+    yes, unfinished = arguments.yes, arguments.unfinished
+    return prune(arguments.base, keep, yes=yes, unfinished=unfinished, s3=_s3_options(arguments))
 
 
 # ---- other places to run
@@ -673,43 +639,35 @@ def _prune(arguments: argparse.Namespace) -> int:
     option("--retries", "N", "starts after a run that did not finish; default: 3", type=_whole(0)),
     option("--auth", "MODE", "RAY_AUTH_MODE: token (the default) or disabled"),
     option("--secret", "NAME", "credentials by reference: a Kubernetes Secret; elsewhere a file of KEY=VALUE lines"),
-    Group(
+    group(
         "nodes (rayjob, raycronjob, raycluster, slurm; default: from the spec's workers)",
-        (
-            option("--nodes", "N", "nodes with workers; also ray-up", type=_whole(0)),
-            option("--max-nodes", "N", "let the autoscaler add nodes; also ray-up, not slurm", type=_whole(0)),
-            option("--cpus-per-node", "N", type=_whole(0)),
-            option("--gpus-per-node", "N", type=_whole(0)),
-            option("--memory-per-node", "SIZE", "default: 8Gi"),
-        ),
+        option("--nodes", "N", "nodes with workers; also ray-up", type=_whole(0)),
+        option("--max-nodes", "N", "let the autoscaler add nodes; also ray-up, not slurm", type=_whole(0)),
+        option("--cpus-per-node", "N", type=_whole(0)),
+        option("--gpus-per-node", "N", type=_whole(0)),
+        option("--memory-per-node", "SIZE", "default: 8Gi"),
     ),
-    Group(
+    group(
         "Kubernetes (rayjob, raycronjob, raycluster, cronjob)",
-        (
-            option("--image", help="image of draftmill; also ray-up; default: draftmill:0.1.0"),
-            option("--namespace", "NAME"),
-            option("--service-account", "NAME", "with the right to S3, so that no Secret is needed"),
-            repeated("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere"),
-            option("--ray-cluster", "NAME", "cronjob: the RayCluster that runs the job"),
-        ),
+        option("--image", help="image of draftmill; also ray-up; default: draftmill:0.1.0"),
+        option("--namespace", "NAME"),
+        option("--service-account", "NAME", "with the right to S3, so that no Secret is needed"),
+        repeatable("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere"),
+        option("--ray-cluster", "NAME", "cronjob: the RayCluster that runs the job"),
     ),
-    Group(
+    group(
         "machines",
-        (
-            repeated("--shared-path", "FOLDER", "a folder that all nodes see, so that specs may use it"),
-            option(
-                "--head-address", "ADDR", "cronjob, cron, systemd: a Ray cluster's address; ray-up: the head machine"
-            ),
-            repeated("--worker-address", "ADDR", "ray-up: a worker machine"),
-            option("--ssh-user", "USER", "ray-up; default: ubuntu"),
-            option("--region", help="ray-up on AWS; default: us-west-2"),
-            option("--instance-type", "TYPE", "ray-up on AWS: machines of the workers"),
-            option("--account", help="slurm"),
-            option("--partition", help="slurm"),
-            option("--user", help="cron: write an entry for /etc/cron.d; systemd: who runs the job"),
-            option("--program", "PATH", "slurm, cron, systemd: draftmill's path; default: this one"),
-            option("--directory", "PATH", "slurm, cron, systemd: working directory; default: this one"),
-        ),
+        repeatable("--shared-path", "FOLDER", "a folder that all nodes see, so that specs may use it"),
+        option("--head-address", "ADDR", "cronjob, cron, systemd: a Ray cluster's address; ray-up: the head machine"),
+        repeatable("--worker-address", "ADDR", "ray-up: a worker machine"),
+        option("--ssh-user", "USER", "ray-up; default: ubuntu"),
+        option("--region", help="ray-up on AWS; default: us-west-2"),
+        option("--instance-type", "TYPE", "ray-up on AWS: machines of the workers"),
+        option("--account", help="slurm"),
+        option("--partition", help="slurm"),
+        option("--user", help="cron: write an entry for /etc/cron.d; systemd: who runs the job"),
+        option("--program", "PATH", "slurm, cron, systemd: draftmill's path; default: this one"),
+        option("--directory", "PATH", "slurm, cron, systemd: working directory; default: this one"),
     ),
     description="Prints a file that runs the job elsewhere or on a schedule. Each option says to which kinds it applies.",
 )

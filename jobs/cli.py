@@ -67,27 +67,19 @@ def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int
         raise error
     kind = "" if isinstance(error, UserError | StoreError) else f"unexpected {type(error).__name__}: "
     hint = "" if isinstance(error, (*UNUSABLE_ERRORS, StoreFull)) else " (--debug shows where)"
-    service = (
-        "; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL"
-        if _asks_amazon(arguments)
-        else ""
-    )
-    print(
-        presentable(f"draftmill: {kind}{error}{service if isinstance(error, StoreError) else ''}{hint}"),
-        file=sys.stderr,
-    )
+    if isinstance(error, StoreError) and _asks_amazon(arguments):
+        hint = f"; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL{hint}"
+    print(presentable(f"draftmill: {kind}{error}{hint}"), file=sys.stderr)
     return code
 
 
 def _asks_amazon(arguments: argparse.Namespace) -> bool:
     """Whether a command without a spec, which could say otherwise, looks for what it was given on Amazon's S3."""
-    if (
-        getattr(arguments, "s3_endpoint", "") is not None
-        or {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"} & os.environ.keys()
-    ):
+    has_endpoint = {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"} & os.environ.keys()
+    if getattr(arguments, "s3_endpoint", "") is not None or has_endpoint:
         return False
-    given = [one for value in vars(arguments).values() for one in (value if isinstance(value, list) else [value])]
-    return any(str(one).startswith("s3://") for one in given)
+    values = [word for value in vars(arguments).values() for word in (value if isinstance(value, list) else [value])]
+    return any(str(word).startswith("s3://") for word in values)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
 def program() -> NoReturn:
     """The program `draftmill`: run a command and end the process with its exit code.
 
-    Python would wait for every thread at its end. One that works on what an error or a signal has broken off may take for ever,
-    as may a request without an answer, so that after these it is left behind.
+    Python would wait for every thread at its end. After an error or a signal, a thread may still work on what was interrupted, or
+    wait for an answer, for ever: then the process ends without it.
     """
     code = main()
     for stream in filter(None, (sys.stdout, sys.stderr)):  # one that was closed from the start is None
@@ -113,7 +105,8 @@ def program() -> NoReturn:
             stream.flush()
         except OSError:
             silence(stream)  # else Python would try again, and end with a code of its own
-    if code != OK and any(one is not threading.main_thread() and not one.daemon for one in threading.enumerate()):
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if code != OK and not all(thread.daemon for thread in others):
         atexit._run_exitfuncs()  # temporary files
         os._exit(code)
     sys.exit(code)

@@ -26,7 +26,7 @@ class Results:
 
     def cases(self, preset: str) -> list[str]:
         """The names of a preset's finished cases, in the order of its file."""
-        return [run.name for run in find_runs([str(self.folder / preset)]).runs]
+        return [run.name for run in find_runs([str(self.folder / preset)])[0]]
 
     def run(self, preset: str, case: str) -> FinishedRun:
         """One finished case."""

@@ -49,44 +49,44 @@ HOW: Final = (
 )
 
 
-def as_text(found: Comparisons) -> str:
+def as_text(comparisons: Comparisons) -> str:
     """The comparison for a terminal."""
-    parts = [f"runs{_which(found)}\n{_lines(runs_table(found.runs))}"]
-    for one in found.against:
-        alike = equal_text(one)
-        parts.append(f"{heading(one)}\n{_lines(comparison_table(one))}" + (f"\n  {alike}" if alike else ""))
-    return printable("\n\n".join([*parts, "\n".join(notes(found))])) + "\n"
+    parts = [f"runs{_baseline_text(comparisons)}\n{_lines(runs_table(comparisons.runs))}"]
+    for comparison in comparisons.against:
+        alike = f"\n  {text}" if (text := equal_text(comparison)) else ""
+        parts.append(f"{heading(comparison)}\n{_lines(comparison_table(comparison))}{alike}")
+    return printable("\n\n".join([*parts, "\n".join(notes(comparisons))])) + "\n"
 
 
-def as_markdown(found: Comparisons) -> str:
+def as_markdown(comparisons: Comparisons) -> str:
     """The comparison as Markdown tables."""
-    parts = [f"### Runs{_escaped(_which(found))}", _markdown(runs_table(found.runs))]
-    for one in found.against:
-        title, counts = heading(one).split(": ", 1)
-        parts += [f"### {_escaped(title)}", f"{_escaped(counts)}.", _markdown(comparison_table(one))]
-        parts += [f"{_escaped(alike)}." for alike in [equal_text(one)] if alike]
-    return printable("\n\n".join([*parts, *(_escaped(note) for note in notes(found))])) + "\n"
+    parts = [f"### Runs{_escape(_baseline_text(comparisons))}", _markdown(runs_table(comparisons.runs))]
+    for comparison in comparisons.against:
+        title, counts = heading(comparison).split(": ", 1)
+        parts += [f"### {_escape(title)}", f"{_escape(counts)}.", _markdown(comparison_table(comparison))]
+        parts += [f"{_escape(alike)}." for alike in [equal_text(comparison)] if alike]
+    return printable("\n\n".join([*parts, *(_escape(note) for note in notes(comparisons))])) + "\n"
 
 
-def _which(found: Comparisons) -> str:
-    return f", the baseline is {found.baselines[0]}" if len(found.baselines) == 1 else ""
+def _baseline_text(comparisons: Comparisons) -> str:
+    return f", the baseline is {comparisons.baselines[0]}" if len(comparisons.baselines) == 1 else ""
 
 
-def as_data(found: Comparisons) -> dict[str, Any]:
+def as_data(comparisons: Comparisons) -> dict[str, Any]:
     """The comparison as JSON data; a figure that can't be computed is null."""
     return {
         "level": LEVEL,
         "alpha": ALPHA,
         "resamples": RESAMPLES,
-        "baselines": found.baselines,
-        "runs": [_plain(asdict(run)) for run in found.runs],
-        "comparisons": [_comparison_data(one) for one in found.against],
-        "unfinished": list(found.unfinished),
+        "baselines": comparisons.baselines,
+        "runs": [_plain(asdict(run)) for run in comparisons.runs],
+        "comparisons": [_comparison_data(comparison) for comparison in comparisons.against],
+        "unfinished": list(comparisons.unfinished),
     }
 
 
 def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Table:
-    """Each run's own figures; columns that no run has are left out."""
+    """Each run's own figures, without columns that no run has."""
     names = [name for name in RUN_LABELS if any(getattr(run, name) for run in runs) or name in {"samples", "failed"}]
     metrics = sorted({name for run in runs for name in run.metrics}) if with_metrics else []
     rows = [["run", "decoder", *(RUN_LABELS[name] for name in names), *metrics]]
@@ -97,53 +97,48 @@ def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Tabl
     return rows
 
 
-def comparison_table(one: Comparison) -> Table:
+def comparison_table(comparison: Comparison) -> Table:
     """A run's figures against the baseline's; those that are equal are in `equal_text`."""
-    rows, total = [["figure", "baseline", "run", "change", "verdict"]], one.pairs.num_compared
-    if one.equal is not None:
-        what = "equal texts" if one.equal_by == "text" else "equal texts (tokens)"
-        rows.append([what, "", "", f"{one.equal:,} of {total:,} ({one.equal / total:.1%})" if total else "0 of 0", ""])
-    for name, ratio in one.ratios.items():
-        if ratio.verdict != "equal":
-            rows.append(_ratio_row(RATIO_LABELS[name], ratio))
-    for name, metric in one.metrics.items():
-        if metric.verdict != "equal":
-            rows.append(_metric_row(name, metric, total))
-    return rows
+    rows, total = [["figure", "baseline", "run", "change", "verdict"]], comparison.pairs.num_compared
+    if comparison.equal is not None:
+        what = "equal texts" if comparison.equal_by == "text" else "equal texts (tokens)"
+        share = f"{comparison.equal:,} of {total:,} ({comparison.equal / total:.1%})" if total else "0 of 0"
+        rows.append([what, "", "", share, ""])
+    ratios = {name: ratio for name, ratio in comparison.ratios.items() if ratio.verdict != "equal"}
+    metrics = {name: metric for name, metric in comparison.metrics.items() if metric.verdict != "equal"}
+    rows += [_ratio_row(RATIO_LABELS[name], ratio) for name, ratio in ratios.items()]
+    return [*rows, *(_metric_row(name, metric, total) for name, metric in metrics.items())]
 
 
-def equal_text(one: Comparison) -> str:
+def equal_text(comparison: Comparison) -> str:
     """The figures that are equal in both runs, with their values; empty if there are none."""
-    found = [
-        f"{RATIO_LABELS[name]} ({_figure_text(ratio.run)})"
-        for name, ratio in one.ratios.items()
-        if ratio.verdict == "equal"
-    ]
-    found += [f"{name} ({number(metric.run)})" for name, metric in one.metrics.items() if metric.verdict == "equal"]
-    return f"equal in both: {', '.join(found)}" if found else ""
+    ratios = [(RATIO_LABELS[name], _figure_text(ratio.run), ratio.verdict) for name, ratio in comparison.ratios.items()]
+    metrics = [(name, number(metric.run), metric.verdict) for name, metric in comparison.metrics.items()]
+    equal = [f"{label} ({text})" for label, text, verdict in (*ratios, *metrics) if verdict == "equal"]
+    return f"equal in both: {', '.join(equal)}" if equal else ""
 
 
-def notes(found: Comparisons) -> list[str]:
+def notes(comparisons: Comparisons) -> list[str]:
     """How to read the figures, and what they don't cover."""
     lines = [HOW]
-    if any(one.pairs.clustered for one in found.against):
+    if any(comparison.pairs.clustered for comparison in comparisons.against):
         lines.append("Rows have several samples: intervals and tests resample rows, with all their samples.")
-    if any(one.pairs.num_rows < MIN_ROWS for one in found.against):
+    if any(comparison.pairs.num_rows < MIN_ROWS for comparison in comparisons.against):
         lines.append(f"Fewer than {MIN_ROWS} rows in a comparison: its intervals are narrower than they should be.")
-    if found.unfinished:
-        lines.append(f"Not finished, and left out: {', '.join(found.unfinished)}.")
+    if comparisons.unfinished:
+        lines.append(f"Not finished, and left out: {', '.join(comparisons.unfinished)}.")
     return lines
 
 
-def heading(one: Comparison) -> str:
+def heading(comparison: Comparison) -> str:
     """What is compared with what, how many pairs there are, and what has none."""
-    pairs = one.pairs
+    pairs = comparison.pairs
     failed = pairs.failed_first + pairs.failed_second + pairs.failed_both
     split = (
         f" ({pairs.failed_first:,} in the baseline, {pairs.failed_second:,} in the run, {pairs.failed_both:,} in both)"
     )
     return (
-        f"{one.run} against {one.baseline}: {pairs.both:,} pairs, "
+        f"{comparison.run} against {comparison.baseline}: {pairs.both:,} pairs, "
         f"{pairs.only_first:,} only in the baseline, {pairs.only_second:,} only in the run; "
         f"{failed:,} failed{split if failed else ''}, {pairs.num_compared:,} compared"
     )
@@ -208,29 +203,32 @@ def _lines(table: Table) -> str:
 
 
 def _markdown(table: Table) -> str:
-    head, *rows = [[_escaped(cell) for cell in row] for row in table]
+    head, *rows = [[_escape(cell) for cell in row] for row in table]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def _comparison_data(one: Comparison) -> dict[str, Any]:
-    pairs = one.pairs
-    share = one.equal / pairs.num_compared if one.equal is not None and pairs.num_compared else None
+def _comparison_data(comparison: Comparison) -> dict[str, Any]:
+    pairs = comparison.pairs
+    equal: dict[str, Any] | None = None
+    if (count := comparison.equal) is not None:
+        share = count / pairs.num_compared if pairs.num_compared else None
+        equal = {"count": count, "share": share, "by": comparison.equal_by}
     return {
-        "run": one.run,
-        "baseline": one.baseline,
+        "run": comparison.run,
+        "baseline": comparison.baseline,
         "pairs": pairs.both,
         "compared": pairs.num_compared,
         "rows": pairs.num_rows,
         "only_in_baseline": pairs.only_first,
         "only_in_run": pairs.only_second,
         "failed": {"baseline": pairs.failed_first, "run": pairs.failed_second, "both": pairs.failed_both},
-        "equal": None if one.equal is None else {"count": one.equal, "share": share, "by": one.equal_by},
-        "ratios": {name: _plain(asdict(figure)) for name, figure in one.ratios.items()},
-        "metrics": {name: _plain(asdict(figure)) for name, figure in one.metrics.items()},
+        "equal": equal,
+        "ratios": {name: _plain(asdict(figure)) for name, figure in comparison.ratios.items()},
+        "metrics": {name: _plain(asdict(figure)) for name, figure in comparison.metrics.items()},
     }
 
 
@@ -251,10 +249,10 @@ def compare(
 
     Raises UserError if a place has no finished run, or if the runs did not decode the same samples.
     """
-    found = find_runs(places, s3=s3)
-    compared = compare_runs(found.runs, unfinished=found.unfinished, baseline=baseline)
+    runs, unfinished = find_runs(places, s3=s3)
+    comparisons = compare_runs(runs, unfinished=unfinished, baseline=baseline)
     if form == "json":
-        print(json.dumps(as_data(compared), indent=1))
+        print(json.dumps(as_data(comparisons), indent=1))
     else:
-        print((as_markdown if form == "markdown" else as_text)(compared), end="")
+        print((as_markdown if form == "markdown" else as_text)(comparisons), end="")
     return OK

@@ -18,8 +18,10 @@ from draftmill.jobs.analysis.statistics import (
     Interval,
     Statistic,
     bootstrap,
+    finite_values,
     grouped_sums,
     mcnemar_p,
+    quotient,
     sign_flip_p,
 )
 from draftmill.storage.errors import UserError
@@ -63,9 +65,8 @@ class RatioFigure:
 class MetricFigure:
     """A metric over the `pairs` that have it in both runs: both means, and the mean of run minus baseline.
 
-    `better` says which values are better, None if that is not known.
-
-    `only_baseline` and `only_run` count, for a metric of zeros and ones, the pairs in which it is 1 in one run only.
+    `better` says which values are better, None if that is not known. `only_baseline` and `only_run` count, for a metric of
+    zeros and ones, the pairs in which it is 1 in one run only.
     """
 
     pairs: int
@@ -104,7 +105,7 @@ class Comparisons:
     @property
     def baselines(self) -> list[str]:
         """The runs with which others are compared, in order."""
-        return list(dict.fromkeys(one.baseline for one in self.against))
+        return list(dict.fromkeys(comparison.baseline for comparison in self.against))
 
 
 def compare_runs(
@@ -114,7 +115,7 @@ def compare_runs(
 
     Raises UserError, before any row is read, where a run decoded something else, and where no pair is left.
     """
-    chosen = baselines_of(runs, baseline)
+    baselines = baselines_of(runs, baseline)
     if len(runs) < 2:
         missing = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
         raise UserError(f"{len(runs)} finished run to compare{missing}; allowed: two or more")
@@ -123,19 +124,16 @@ def compare_runs(
         check_same_work(first.name, first.plan, run.name, run.plan)
     by: By = "tokens" if all(same_tokenizer(first.plan, run.plan) for run in others) else "text"
     figures: dict[int, RunFigures] = {}
-    found: dict[int, Comparison] = {}
-    for place in dict.fromkeys(chosen):  # each baseline once, with all that are compared with it
+    against: dict[int, Comparison] = {}
+    for place in dict.fromkeys(baselines):  # each baseline once, with all that are compared with it
         rows = read_rows(runs[place], by=by)
         figures[place] = figures_of(runs[place], rows)
-        for number in [number for number, one in enumerate(chosen) if one == place != number]:
+        for number in [number for number, own in enumerate(baselines) if own == place != number]:
             others_rows = read_rows(runs[number], by=by)
             figures[number] = figures_of(runs[number], others_rows)
-            found[number] = compare_rows(runs[place], rows, runs[number], others_rows, by)
-    return Comparisons(
-        tuple(figures[number] for number in sorted(figures)),
-        tuple(found[number] for number in sorted(found)),
-        tuple(unfinished),
-    )
+            against[number] = compare_rows(runs[place], rows, runs[number], others_rows, by)
+    in_order = tuple(figures[number] for number in sorted(figures))
+    return Comparisons(in_order, tuple(against[number] for number in sorted(against)), tuple(unfinished))
 
 
 def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]:
@@ -147,7 +145,7 @@ def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]
     """
     if baseline is not None:
         names = [{run.name, run.short, run.place.rstrip("/")} for run in runs]
-        place = next((number for number, one in enumerate(names) if baseline.rstrip("/") in one), None)
+        place = next((number for number, own in enumerate(names) if baseline.rstrip("/") in own), None)
         if place is None:
             allowed = ", ".join(run.name for run in runs)
             raise UserError(f"{baseline!r} is none of the finished runs; allowed: {allowed}", field="--baseline")
@@ -159,27 +157,27 @@ def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]
 
 
 def _nearest(settings: Sequence[dict[str, Any]], number: int) -> int:
-    mine = settings[number]
-    apart = [{key for key in mine.keys() | one.keys() if mine.get(key) != one.get(key)} for one in settings[:number]]
+    own = settings[number]
+    apart = [{key for key in own.keys() | of.keys() if own.get(key) != of.get(key)} for of in settings[:number]]
     if number == 0 or len(apart[0]) <= 1:
         return 0
     by_decoder = [place for place, keys in enumerate(apart) if keys == {"decoder"}]
-    by_one = [place for place, keys in enumerate(apart) if len(keys) == 1]
-    return [*by_decoder, *by_one, 0][0]
+    by_one_key = [place for place, keys in enumerate(apart) if len(keys) == 1]
+    return [*by_decoder, *by_one_key, 0][0]
 
 
 def _settings(run: FinishedRun) -> dict[str, Any]:
     """What may differ between cases, by the key of the spec; decoder and model count as one setting each."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for section, value in run.plan.spec.results_key().items():
-        whole = section in {"decoder", "model"} or not isinstance(value, dict)
-        found |= {section: value} if whole else {f"{section}.{key}": inner for key, inner in value.items()}
-    return found
+        is_one = section in {"decoder", "model"} or not isinstance(value, dict)
+        settings |= {section: value} if is_one else {f"{section}.{key}": inner for key, inner in value.items()}
+    return settings
 
 
 def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
     """The figures of one run, over its ok samples."""
-    sums = {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
+    sums = sums_of(rows)
     tokens = sums["new_tokens"]
     return RunFigures(
         name=run.name,
@@ -199,6 +197,11 @@ def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
     )
 
 
+def sums_of(rows: RunRows) -> dict[str, int]:
+    """The sum of each count over the ok samples."""
+    return {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
+
+
 def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: RunRows, by: By) -> Comparison:
     """One run against the baseline."""
     pairs = pair(baseline, rows)
@@ -215,7 +218,7 @@ def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, 
     names = [name for name in baseline.metrics if name in rows.metrics]
     sums_GS = grouped_sums(_columns(pairs, baseline, rows, names), pairs.row_P)
     statistics = [_ratio(*places) for places in _PLACES.values()]
-    statistics += [_mean(8 + 2 * number) for number in range(len(names))]
+    statistics += [quotient(8 + 2 * number) for number in range(len(names))]
     intervals = bootstrap(sums_GS, statistics)
     ratios = {
         name: _ratio_figure(sums_GS.sum(axis=0), name, interval)
@@ -235,15 +238,12 @@ def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, 
 
 def _columns(pairs: Pairs, baseline: RunRows, rows: RunRows, names: Sequence[str]) -> Iterator[Floats]:
     """The values to sum, one column at a time: four of each run, then difference and validity of each metric."""
-    for one, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
+    for run, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
         for name in ("nfe", "nfe_draft", "new_tokens"):
-            yield one.counts[name][place].astype(np.float64)
-        yield one.device_s_N[place]
+            yield run.counts[name][place].astype(np.float64)
+        yield run.device_s_N[place]
     for name in names:
-        difference = rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P]
-        valid = np.isfinite(difference)
-        yield np.where(valid, difference, 0.0)
-        yield valid.astype(np.float64)
+        yield from finite_values(rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P])
 
 
 _PLACES: Final[dict[str, tuple[int, int | None]]] = {
@@ -266,10 +266,6 @@ def _figure(sums: Floats, above: int, below: int | None) -> Floats:
 
 def _ratio(above: int, below: int | None) -> Statistic:
     return lambda sums: _figure(sums, above + 4, None if below is None else below + 4) / _figure(sums, above, below)
-
-
-def _mean(place: int) -> Statistic:
-    return lambda sums: sums[..., place] / sums[..., place + 1]
 
 
 def _ratio_figure(sums: Floats, name: str, ratio: Interval) -> RatioFigure:
@@ -328,8 +324,8 @@ def _share(above: float, below: float) -> float | None:
 class Pairs:
     """P pairs of samples that are ok in both runs: their positions in each run, and the number of each pair's row, from 0.
 
-    `both` counts the pairs before failed ones are left out: `failed_first`, `failed_second` (failed in one run only) and
-    `failed_both`. `only_first` and `only_second` count samples without a partner.
+    `both` counts these pairs and the failed ones: `failed_first`, `failed_second` (failed in one run only) and `failed_both`.
+    `only_first` and `only_second` count samples without a partner.
     """
 
     first_P: NDArray[np.int64]

@@ -15,9 +15,10 @@ import html
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
@@ -62,15 +63,10 @@ class Plot:
     description: str
 
 
-def _plot(
-    figure: Figure,
-    title: str,
-    caption: str,
-    cases: Sequence[RunStatistics],
-    words: Callable[[RunStatistics], str],
-) -> Plot:
+def _plot(figure: Figure, title: str, caption: str, cases: Sequence[RunStatistics], words: Iterable[str]) -> Plot:
     """A plot whose description has a part for each case."""
-    return Plot(figure, title, caption, "; ".join(f"{case.figures.name}: {words(case)}" for case in cases))
+    parts = [f"{case.figures.name}: {text}" for case, text in zip(cases, words, strict=True)]
+    return Plot(figure, title, caption, "; ".join(parts))
 
 
 # ---- quality against cost
@@ -92,14 +88,16 @@ def quality_plot(cases: Sequence[RunStatistics]) -> Plot | None:
         axes.set_ylim(bottom=0)
         _legend_below(figure, axes)
         caption = "Fewer forwards save time only as far as a forward with drafts costs as much as one without."
-        return _plot(figure, "Forwards and device time per token", caption, cases, _cost_words)
+        return _plot(figure, "Forwards and device time per token", caption, cases, map(_cost_words, cases))
     figure, grid = _axes(2.9 * len(names), columns=2, rows=len(names), share_y="row")
     for name, pair in zip(names, zip(grid[::2], grid[1::2], strict=True), strict=True):
         shown = [(case, style) for case, style in zip(cases, styles, strict=True) if name in case.metrics]
         for axes, label, cost in zip(
             pair, ("NFE per token", "device ms per token"), (nfe_cost, device_cost), strict=True
         ):
-            _frontier(axes, [(cost(case), case.metrics[name].value) for case, _ in shown], shown[0][0].better.get(name))
+            best = frontier([(cost(case), case.metrics[name].value) for case, _ in shown], shown[0][0].better.get(name))
+            if len(best) > 1:
+                axes.plot(*zip(*best, strict=True), color="#aaaaaa", linewidth=1.2, zorder=1)
             for case, style in shown:
                 axes.plot([cost(case)] * 2, _bounds(case.metrics[name]), color=style.colour, linewidth=1.2)
                 _point(axes, cost(case), case.metrics[name].value, style, case.figures.name)
@@ -108,16 +106,17 @@ def quality_plot(cases: Sequence[RunStatistics]) -> Plot | None:
     caption = f"Means over the samples; vertical lines are {LEVEL:.0%} intervals."
     if any(case.better.get(name) for case in cases for name in names):
         caption += " The grey line joins the cases that no other case beats at equal or lower cost."
-
-    def words(case: RunStatistics) -> str:
-        means = [f"{name} {interval_words(case.metrics[name])}" for name in names if name in case.metrics]
-        return f"{', '.join(means)} at {_cost_words(case)}"
-
+    means = [
+        [f"{name} {interval_words(case.metrics[name])}" for name in names if name in case.metrics] for case in cases
+    ]
+    words = [f"{', '.join(parts)} at {_cost_words(case)}" for case, parts in zip(cases, means, strict=True)]
     return _plot(figure, "Quality against cost", caption, cases, words)
 
 
-def frontier(points: Sequence[tuple[float, float]], better: Better) -> list[tuple[float, float]]:
-    """The points (cost, quality) that no other point beats at equal or lower cost, by cost."""
+def frontier(points: Sequence[tuple[float, float]], better: Better | None) -> list[tuple[float, float]]:
+    """The points (cost, quality) that no other point beats at equal or lower cost, by cost; none if `better` is not known."""
+    if better is None:
+        return []
     sign = 1 if better == "higher" else -1
     best: list[tuple[float, float]] = []
     for cost, quality in sorted(points, key=lambda point: (point[0], -sign * point[1])):
@@ -151,20 +150,13 @@ def _bounds(mean: Interval) -> tuple[float, float]:
     return (mean.value if mean.low is None else mean.low), (mean.value if mean.high is None else mean.high)
 
 
-def _frontier(axes: Axes, points: Sequence[tuple[float, float]], better: Better | None) -> None:
-    best = frontier(points, better) if better else []
-    if len(best) > 1:
-        axes.plot(*zip(*best, strict=True), color="#aaaaaa", linewidth=1.2, zorder=1)
-
-
 def _point(axes: Axes, x: float, y: float, style: Style, label: str) -> None:
     look: Any = {"fillstyle": style.filled, "markerfacecoloralt": "white"}
     axes.plot([x], [y], style.marker, color=style.colour, markersize=7, linestyle="", label=label, **look)
 
 
 def _label(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
     axes.margins(x=0.12, y=0.15)
 
 
@@ -176,46 +168,39 @@ def acceptance_plot(cases: Sequence[RunStatistics]) -> Plot | None:
     shown = [case for case in cases if case.accept_hist.sum()]
     if not shown or all(case.run.plan.spec.task.kind == "score" for case in cases):
         return None
+    from matplotlib.ticker import MaxNLocator
+
     figure, (left, right) = _axes(3.2, columns=2)
-    styles = styles_of(shown)
     widest = max(len(case.accept_hist) for case in shown)
-    for place, (case, style) in enumerate(zip(shown, styles, strict=True)):
+    for place, (case, style) in enumerate(zip(shown, styles_of(shown), strict=True)):
+        look: Any = {"color": style.colour, "linestyle": style.line, "marker": style.marker if widest <= 40 else None}
         shares = case.accept_hist / case.accept_hist.sum()
         committed = np.arange(len(shares))
         if len(shown) == 1 and widest <= 60:
             left.bar(committed, shares, color=style.colour, width=0.8)
         else:
-            left.plot(committed, shares, color=style.colour, linestyle=style.line, marker=_marker(style, widest))
+            left.plot(committed, shares, **look)
         reached = at_least(case.accept_hist)
         label = case.figures.name if place < PANELS else None
-        right.plot(
-            np.arange(1, len(reached) + 1),
-            reached,
-            color=style.colour,
-            linestyle=style.line,
-            marker=_marker(style, widest),
-            label=label,
-        )
-    left.set_title("tokens committed per iteration")
-    left.set_xlabel("tokens")
-    left.set_ylabel("share of iterations")
-    right.set_title("acceptance by position")
-    right.set_xlabel("position j in the iteration")
-    right.set_ylabel("share that committed j or more")
+        right.plot(np.arange(1, len(reached) + 1), reached, label=label, **look)
+    left.set(title="tokens committed per iteration", xlabel="tokens", ylabel="share of iterations")
+    right.set(
+        title="acceptance by position", xlabel="position j in the iteration", ylabel="share that committed j or more"
+    )
     for axes in (left, right):
         axes.set_ylim(0, 1.03)
-        _whole_numbers(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     if len(shown) > 1:
         _legend_below(figure, right)
     caption = (
         "Right: the share of iterations that committed at least j tokens. Where an iteration commits the accepted drafts and "
         "one more token, that is how often the draft at position j - 1 was accepted together with all before it."
     )
-
-    def words(case: RunStatistics) -> str:
-        shares = ", ".join(f"{share:.0%}" for share in at_least(case.accept_hist)[:4])
-        return f"{number(case.figures.tokens_per_iteration)} tokens per iteration, position 1 to 4: {shares}"
-
+    words = [
+        f"{number(case.figures.tokens_per_iteration)} tokens per iteration, position 1 to 4: "
+        + ", ".join(f"{share:.0%}" for share in at_least(case.accept_hist)[:4])
+        for case in shown
+    ]
     return _plot(figure, "Tokens per iteration", caption, shown, words)
 
 
@@ -224,20 +209,21 @@ def acceptance_plot(cases: Sequence[RunStatistics]) -> Plot | None:
 
 def length_plot(cases: Sequence[RunStatistics]) -> Plot | None:
     """NFE of a sample against its new tokens: a panel per case, all with the same axes; hexagons where points are many."""
-    shown = [case for case in cases if len(case.points.nfe)]
+    shown = [case for case in cases if len(case.nfe_M)]
     if not shown:
         return None
     left_out, shown = len(shown) - PANELS, shown[:PANELS]
     columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)
     figure, grid = _axes(3.4 if rows == 1 else 2.4 * rows, columns=columns, rows=rows)
-    points = [(case.points.new_tokens, case.points.nfe) for case in shown]
+    points = [(case.new_tokens_M, case.nfe_M) for case in shown]
     width, height = (1.05 * max(float(pair[axis].max()) for pair in points) or 1.0 for axis in (0, 1))
+    hexagons = {"extent": (0.0, width, 0.0, height), "gridsize": (54, 12) if columns == 1 else (24, 12)}
     for case, (x, y), axes, style in zip(shown, points, grid, styles_of(shown), strict=False):
-        _cloud(axes, x, y, style, (0.0, width, 0.0, height), cells=(54, 12) if columns == 1 else (24, 12))
+        _cloud(axes, x, y, style.colour, **hexagons)
         axes.plot([0, min(width, height)], [0, min(width, height)], color="#555555", linestyle="--", linewidth=0.9)
         if len(shown) > 1:
-            axes.set_title(wrapped(case.figures.name, PANEL_LETTERS // columns))
+            axes.set_title(wrap_name(case.figures.name, PANEL_LETTERS // columns))
         axes.set(xlim=(0, width), ylim=(0, height), xlabel="new tokens", ylabel="NFE")
     for axes in grid[len(shown) :]:
         axes.set_visible(False)
@@ -249,31 +235,22 @@ def length_plot(cases: Sequence[RunStatistics]) -> Plot | None:
         caption += f" Shown is one sample in {every:,}, evenly spaced."
     if left_out > 0:
         caption += f" {left_out} more cases are not drawn."
-
-    def words(case: RunStatistics) -> str:
-        x, y = case.points.new_tokens, case.points.nfe
-        return f"{x.min():,} to {x.max():,} new tokens, {y.min():,} to {y.max():,} NFE, on average {number(float(y.mean()))}"
-
+    words = [
+        f"{x.min():,} to {x.max():,} new tokens, {y.min():,} to {y.max():,} NFE, on average {number(float(y.mean()))}"
+        for x, y in points
+    ]
     return _plot(figure, "NFE against length", caption, shown, words)
 
 
-def _cloud(
-    axes: Axes,
-    x: NDArray[Any],
-    y: NDArray[Any],
-    style: Style,
-    extent: tuple[float, float, float, float],
-    *,
-    cells: tuple[int, int],
-) -> None:
+def _cloud(axes: Axes, x: NDArray[Any], y: NDArray[Any], colour: str, **hexagons: Any) -> None:
     if len(x) <= SCATTER_UP_TO:
         size = 6.5 if len(x) <= 200 else 3.5
-        axes.plot(x, y, ".", color=style.colour, markersize=size, alpha=0.6, markeredgewidth=0)
+        axes.plot(x, y, ".", color=colour, markersize=size, alpha=0.6, markeredgewidth=0)
         return
     from matplotlib.colors import LinearSegmentedColormap
 
-    shades = LinearSegmentedColormap.from_list("shades", ["#e9e9e9", style.colour])
-    axes.hexbin(x, y, gridsize=cells, extent=extent, bins="log", mincnt=1, cmap=shades, linewidths=0.1)
+    shades = LinearSegmentedColormap.from_list("shades", ["#e9e9e9", colour])
+    axes.hexbin(x, y, bins="log", mincnt=1, cmap=shades, linewidths=0.1, **hexagons)
 
 
 # ---- time
@@ -293,8 +270,7 @@ def course_plot(cases: Sequence[RunStatistics]) -> Plot | None:
             for moment in course.resumed_s:
                 axes.axvline(moment / seconds, color="#999999", linestyle=":", linewidth=1)
     for axes, title in ((left, "tokens per second"), (right, "samples in a slot")):
-        axes.set_title(title)
-        axes.set_xlabel(f"{unit} of decoding")
+        axes.set(title=title, xlabel=f"{unit} of decoding")
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
     if len(shown) > 1:
@@ -303,11 +279,11 @@ def course_plot(cases: Sequence[RunStatistics]) -> Plot | None:
     caption = "The tokens of a sample are spread evenly over its time in a slot. " + (
         "Dotted lines: pauses without any sample, which are cut out." if resumed else "There was no pause in decoding."
     )
-    courses = {case.figures.name: course for case, course in shown}
-
-    def words(case: RunStatistics) -> str:
-        return _course_words(courses[case.figures.name])
-
+    words = [
+        f"{number(course.edges_s[-1])} seconds, at most {number(float(course.tokens_per_s.max()))} tokens per second, "
+        f"{number(float(course.active.mean()))} samples in a slot on average"
+        for _, course in shown
+    ]
     return _plot(figure, "Throughput and active slots over time", caption, [case for case, _ in shown], words)
 
 
@@ -319,13 +295,6 @@ def coarser(course: Course) -> Course:
     widths = np.diff(np.append(starts, len(course.active)))
     tokens, active = (np.add.reduceat(values, starts) / widths for values in (course.tokens_per_s, course.active))
     return Course(edges, tokens, active, course.resumed_s)
-
-
-def _course_words(course: Course) -> str:
-    return (
-        f"{number(course.edges_s[-1])} seconds, at most {number(float(course.tokens_per_s.max()))} tokens per second, "
-        f"{number(float(course.active.mean()))} samples in a slot on average"
-    )
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -354,35 +323,31 @@ def times_plot(cases: Sequence[RunStatistics]) -> Plot | None:
         axes.set(title=TIMES[name], xlabel="seconds")
     caption = "Seconds per sample. Device time is the sample's share of its forwards."
     if len(shown) > 1:
-        grid[0].set_yticks(range(len(shown)), [wrapped(case.figures.name, TICK_LETTERS) for case in shown])
+        grid[0].set_yticks(range(len(shown)), [wrap_name(case.figures.name, TICK_LETTERS) for case in shown])
         grid[0].invert_yaxis()
         caption += " Boxes go from the first to the third quartile, with the median; lines from 5 % to 95 %."
     else:
         grid[0].set_ylabel("samples")
         zeros = sum(shown[0].spreads[name].num_zero for name in names)
         caption += f" {zeros:,} values of 0 are not on the logarithmic axes." if zeros else ""
-
-    def words(case: RunStatistics) -> str:
-        quantiles = ((TIMES[name], case.spreads[name].quantiles) for name in names)
-        return ", ".join(f"{what} median {number(of[2])} s, 95 % below {number(of[4])}" for what, of in quantiles)
-
+    quantiles = [[(TIMES[name], case.spreads[name].quantiles) for name in names] for case in shown]
+    words = [
+        ", ".join(f"{title} median {number(values[2])} s, 95 % below {number(values[4])}" for title, values in of_case)
+        for of_case in quantiles
+    ]
     return _plot(figure, "Wait and decode times", caption, shown, words)
 
 
 def _rows_height(cases: Sequence[RunStatistics]) -> float:
     """Inches for a row per case, whose names may take several lines."""
-    return 1.2 + sum(0.12 + 0.14 * len(wrapped(case.figures.name, TICK_LETTERS).splitlines()) for case in cases)
+    return 1.2 + sum(0.12 + 0.14 * len(wrap_name(case.figures.name, TICK_LETTERS).splitlines()) for case in cases)
 
 
 def _histogram(axes: Axes, spread: Spread, style: Style) -> None:
     if not len(spread.counts):
         return
     axes.stairs(spread.counts, spread.edges, fill=True, color=style.colour)
-    if spread.log:
-        axes.set_xscale("log")
-        _plain_ticks(axes)
-    else:
-        axes.set_xlim(left=0)
+    _scale(axes, is_log=spread.log)
 
 
 def _boxes(axes: Axes, spreads: Sequence[Spread], styles: Sequence[Style]) -> None:
@@ -392,18 +357,18 @@ def _boxes(axes: Axes, spreads: Sequence[Spread], styles: Sequence[Style]) -> No
         axes.barh(place, third - first, 0.5, left=first, color=style.colour, alpha=0.55)
         axes.plot([middle, middle], [place - 0.3, place + 0.3], color="#111111", linewidth=1.6)
     lows, highs = [spread.quantiles[0] for spread in spreads], [spread.quantiles[-1] for spread in spreads]
-    if min(lows) > 0 and max(highs) > WIDE * min(lows):
-        axes.set_xscale("log")
-        _plain_ticks(axes)
-    else:
-        axes.set_xlim(left=0)
+    _scale(axes, is_log=min(lows) > 0 and max(highs) > WIDE * min(lows))
     axes.grid(visible=False, axis="y")
 
 
-def _plain_ticks(axes: Axes) -> None:
-    """Ticks of a logarithmic axis as plain numbers: 0.5, 20, 1,000."""
+def _scale(axes: Axes, *, is_log: bool) -> None:
+    """A time axis from 0, or a logarithmic one whose ticks are plain numbers: 0.5, 20, 1,000."""
+    if not is_log:
+        axes.set_xlim(left=0)
+        return
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    axes.set_xscale("log")
     low, high = axes.get_xlim()
     few = high / max(low, 1e-12) < 300
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
@@ -427,7 +392,7 @@ def _axes(
 def _legend_below(figure: Figure, *of: Axes) -> None:
     """A legend under the plot, in as many columns as its longest name allows; the figure grows by its height."""
     handles = {label: handle for axes in of for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    labels = [wrapped(label, 90) for label in handles]
+    labels = [wrap_name(label, 90) for label in handles]
     longest = max(len(line) for label in labels for line in label.splitlines())
     columns = max(1, min(4, len(labels), int(POINTS_WIDE // (45 + LETTER * longest))))
     lines = -(-len(labels) // columns) * max(len(label.splitlines()) for label in labels)
@@ -435,7 +400,7 @@ def _legend_below(figure: Figure, *of: Axes) -> None:
     figure.legend(list(handles.values()), labels, loc="outside lower center", ncols=columns, handlelength=2.6)
 
 
-def wrapped(name: str, width: int) -> str:
+def wrap_name(name: str, width: int) -> str:
     """The name in lines of at most `width` characters, broken after spaces, hyphens and underscores where there are any."""
     lines = [""]
     for piece in re.findall(r"[^ _/-]*[ _/-]+|[^ _/-]+", name):
@@ -444,16 +409,6 @@ def wrapped(name: str, width: int) -> str:
                 lines.append("")
             lines[-1] += part
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _whole_numbers(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-
-
-def _marker(style: Style, positions: int) -> str | None:
-    return style.marker if positions <= 40 else None
 
 
 # Colour and marker of each decoder, the same in every report. The baseline of each model family is grey. Within a family the
@@ -493,97 +448,65 @@ class Style:
 
 def styles_of(cases: Sequence[RunStatistics]) -> list[Style]:
     """A style for each case."""
-    seen: Counter[str] = Counter()
-    found = []
+    counts: Counter[str] = Counter()
+    styles = []
     for case in cases:
         decoder = case.figures.decoder
-        place = seen[decoder] % len(LINES)
-        found.append(Style(*LOOKS.get(decoder, OTHER_LOOK), LINES[place], FILLED[place]))
-        seen[decoder] += 1
-    return found
+        place = counts[decoder] % len(LINES)
+        styles.append(Style(*LOOKS.get(decoder, OTHER_LOOK), LINES[place], FILLED[place]))
+        counts[decoder] += 1
+    return styles
 
 
 # ---- a figure as SVG
 
 FONTS: Final = "'DejaVu Sans', Verdana, Arial, sans-serif"
 
-SETTINGS: Final[dict[str, Any]] = {
-    "svg.fonttype": "none",  # text stays text: readable aloud, selectable, and small
-    "svg.hashsalt": "draftmill",
-    "svg.image_inline": True,
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "axes.titlesize": 10.0,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#555555",
-    "axes.labelcolor": "#222222",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e3e3e3",
-    "grid.linewidth": 0.6,
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "lines.linewidth": 1.6,
-    "path.simplify": True,
-}
+STYLE: Final = Path(__file__).parent / "report.mplstyle"
 
-_DROPPED = (
-    re.compile(r"<\?xml.*?\?>\s*", re.DOTALL),
-    re.compile(r"<!DOCTYPE.*?>\s*", re.DOTALL),
-    re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL),
-    re.compile(r"\s*<style type=\"text/css\">.*?</style>", re.DOTALL),
-    re.compile(r"\s*<defs>\s*</defs>"),
+_SURPLUS = re.compile(
+    r"<\?xml.*?\?>\s*|<!DOCTYPE.*?>\s*|\s*<metadata>.*?</metadata>|\s*<defs>\s*<style type=\"text/css\">.*?</style>\s*</defs>",
+    re.DOTALL,
 )
+"""What a drawing inside a page does not need."""
 
 
 @contextmanager
 def plotting() -> Iterator[None]:
-    """Inside, figures are made with SETTINGS. UserError if matplotlib is not installed."""
+    """Inside, figures are made in STYLE. UserError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
         raise UserError("the plots of a report need matplotlib: pip install 'draftmill[report]'") from None
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a user's own style file would change the bytes
-        settings: Any = SETTINGS  # its keys are plain strings, not matplotlib's literals
-        matplotlib.rcParams.update(settings)
+    with matplotlib.rc_context(fname=STYLE):
         yield
 
 
-def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
+def inline_svg(plot: Plot, name: str) -> str:
     """The figure as an <svg> element; `name` is a prefix of its ids, unique in the page.
 
     Screen readers get the title and the description in the place of the drawing.
     """
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = out.getvalue()
-    for pattern in _DROPPED:
-        text = pattern.sub("", text)
+    plot.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = _SURPLUS.sub("", out.getvalue())
     text = re.sub(r"font-family: [^;\"]*", f"font-family: {FONTS}", text)
     text = re.sub(r"font: ([^;\"]*?) ?'DejaVu Sans'[^;\"]*", rf"font: \1 {FONTS}", text)
     head, body = text.split(">", 1)
-    return _opening(head, name, title, description) + _with_own_ids(body, name).rstrip()
-
-
-def _opening(head: str, name: str, title: str, description: str) -> str:
     box = re.search(r'viewBox="([^"]*)"', head)
     assert box is not None, "matplotlib writes a viewBox"
     return (
         f'<svg viewBox="{box[1]}" role="img" aria-labelledby="{name}-title {name}-desc">'
-        f'<title id="{name}-title">{html.escape(title)}</title><desc id="{name}-desc">{html.escape(description)}</desc>'
+        f'<title id="{name}-title">{html.escape(plot.title)}</title>'
+        f'<desc id="{name}-desc">{html.escape(plot.description)}</desc>'
+        f"{_rename_ids(body, name).rstrip()}"
     )
 
 
-def _with_own_ids(body: str, name: str) -> str:
+def _rename_ids(body: str, name: str) -> str:
     """Keep the ids that something refers to, under the figure's own prefix; drop the others."""
     used = set(re.findall(r'href="#([^"]+)"', body)) | set(re.findall(r"url\(#([^)]+)\)", body))
-    renamed: Callable[[re.Match[str]], str] = lambda match: f' id="{name}-{match[1]}"' if match[1] in used else ""  # noqa: E731
-    body = re.sub(r' id="([^"]+)"', renamed, body)
+    body = re.sub(r' id="([^"]+)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", body)
     body = re.sub(r'(?:xlink:)?href="#([^"]+)"', rf'href="#{name}-\1"', body)
     body = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
     return re.sub(r"\n\s*", "\n", body)

@@ -19,13 +19,15 @@ from draftmill.jobs.analysis import plots
 from draftmill.jobs.analysis.compare import comparison_table, equal_text, heading, notes, number, runs_table
 from draftmill.jobs.analysis.comparison import Comparisons, baselines_of, compare_runs
 from draftmill.jobs.analysis.run_statistics import RunStatistics, read_statistics
-from draftmill.jobs.analysis.runs import SWEEP, FinishedRun, Found, check_same_work, find_runs
+from draftmill.jobs.analysis.runs import FinishedRun, check_same_work, find_runs
 from draftmill.jobs.analysis.statistics import LEVEL
 from draftmill.jobs.driving.cost import PURPOSES, cost_rows, hours_text, money_cells, purposes_of
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.summary import is_small
 from draftmill.jobs.formatting import counted, duration, rate_text
+from draftmill.jobs.plan.fingerprint import flat
+from draftmill.jobs.spec.sweep_spec import RECORD
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.stores.interface import S3Options, is_local
@@ -46,62 +48,54 @@ EFFICIENCY: Final = {
 def report(
     place: str, out: str, *, baseline: str | None = None, overwrite: bool = False, s3: S3Options | None = None
 ) -> int:
-    """Write the report on `place` to the local file `out`; returns the exit code.
+    """Write the report on `place` to the local file `out`, whole or not at all; returns the exit code.
 
-    `baseline` is the case with which the others are compared. An earlier report is replaced.
-
-    Raises UserError if there is no finished run, if the file exists and is something else, or if
-    matplotlib is missing.
+    `baseline` is the case with which the others are compared. An earlier report is replaced. UserError if there is no finished
+    run, if the file exists and is something else, or if matplotlib is missing.
     """
-    target = _checked_target(out, overwrite=overwrite)
+    target = Path(os.path.expanduser(out))
+    _check_target(target, out, overwrite=overwrite)
     store = open_store(place, s3=s3)
-    found = find_runs([place], s3=s3)
-    is_sweep = store.exists(SWEEP)
-    title = place.rstrip("/").rpartition("/")[2] if is_sweep else found.runs[0].plan.spec.name
-    content = report_page(found, f"{'Sweep' if is_sweep else 'Run'}: {title}", baseline=baseline)
-    _write_whole(target, content.encode())
-    print(f"{out}: {len(content.encode()):,} bytes")
+    runs, unfinished = find_runs([place], s3=s3)
+    is_sweep = store.exists(RECORD)
+    title = f"Sweep: {place.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
+    content = report_page(runs, unfinished, title, baseline).encode()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f"{out}: {len(content):,} bytes")
     return OK
 
 
-def _checked_target(out: str, *, overwrite: bool) -> Path:
-    """The file to write; UserError if it can't be written, before anything is read."""
-    target = Path(os.path.expanduser(out))
+def _check_target(target: Path, out: str, *, overwrite: bool) -> None:
+    """Raise UserError for a file that can't be written, before anything is read."""
     if not is_local(out):
         raise UserError(f"{out!r} is not a local file", field="--out")
     if target.is_dir() or not target.parent.is_dir():
         raise UserError(f"{out!r} is a folder, or in a folder that does not exist; allowed: a file", field="--out")
-    if target.exists() and not overwrite and not _is_report(target):
-        raise UserError(f"{out!r} exists and is not a report; --overwrite replaces it", field="--out")
-    return target
+    if target.exists() and not overwrite:
+        with target.open("rb") as file:
+            if MADE_BY.encode() not in file.read(1000):
+                raise UserError(f"{out!r} exists and is not a report; --overwrite replaces it", field="--out")
 
 
-def _is_report(target: Path) -> bool:
-    with target.open("rb") as file:
-        return MADE_BY.encode() in file.read(1000)
-
-
-def _write_whole(target: Path, data: bytes) -> None:
-    """The file appears whole, or not at all."""
-    half = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        half.write_bytes(data)
-        half.replace(target)
-    finally:
-        half.unlink(missing_ok=True)
-
-
-def report_page(found: Found, title: str, *, baseline: str | None = None) -> str:
+def report_page(runs: Sequence[FinishedRun], unfinished: Sequence[str], title: str, baseline: str | None) -> str:
     """The page of these runs; several are the cases of a sweep, with their short names.
 
     UserError without a run, without one named `baseline`, or without matplotlib.
     """
-    if not found.runs:
-        raise UserError(f"no finished run to report on; not finished: {', '.join(found.unfinished)}")
+    if not runs:
+        raise UserError(f"no finished run to report on; not finished: {', '.join(unfinished)}")
     with plots.plotting():
-        runs = [replace(run, name=run.short or run.name) for run in found.runs]
-        compared = [] if len(runs) == 1 else comparisons_of(runs, chosen_name(found.runs, baseline))
-        cases = [read_statistics(run) for run in runs]
+        named = [replace(run, name=run.short or run.name) for run in runs]
+        name = None
+        if baseline is not None and len(named) > 1:
+            name = named[baselines_of(runs, baseline)[0]].name
+        compared = comparisons_of(named, name)
+        cases = [read_statistics(run) for run in named]
         sections = list(_sections(cases, compared))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -113,7 +107,7 @@ def report_page(found: Found, title: str, *, baseline: str | None = None) -> str
     )
     return environment.get_template("report.html.j2").render(
         title=title,
-        lead=_lead(cases, found.unfinished),
+        lead=_lead(cases, unfinished),
         cards=list(_key_figures(cases[0])) if len(cases) == 1 else [],
         sections=[section for section in sections if section["parts"]],
         foot=_foot(cases),
@@ -129,6 +123,14 @@ def _table(title: str, rows: Sequence[Sequence[str]], *, words: Sequence[int] = 
     return {"kind": "table", "title": title, "rows": rows, "words": words}
 
 
+def _case_table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, is_one: bool, words: int = 0
+) -> Part:
+    """A table whose first column names the case, without it if there `is_one` case; the last `words` columns are text."""
+    table = [row[is_one:] for row in (["case", *head], *rows)]
+    return _table(title, table, words=range(len(table[0]) - words, len(table[0])))
+
+
 def _facts(title: str, pairs: Iterable[tuple[str, object]]) -> Part:
     return {"kind": "facts", "title": title, "pairs": list(pairs)}
 
@@ -142,19 +144,11 @@ def _details(title: str, data: Any) -> Part:
     return {"kind": "details", "title": title, "text": yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}
 
 
-def chosen_name(runs: Sequence[FinishedRun], baseline: str | None) -> str | None:
-    """The short name of the case that the user names as the baseline; UserError if there is none."""
-    if baseline is None:
-        return None
-    run = runs[baselines_of(runs, baseline)[0]]
-    return run.short or run.name
-
-
 def comparisons_of(runs: Sequence[FinishedRun], baseline: str | None = None) -> list[Comparisons]:
     """Paired comparisons of the runs that decoded the same, with `baseline` where it is among them."""
     groups: list[list[FinishedRun]] = []
     for run in runs:
-        group = next((group for group in groups if _same_work(group[0], run)), None)
+        group = next((group for group in groups if _is_same_work(group[0], run)), None)
         if group is None:
             groups.append([run])
         else:
@@ -166,9 +160,9 @@ def comparisons_of(runs: Sequence[FinishedRun], baseline: str | None = None) -> 
     ]
 
 
-def _same_work(one: FinishedRun, other: FinishedRun) -> bool:
+def _is_same_work(run: FinishedRun, other: FinishedRun) -> bool:
     try:
-        check_same_work(one.name, one.plan, other.name, other.plan)
+        check_same_work(run.name, run.plan, other.name, other.plan)
     except UserError:
         return False
     return True
@@ -178,7 +172,7 @@ def _sections(cases: Sequence[RunStatistics], compared: Sequence[Comparisons]) -
     for name, title, parts in (
         ("results", "Results", [_results(cases), *_costs(cases), *_metrics(cases)]),
         ("quality", "Quality against cost", _figures("quality", plots.quality_plot(cases))),
-        ("pairs", "Paired comparison", [part for one in compared for part in _comparison(one)]),
+        ("pairs", "Paired comparison", [part for group in compared for part in _comparison(group)]),
         ("acceptance", "Acceptance", _figures("acceptance", plots.acceptance_plot(cases))),
         ("effort", "Forwards", _figures("effort", plots.length_plot(cases))),
         ("time", "Time", _figures("time", plots.course_plot(cases), plots.times_plot(cases))),
@@ -189,12 +183,8 @@ def _sections(cases: Sequence[RunStatistics], compared: Sequence[Comparisons]) -
 
 
 def _figures(section: str, *drawn: plots.Plot | None) -> list[Part]:
-    found = []
-    for place, plot in enumerate(filter(None, drawn), start=1):
-        name = f"{section}-plot{place}"
-        svg = plots.inline_svg(plot.figure, name, plot.title, plot.description)
-        found.append({"kind": "figure", "name": name, "plot": plot, "svg": svg})
-    return found
+    named = [(f"{section}-plot{place}", plot) for place, plot in enumerate(filter(None, drawn), start=1)]
+    return [{"kind": "figure", "name": name, "plot": plot, "svg": plots.inline_svg(plot, name)} for name, plot in named]
 
 
 def _lead(cases: Sequence[RunStatistics], unfinished: Sequence[str]) -> str:
@@ -213,7 +203,7 @@ def _key_figures(case: RunStatistics) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{figures.tokens:,}"
     if figures.nfe_per_token is not None:
         yield "NFE per token", number(figures.nfe_per_token)
-    if case.proposed:
+    if figures.acceptance is not None:
         yield "acceptance", f"{figures.acceptance:.1%}"
     if case.sessions.wall_s:
         yield "tokens per second", rate_text(ratio(case.sessions.committed.new_tokens, case.sessions.wall_s))
@@ -227,19 +217,20 @@ def _results(cases: Sequence[RunStatistics]) -> Part:
 
 
 def _run_figures(case: RunStatistics) -> Iterator[tuple[str, str]]:
-    figures = case.figures
+    figures, sums = case.figures, case.sums
     yield "samples", f"{figures.samples:,} ({figures.samples - figures.failed:,} ok, {figures.failed:,} failed)"
-    yield "tokens", f"{figures.tokens:,} {case.run.plan.spec.task.done}, {case.prompt_tokens:,} given"
+    yield "tokens", f"{figures.tokens:,} {case.run.plan.spec.task.done}, {sums['prompt_tokens']:,} given"
     yield "NFE per token", number(figures.nfe_per_token)
     if figures.nfe_draft_per_token:
         yield "draft NFE per token", number(figures.nfe_draft_per_token)
     yield "device ms per token", number(plots.device_cost(case))
-    if case.iterations:
+    if sums["iterations"]:
         yield "tokens per iteration", number(figures.tokens_per_iteration)
-    if case.proposed:
-        yield "acceptance", f"{figures.acceptance:.1%} of {case.proposed:,} draft tokens"
+    if sums["proposed"]:
+        yield "acceptance", f"{figures.acceptance:.1%} of {sums['proposed']:,} draft tokens"
         if commits_one_more(case):
-            yield "mean acceptance length", f"{number(1 + case.accepted / case.iterations)} (1 + accepted / iterations)"
+            length = number(1 + sums["accepted"] / sums["iterations"])
+            yield "mean acceptance length", f"{length} (1 + accepted / iterations)"
     yield from _machine_figures(case)
     yield from cost_rows(case.spent, figures.tokens)
 
@@ -257,7 +248,7 @@ def _costs(cases: Sequence[RunStatistics]) -> list[Part]:
 
 def commits_one_more(case: RunStatistics) -> bool:
     """Whether iterations commit the accepted drafts and one more token, up to what the ends of texts cut off."""
-    beyond = case.iterations + case.accepted - case.figures.tokens
+    beyond = case.sums["iterations"] + case.sums["accepted"] - case.figures.tokens
     return abs(beyond) <= case.figures.samples + 0.02 * case.figures.tokens
 
 
@@ -268,51 +259,45 @@ def _machine_figures(case: RunStatistics) -> Iterator[tuple[str, str]]:
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
     yield "tokens per second", f"{rate_text(rate)} ({duration(sessions.wall_s)} of decoding)"
     if not is_small(case.figures.samples, sessions):
-        found = efficiency(sessions.effort)
-        yield from ((label, f"{found[name]:.1%}") for name, label in EFFICIENCY.items() if name in found)
+        shares = efficiency(sessions.effort)
+        yield from ((label, f"{shares[name]:.1%}") for name, label in EFFICIENCY.items() if name in shares)
 
 
 def _metrics(cases: Sequence[RunStatistics]) -> list[Part]:
     rows = [
-        [
-            *([case.figures.name] if len(cases) > 1 else []),
-            name,
-            plots.interval_words(mean),
-            f"{case.metric_rows[name]:,}",
-        ]
+        [case.figures.name, name, plots.interval_words(mean), f"{case.metric_rows[name]:,}"]
         for case in cases
         for name, mean in case.metrics.items()
     ]
-    if not rows:
-        return []
-    head = [*(["case"] if len(cases) > 1 else []), "metric", f"mean ({LEVEL:.0%} interval)", "samples"]
-    return [_table("Metrics: means over the samples that have a value", [head, *rows])]
+    head = ["metric", f"mean ({LEVEL:.0%} interval)", "samples"]
+    title = "Metrics: means over the samples that have a value"
+    return [_case_table(title, head, rows, is_one=len(cases) == 1)] if rows else []
 
 
-def _comparison(found: Comparisons) -> Iterator[Part]:
-    for one in found.against:
-        yield _table(heading(one), comparison_table(one), words=[3, 4])
-        if alike := equal_text(one):
+def _comparison(comparisons: Comparisons) -> Iterator[Part]:
+    for comparison in comparisons.against:
+        yield _table(heading(comparison), comparison_table(comparison), words=[3, 4])
+        if alike := equal_text(comparison):
             yield _note(alike)
-    yield from map(_note, notes(found))
+    yield from map(_note, notes(comparisons))
 
 
 def _errors(cases: Sequence[RunStatistics]) -> Part:
     rows = [
-        [*([case.figures.name] if len(cases) > 1 else []), kind, f"{count:,}", *map(_brief, case.examples[kind])]
+        [case.figures.name, kind, f"{count:,}", *map(_brief, case.examples[kind])]
         for case in cases
         for kind, count in case.errors.items()
     ]
     if not rows:
         return _note("No sample failed.")
-    head = [*(["case"] if len(cases) > 1 else []), "class", "samples", "first id", "its message"]
-    return _table("Failed samples, with the first of each class", [head, *rows], words=[len(head) - 2, len(head) - 1])
+    head = ["class", "samples", "first id", "its message"]
+    return _case_table("Failed samples, with the first of each class", head, rows, is_one=len(cases) == 1, words=2)
 
 
 def _what_was_run(cases: Sequence[RunStatistics]) -> Iterator[Part]:
     """What all cases share, once, and for each case what differs; the whole spec of the first, and of the others what differs."""
     jobs = [dict(_job(case)) for case in cases]
-    specs = [_lines(case.run.plan.spec.model_dump(mode="json")) for case in cases]
+    specs = [dict(flat(case.run.plan.spec.model_dump(mode="json"))) for case in cases]
     shared = {name: value for name, value in jobs[0].items() if all(job.get(name) == value for job in jobs)}
     yield _facts("The job" if len(cases) == 1 else "The same in all cases", shared.items())
     for case, job in zip(cases, jobs, strict=True):
@@ -327,16 +312,6 @@ def _what_was_run(cases: Sequence[RunStatistics]) -> Iterator[Part]:
         yield _details(f"How the spec of {case.figures.name} differs", differs)
 
 
-def _lines(spec: Any, key: str = "") -> dict[str, Any]:
-    """The values of a spec by their dotted keys."""
-    if not isinstance(spec, dict) or not spec:
-        return {key: spec}
-    found: dict[str, Any] = {}
-    for name, value in spec.items():
-        found |= _lines(value, f"{key}.{name}" if key else name)
-    return found
-
-
 def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     plan = case.run.plan
     spec, results = plan.spec, plan.results
@@ -344,10 +319,8 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     yield "fingerprint", plan.fingerprint
     yield "task", _settings(spec.task.model_dump(mode="json"))
     model = results["model"]
-    yield (
-        "model",
-        f"{spec.model.path} ({model.get('family', 'unknown family')}, weights {_short(model.get('weights'))})",
-    )
+    weights = (model.get("weights") or "unknown")[:12]
+    yield "model", f"{spec.model.path} ({model.get('family', 'unknown family')}, weights {weights})"
     yield "decoder", _settings(spec.decoder.model_dump(mode="json"))
     yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling.model_dump(mode='json'))}"
     files = ", ".join(f"{file.name} ({file.size or 0:,} bytes)" for file in plan.files[:5])
@@ -360,7 +333,7 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
         yield "started", f"{count:,} on {text}"
     if case.started is not None:
         yield "decoded", f"{case.started} to {case.ended}"
-    exact = all_exact(one.manifest.exact for one in case.run.passes if one.manifest is not None)
+    exact = all_exact(pass_.manifest.exact for pass_ in case.run.passes if pass_.manifest is not None)
     yield "exact", exactness(exact)
 
 
@@ -372,10 +345,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{_settings(value)}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _short(digest: str | None) -> str:
-    return digest[:12] if digest else "unknown"
 
 
 def _brief(message: str) -> str:

@@ -30,9 +30,8 @@ By = Literal["tokens", "text"]
 class RunRows:
     """The rows of a run in plan order, N samples. Counts and seconds are 0 where null; a metric is NaN where a row has none.
 
-    `better` says of each metric which values are better, None where that is not known.
-
-    `digest_N` is a 64-bit hash of the tokens (or the text); two different ones are equal with probability 2**-64.
+    `better` says of each metric which values are better, None where that is not known. `digest_N` is a 64-bit hash of the
+    tokens (or the text); two different ones are equal with probability 2**-64.
     """
 
     ids: pa.ChunkedArray
@@ -56,22 +55,22 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
     Metrics come from the run's `metrics/`, from the column `metrics`, and for scored texts from SCORES.
     """
     scores = [name for name in SCORES if run.plan.spec.task.kind == "score"]
-    wanted = ["id", "status", "sample", by, *COUNTS, "device_s", "metrics", *scores]
-    known = set(run.plan.schema.names)
-    parts = [_part(table, by, scores) for table in latest_rows(run.passes, columns=[n for n in wanted if n in known])]
+    names = ["id", "status", "sample", by, *COUNTS, "device_s", "metrics", *scores]
+    columns = [name for name in names if name in set(run.plan.schema.names)]
+    parts = [_part(table, by, scores) for table in latest_rows(run.passes, columns=columns)]
     ids = pa.chunked_array([part["ids"] for part in parts], type=pa.string())
-    sample_N = _joined(parts, "sample", np.int32)
+    sample_N = _column(parts, "sample", np.int32)
     metrics = _metric_columns([part["metrics"] for part in parts], [len(part["sample"]) for part in parts])
     metrics |= metrics_of_files(run, ids, sample_N)
-    sets = metric_sets(run.store).values()
-    kinds = {column: one.settings.get("kind") for of in sets for one in of.metrics for column in one.columns}
+    known = [metric for metric_set in metric_sets(run.store).values() for metric in metric_set.metrics]
+    kinds = {column: metric.settings.get("kind") for metric in known for column in metric.columns}
     return RunRows(
         ids,
         sample_N,
-        _joined(parts, "ok", np.bool_),
-        _joined(parts, "digest", np.uint64),
-        {name: _joined(parts, name, np.int32) for name in COUNTS},
-        _joined(parts, "device_s", np.float64),
+        _column(parts, "ok", np.bool_),
+        _column(parts, "digest", np.uint64),
+        {name: _column(parts, name, np.int32) for name in COUNTS},
+        _column(parts, "device_s", np.float64),
         dict(sorted(metrics.items())),
         {name: better_of(kinds.get(name), name) for name in metrics},
     )
@@ -80,19 +79,19 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
 def _part(table: pa.Table, by: By, scores: Sequence[str]) -> dict[str, Any]:
     """The numbers of one unit."""
     table = table.combine_chunks()
-    found: dict[str, Any] = {
+    part: dict[str, Any] = {
         "ids": _array(table, "id").cast(pa.string()),
         "sample": numbers(table, "sample", np.int32),
         "ok": np.asarray(pc.equal(table["status"], "ok")),
         "digest": np.fromiter(_digests(_array(table, by)), np.uint64, table.num_rows),
         "device_s": numbers(table, "device_s", np.float64),
-        "metrics": mapped(_array(table, "metrics")),
+        "metrics": columns_in(_array(table, "metrics")),
     }
-    found |= {name: numbers(table, name, np.int32) for name in COUNTS}
+    part |= {name: numbers(table, name, np.int32) for name in COUNTS}
     for name in scores:
         if name in table.column_names:
-            found["metrics"][name] = table[name].cast(pa.float64()).to_numpy()
-    return found
+            part["metrics"][name] = table[name].cast(pa.float64()).to_numpy()
+    return part
 
 
 def numbers(table: pa.Table, name: str, kind: Any) -> NDArray[Any]:
@@ -102,21 +101,18 @@ def numbers(table: pa.Table, name: str, kind: Any) -> NDArray[Any]:
     return np.asarray(table[name].fill_null(0).to_numpy(), dtype=kind)
 
 
-def mapped(column: pa.MapArray | pa.StructArray) -> dict[str, NDArray[np.float64]]:
+def columns_in(column: pa.MapArray | pa.StructArray) -> dict[str, NDArray[np.float64]]:
     """The values of a column of structs, or of maps (before result schema 6): one array per name, NaN where a row lacks it."""
     if pa.types.is_struct(column.type):
-        fields = {field.name: pc.struct_field(column, field.name) for field in column.type}
-        return {name: _array_of(values) for name, values in fields.items()}
+        return {field.name: _array_of(pc.struct_field(column, field.name)) for field in column.type}
     offsets = column.offsets.to_numpy()
     keys, items = column.keys[offsets[0] : offsets[-1]], column.items[offsets[0] : offsets[-1]]
     owner = np.repeat(np.arange(len(column)), np.diff(offsets))
-    found = {}
-    for name in pc.unique(keys).to_pylist():
+    columns = {name: np.full(len(column), np.nan) for name in pc.unique(keys).to_pylist()}
+    for name, values in columns.items():
         here = np.asarray(pc.equal(keys, name))
-        values = np.full(len(column), np.nan)
         values[owner[here]] = _array_of(items)[here]
-        found[name] = values
-    return found
+    return columns
 
 
 def _array_of(values: pa.Array) -> NDArray[np.float64]:
@@ -133,13 +129,10 @@ def metrics_of_files(
     place_N, row_M = positions(ids, sample_N, table["id"], numbers(table, "sample", np.int32))
     if len(row_M) != table.num_rows:
         raise StoreError(f"{run.place}/metrics has rows that are not in the run; measure it again")
-    found = {}
-    for name in table.column_names[2:]:
-        values = np.full(len(sample_N), np.nan)
+    columns = {name: np.full(len(sample_N), np.nan) for name in table.column_names[2:]}
+    for name, values in columns.items():
         values[place_N] = table[name].cast(pa.float64()).to_numpy()[row_M]
-        if not np.isnan(values).all():
-            found[name] = values
-    return found
+    return {name: values for name, values in columns.items() if not np.isnan(values).all()}
 
 
 def positions(
@@ -159,8 +152,7 @@ def positions(
 
 def row_numbers(ids: pa.ChunkedArray, of: pa.ChunkedArray) -> NDArray[np.int64]:
     """The number of each of the ids `of` among the distinct `ids`, in their order; -1 where it is not among them."""
-    found = pc.index_in(of, value_set=pc.unique(ids))
-    return np.asarray(found.fill_null(-1).to_numpy(), dtype=np.int64)
+    return np.asarray(pc.index_in(of, value_set=pc.unique(ids)).fill_null(-1).to_numpy(), dtype=np.int64)
 
 
 def _digests(column: pa.Array) -> Iterator[int]:
@@ -179,7 +171,7 @@ def _array(table: pa.Table, name: str) -> Any:
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
 
 
-def _joined(parts: Sequence[dict[str, Any]], name: str, kind: Any) -> NDArray[Any]:
+def _column(parts: Sequence[dict[str, Any]], name: str, kind: Any) -> NDArray[Any]:
     return np.concatenate([part[name] for part in parts]).astype(kind, copy=False)
 
 

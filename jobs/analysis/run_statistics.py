@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -14,10 +13,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from draftmill.actors.metrics.settings import Better
-from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary
+from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary, sums_of
 from draftmill.jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.analysis.runs import FinishedRun
-from draftmill.jobs.analysis.statistics import Floats, Interval, bootstrap, grouped_sums, wilson
+from draftmill.jobs.analysis.statistics import Interval, bootstrap, finite_values, grouped_sums, quotient, wilson
 from draftmill.jobs.driving.cost import DeviceSums
 from draftmill.jobs.driving.run_log import Sessions, read_sessions
 from draftmill.jobs.finished.passes import latest_rows
@@ -31,16 +30,13 @@ TIME_BINS: Final = 120
 GAP_S: Final = 30.0
 """A pause between samples longer than this, and than a twentieth of the time before it, is cut out of plots over time."""
 
+DETAILS: Final = (
+    "id", "status", "error_kind", "error", "accept_hist", "worker", "started_at", "wait_s", "prefill_s", "decode_s",
+)  # fmt: skip
+"""Columns that only a report reads, beside those of RunRows."""
+
 WIDE: Final = 100.0
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-
-@dataclass(frozen=True, slots=True)
-class Points:
-    """Counts of single ok samples."""
-
-    new_tokens: NDArray[np.int32]
-    nfe: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """One run as a report shows it."""
+    """One run as a report shows it. `new_tokens_M` and `nfe_M` are those of one ok sample in `every`; `sums` are over all."""
 
     run: FinishedRun
     figures: RunFigures
@@ -81,16 +77,14 @@ class RunStatistics:
     metric_rows: dict[str, int]
     better: dict[str, Better | None]
     accept_hist: NDArray[np.int64]
-    points: Points
+    new_tokens_M: NDArray[np.int32]
+    nfe_M: NDArray[np.int32]
     every: int
     course: Course | None
     spreads: dict[str, Spread]
     errors: dict[str, int]
     examples: dict[str, tuple[str, str]]
-    iterations: int
-    accepted: int
-    proposed: int
-    prompt_tokens: int
+    sums: dict[str, int]
     workers: int
     started: str | None
     ended: str | None
@@ -98,53 +92,53 @@ class RunStatistics:
     spent: DeviceSums
 
 
-@dataclass(slots=True)
-class _Details:
-    """Sums over the units of a run, and the columns of times."""
-
-    accept_hist: NDArray[np.int64]
-    errors: Counter[str]
-    examples: dict[str, tuple[str, str]]
-    workers: set[str]
-    start_N: NDArray[np.float64]
-    wait_N: NDArray[np.float64]
-    resident_N: NDArray[np.float64]
-
-
 def read_statistics(run: FinishedRun) -> RunStatistics:
     """Read a run and reduce it; about 100 bytes a sample are in memory meanwhile."""
-    rows, details = read_rows(run), _read_details(run)
+    rows = read_rows(run)
     ok = rows.ok_N
     every = max(1, -(-int(ok.sum()) // POINTS))
-    sums = {name: int(column[ok].sum(dtype=np.int64)) for name, column in rows.counts.items()}
-    timed = ok & (details.start_N > 0)
-    start, resident = details.start_N[timed], details.resident_N[timed]
+    histogram = np.zeros(0, np.int64)
+    errors: Counter[str] = Counter()
+    examples: dict[str, tuple[str, str]] = {}
+    workers: set[str] = set()
+    parts: list[tuple[NDArray[np.float64], ...]] = []
+    for table in latest_rows(run.passes, columns=DETAILS):
+        good = table.filter(pc.equal(table["status"], "ok"))
+        histogram = _add_histograms(histogram, good["accept_hist"])
+        workers.update(pc.unique(table["worker"].cast(pa.string())).drop_null().to_pylist())
+        failed = table.filter(pc.equal(table["status"], "failed")).select(["error_kind", "id", "error"])
+        for row in failed.to_pylist():
+            kind = row["error_kind"] or "unknown"
+            errors[kind] += 1
+            examples.setdefault(kind, (row["id"], row["error"] or ""))
+        parts.append(_times(table))
+    start_N, wait_N, resident_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    timed = ok & (start_N > 0)
+    start, resident = start_N[timed], resident_N[timed]
     return RunStatistics(
         run=run,
         figures=figures_of(run, rows),
         metrics=metric_intervals(rows),
         metric_rows={name: int(np.isfinite(column).sum()) for name, column in rows.metrics.items()},
         better=rows.better,
-        accept_hist=details.accept_hist,
-        points=Points(*(rows.counts[name][ok][::every] for name in ("new_tokens", "nfe"))),
+        accept_hist=histogram,
+        new_tokens_M=rows.counts["new_tokens"][ok][::every],
+        nfe_M=rows.counts["nfe"][ok][::every],
         every=every,
         course=course_of(start, start + resident, rows.counts["new_tokens"][timed]),
         spreads={
-            "wait_s": spread_of(details.wait_N[ok]),
-            "resident_s": spread_of(details.resident_N[ok]),
+            "wait_s": spread_of(wait_N[ok]),
+            "resident_s": spread_of(resident_N[ok]),
             "device_s": spread_of(rows.device_s_N[ok]),
         },
-        errors=dict(sorted(details.errors.items(), key=lambda item: (-item[1], item[0]))),
-        examples=details.examples,
-        iterations=sums["iterations"],
-        accepted=sums["accepted"],
-        proposed=sums["proposed"],
-        prompt_tokens=sums["prompt_tokens"],
-        workers=len(details.workers),
+        errors=dict(sorted(errors.items(), key=lambda item: (-item[1], item[0]))),
+        examples=examples,
+        sums=sums_of(rows),
+        workers=len(workers),
         started=_moment(start.min()) if len(start) else None,
         ended=_moment((start + resident).max()) if len(start) else None,
         sessions=read_sessions(run.store),
-        spent=sum((read_sessions(one.store).devices for one in run.passes), DeviceSums()),
+        spent=sum((read_sessions(pass_.store).devices for pass_ in run.passes), DeviceSums()),
     )
 
 
@@ -154,51 +148,14 @@ def metric_intervals(rows: RunRows) -> dict[str, Interval]:
     row_N = row_numbers(rows.ids, rows.ids)
     if not names:
         return {}
-    sums_GS = grouped_sums(_valid_values(rows, names), row_N)
-    means = bootstrap(sums_GS, [_mean(2 * number) for number in range(len(names))])
+    sums_GS = grouped_sums((column_N for name in names for column_N in finite_values(rows.metrics[name])), row_N)
+    intervals = bootstrap(sums_GS, [quotient(2 * number) for number in range(len(names))])
     single = row_N.max(initial=-1) + 1 == len(row_N)
-    found = {}
-    for name, mean in zip(names, means, strict=True):
+    means = {}
+    for name, mean in zip(names, intervals, strict=True):
         values = rows.metrics[name][np.isfinite(rows.metrics[name])]
-        found[name] = wilson(int(values.sum()), len(values)) if single and is_binary(values) else mean
-    return found
-
-
-def _valid_values(rows: RunRows, names: Sequence[str]) -> Iterator[Floats]:
-    """For each metric its values, 0 where there is none, and where there is one."""
-    for name in names:
-        valid = np.isfinite(rows.metrics[name])
-        yield np.where(valid, rows.metrics[name], 0.0)
-        yield valid.astype(np.float64)
-
-
-def _mean(place: int) -> Any:
-    return lambda sums: sums[..., place] / sums[..., place + 1]
-
-
-def _read_details(run: FinishedRun) -> _Details:
-    results = ["id", "status", "error_kind", "error", "accept_hist"]
-    names = [*results, "worker", "started_at", "wait_s", "prefill_s", "decode_s"]
-    histogram = np.zeros(0, np.int64)
-    errors: Counter[str] = Counter()
-    examples: dict[str, tuple[str, str]] = {}
-    workers: set[str] = set()
-    parts: list[tuple[NDArray[np.float64], ...]] = []
-    for table in latest_rows(run.passes, columns=names):
-        good = table.filter(pc.equal(table["status"], "ok"))
-        histogram = _added(histogram, good["accept_hist"])
-        workers.update(pc.unique(table["worker"].cast(pa.string())).drop_null().to_pylist())
-        for kind, name, reason in _failed(table):
-            errors[kind] += 1
-            examples.setdefault(kind, (name, reason))
-        parts.append(_times(table))
-    start, wait, resident = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return _Details(histogram, errors, examples, workers, start, wait, resident)
-
-
-def _failed(table: pa.Table) -> Sequence[tuple[str, str, str]]:
-    rows = table.filter(pc.equal(table["status"], "failed")).select(["error_kind", "id", "error"]).to_pylist()
-    return [(row["error_kind"] or "unknown", row["id"], row["error"] or "") for row in rows]
+        means[name] = wilson(int(values.sum()), len(values)) if single and is_binary(values) else mean
+    return means
 
 
 def _times(table: pa.Table) -> tuple[NDArray[np.float64], ...]:
@@ -207,14 +164,14 @@ def _times(table: pa.Table) -> tuple[NDArray[np.float64], ...]:
     return start, numbers(table, "wait_s", np.float64), resident
 
 
-def _added(histogram: NDArray[np.int64], column: pa.ChunkedArray) -> NDArray[np.int64]:
+def _add_histograms(histogram: NDArray[np.int64], column: pa.ChunkedArray) -> NDArray[np.int64]:
     """The histogram plus those of a column's rows."""
     flat = pc.list_flatten(column).to_numpy()
     lengths = pc.list_value_length(column.drop_null()).to_numpy()
     place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    added = np.bincount(place, weights=flat).astype(np.int64)
-    size = max(len(histogram), len(added))
-    return np.pad(histogram, (0, size - len(histogram))) + np.pad(added, (0, size - len(added)))
+    sums = np.bincount(place, weights=flat).astype(np.int64)
+    size = max(len(histogram), len(sums))
+    return np.pad(histogram, (0, size - len(histogram))) + np.pad(sums, (0, size - len(sums)))
 
 
 def at_least(accept_hist: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -245,12 +202,12 @@ def course_of(start_N: NDArray[np.float64], end_N: NDArray[np.float64], tokens_N
     edges = np.linspace(0.0, last, bins + 1)
     width = edges[1]
     occupied = _time_before(edges, start) - _time_before(edges, end)
-    begun = np.minimum(start, np.maximum(end - width / 1000, 0.0))  # also for samples that took no time at all
-    until = np.maximum(end, begun + width / 1000)
-    rate = tokens / (until - begun)
-    made = _time_before(edges, begun, rate) - _time_before(edges, until, rate)
+    first = np.minimum(start, np.maximum(end - width / 1000, 0.0))  # also for samples that took no time at all
+    until = np.maximum(end, first + width / 1000)
+    rate = tokens / (until - first)
+    generated = _time_before(edges, first, rate) - _time_before(edges, until, rate)
     resumed = tuple(float(value) for value in start[1:][cut > 0])
-    return Course(edges, np.diff(made) / width, np.diff(occupied) / width, resumed)
+    return Course(edges, np.diff(generated) / width, np.diff(occupied) / width, resumed)
 
 
 def _time_before(
@@ -269,10 +226,8 @@ def _time_before(
 
 def spread_of(values: NDArray[Any]) -> Spread:
     """The histogram of values of at least 0, in 10 to 40 bins."""
-    if not len(values):
-        return Spread(np.zeros(0), np.zeros(0, np.int64), 0, False, (0.0,) * len(QUANTILES), 0.0)
-    quantiles = tuple(float(value) for value in np.quantile(values, QUANTILES))
-    mean = float(np.mean(values))
+    quantiles = tuple(float(value) for value in np.quantile(values if len(values) else [0.0], QUANTILES))
+    mean = float(np.mean(values)) if len(values) else 0.0
     positive = np.asarray(values[values > 0], np.float64)
     if not len(positive):
         return Spread(np.zeros(0), np.zeros(0, np.int64), len(values), False, quantiles, mean)

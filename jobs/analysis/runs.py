@@ -10,16 +10,13 @@ from typing import Any
 
 from draftmill.actors.task import Infill, Lines, Random, Sentences, SpanFraction, Spans
 from draftmill.jobs.finished.passes import Pass, finished, passes_of
-from draftmill.jobs.plan.fingerprint import changed_files, shortened
+from draftmill.jobs.plan.fingerprint import changed_files, flat, format_value, shortened
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.spec.sweep_spec import short_names
+from draftmill.jobs.spec.sweep_spec import CASES, RECORD, short_names
 from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.runs.commit import MANIFEST
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
-
-SWEEP = "sweep.json"
-CASES = "cases/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,54 +42,43 @@ class FinishedRun:
         return self.passes[0].store
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The runs at some places. `unfinished` names the cases of sweeps that have no complete results (yet)."""
+def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> tuple[list[FinishedRun], list[str]]:
+    """The runs at these places, in order; a sweep's directory stands for its cases. Then the names of its unfinished cases.
 
-    runs: tuple[FinishedRun, ...]
-    unfinished: tuple[str, ...] = ()
-
-
-def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> Found:
-    """The runs at these places, in order; a sweep's directory stands for its cases.
-
-    Raises UserError if a place is neither, or if a run is not finished. An unfinished case of a sweep is left out and named.
+    UserError if a place is neither a run nor a sweep, or if a run that is no case of a sweep is not finished.
     """
     runs: list[FinishedRun] = []
     unfinished: list[str] = []
     for place in places:
         store = open_store(place, s3=s3)
-        if not store.exists(SWEEP):
+        if not store.exists(RECORD):
             runs.append(open_run(place, s3=s3))
             continue
         names = short_names(cases_of(store))
         for name in names:
-            case = f"{place.rstrip('/')}/{CASES}{name}"
+            case = f"{place.rstrip('/')}/{CASES}/{name}"
             if open_store(case, s3=s3).exists(MANIFEST):
                 runs.append(replace(open_run(case, s3=s3), name=name, short=names[name]))
             else:
                 unfinished.append(name)
-    return Found(tuple(_with_unique_names(runs)), tuple(unfinished))
+    return list(_with_unique_names(runs)), unfinished
 
 
 def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
     """The finished run at a place; UserError if there is none."""
     store = open_store(place, s3=s3)
-    return FinishedRun(_last_part(place), place, tuple(finished(passes_of(store, s3=s3))))
+    name = place.rstrip("/").rpartition("/")[2] or place
+    return FinishedRun(name, place, tuple(finished(passes_of(store, s3=s3))))
 
 
 def cases_of(store: Store) -> dict[str, dict[str, Any]]:
     """A sweep's cases with their changes, in the order of its file."""
     try:
-        cases = json.loads(store.get(SWEEP))["cases"]
-        known: list[dict[str, Any]] = [{"name": one} if isinstance(one, str) else one for one in cases]
-        return {str(one["name"]): dict(one.get("changes") or {}) for one in known}
+        cases = json.loads(store.get(RECORD))["cases"]
+        named: list[dict[str, Any]] = [{"name": case} if isinstance(case, str) else case for case in cases]
+        return {str(case["name"]): dict(case.get("changes") or {}) for case in named}
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedRun(f"{store.url}/{SWEEP}", error, "run the sweep again") from None
-
-
-def _last_part(place: str) -> str:
-    return place.rstrip("/").rpartition("/")[2] or place
+        raise DamagedRun(f"{store.url}/{RECORD}", error, "run the sweep again") from None
 
 
 def _with_unique_names(runs: Sequence[FinishedRun]) -> Iterable[FinishedRun]:
@@ -123,7 +109,7 @@ FILES = "input.files"
 
 def check_same_work(name: str, plan: Plan, other_name: str, other: Plan) -> None:
     """Raise UserError, naming the keys that differ, unless both runs decoded the same samples (or parts of the same)."""
-    before, now = _flat(decoded_by(plan)), _flat(decoded_by(other))
+    before, now = dict(flat(work_of(plan))), dict(flat(work_of(other)))
     for key in OF_SOME:
         if (key in before) != (key in now):
             before.pop(key, None)
@@ -131,17 +117,21 @@ def check_same_work(name: str, plan: Plan, other_name: str, other: Plan) -> None
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if not keys:
         return
-    told = [_difference(key, name, before, other_name, now) for key in keys if key != FILES]
+    differences = [
+        f"{key} is {format_value(before, key)} in {name}, {format_value(now, key)} in {other_name}"
+        for key in keys
+        if key != FILES
+    ]
     if FILES in keys:
-        told.append(f"{FILES}: {shortened(changed_files(plan.files, other.files) or ['other contents'])}")
+        differences.append(f"{FILES}: {shortened(changed_files(plan.files, other.files) or ['other contents'])}")
     raise UserError(
-        f"{other_name} did not decode the same as {name}: {shortened(told)}; "
+        f"{other_name} did not decode the same as {name}: {shortened(differences)}; "
         "only runs of the same inputs, task and canvases can be compared",
         field=keys[0],
     )
 
 
-def decoded_by(plan: Plan) -> dict[str, Any]:
+def work_of(plan: Plan) -> dict[str, Any]:
     """What a run decoded, as JSON data with the keys of the spec."""
     spec, results = plan.spec, plan.results
     task = {key: value for key, value in spec.task.model_dump(mode="json").items() if key not in FREE_TASK}
@@ -149,19 +139,19 @@ def decoded_by(plan: Plan) -> dict[str, Any]:
         task.pop("max_new_tokens")  # only causal models use it; the holes of other models have their lengths
     full = spec.input.model_dump(mode="json")
     columns = {key: value for key, value in full["columns"].items() if key not in FREE_COLUMNS}
-    drawn = places_masks_by_noise(plan)
-    if not drawn:
+    is_drawn = places_masks_by_noise(plan)
+    if not is_drawn:
         columns.pop("seed")
-    found: dict[str, Any] = {
+    work: dict[str, Any] = {
         "task": task,
         "input": {key: value for key, value in full.items() if key not in FREE_INPUT}
         | {"columns": columns, "files": results["input"]["files"]},
     }
-    if drawn and spec.input.columns.seed is None:  # a row's own seed replaces the job's
-        found["seed"] = spec.seed
+    if is_drawn and spec.input.columns.seed is None:  # a row's own seed replaces the job's
+        work["seed"] = spec.seed
     if masks_tokens(plan):
-        found["model"] = {"tokenizer": results["model"]["tokenizer"]}
-    return found
+        work["model"] = {"tokenizer": results["model"]["tokenizer"]}
+    return work
 
 
 def places_masks_by_noise(plan: Plan) -> bool:
@@ -184,19 +174,3 @@ def masks_tokens(plan: Plan) -> bool:
 def same_tokenizer(plan: Plan, other: Plan) -> bool:
     """Whether token ids mean the same in both runs."""
     return bool(plan.results["model"]["tokenizer"] == other.results["model"]["tokenizer"])
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
-    return found
-
-
-def _difference(key: str, name: str, before: dict[str, Any], other_name: str, now: dict[str, Any]) -> str:
-    return f"{key} is {_shown(before, key)} in {name}, {_shown(now, key)} in {other_name}"
-
-
-def _shown(values: dict[str, Any], key: str) -> str:
-    text = json.dumps(values[key]) if key in values else "not set"
-    return text if len(text) <= 60 else f"{text[:12]}..."

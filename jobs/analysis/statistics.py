@@ -56,29 +56,34 @@ def grouped_sums(columns: Iterable[Floats], row_P: NDArray[np.int64]) -> Floats:
     return np.stack([np.bincount(row_P, weights=column_P, minlength=num_rows) for column_P in columns], axis=1)
 
 
+def finite_values(values_P: Floats) -> tuple[Floats, Floats]:
+    """The values with 0 where they are not finite, and 1 where they are: with the sums of both, `quotient` is their mean."""
+    valid = np.isfinite(values_P)
+    return np.where(valid, values_P, 0.0), valid.astype(np.float64)
+
+
+def quotient(place: int) -> Statistic:
+    """The sum at a place divided by the next one."""
+    return lambda sums: sums[..., place] / sums[..., place + 1]
+
+
+@np.errstate(divide="ignore", invalid="ignore")
 def bootstrap(sums_GS: Floats, statistics: Sequence[Statistic], *, resamples: int = RESAMPLES) -> list[Interval]:
     """The statistics of the sums over all groups, each with its BCa interval (Efron 1987): bias-corrected and accelerated.
 
     The method of `scipy.stats.bootstrap(..., method="BCa")`, for functions of sums: then a resample is a weighted sum, and the
     jackknife leaves one summand out. A statistic that is not finite has the value NaN and no interval.
     """
-    num_groups = len(sums_GS)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return _intervals(sums_GS, statistics, num_groups, resamples)
-
-
-def _intervals(sums_GS: Floats, statistics: Sequence[Statistic], num_groups: int, resamples: int) -> list[Interval]:
     total_S = sums_GS.sum(axis=0)
     values = [float(statistic(total_S)) for statistic in statistics]
-    if num_groups < 2:
+    if len(sums_GS) < 2:
         return [Interval(value) for value in values]
-    drawn_RS = np.concatenate([weights_BG @ sums_GS for weights_BG in _weights(num_groups, resamples)])
+    drawn_RS = np.concatenate([weights_BG @ sums_GS for weights_BG in _weights(len(sums_GS), resamples)])
     left_out_GS = total_S - sums_GS
-    found = []
-    for statistic, value in zip(statistics, values, strict=True):
-        low, high = _bca(value, statistic(drawn_RS), statistic(left_out_GS))
-        found.append(Interval(value, low, high))
-    return found
+    return [
+        Interval(value, *_bca(value, statistic(drawn_RS), statistic(left_out_GS)))
+        for statistic, value in zip(statistics, values, strict=True)
+    ]
 
 
 def _weights(num_groups: int, resamples: int) -> Iterator[Floats]:

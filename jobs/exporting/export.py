@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -31,25 +31,24 @@ from draftmill.jobs.exporting.formats import (
     ParquetSink,
     PartsSink,
     Sink,
-    Target,
     part_name,
 )
 from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.spec.places import path_problem
+from draftmill.jobs.spec.places import is_inside, path_problem
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.stores.interface import AlreadyExists, S3Options, is_local
 from draftmill.storage.stores.local import link_new, sync_folder
 from draftmill.storage.stores.store import open_store
 
+if TYPE_CHECKING:
+    from draftmill.jobs.exporting.formats import Target
+
 STDOUT = "-"
-OUT, ERRORS = "--out", "--errors"
+OUT, ERRORS, COLUMNS, FILE_MB = "--out", "--errors", "--columns", "--file-mb"
 S3 = "s3://"
-
-
-COLUMNS, FILE_MB = "--columns", "--file-mb"
 PART = re.compile(rf"part-\d{{5,}}\.parquet|{SUCCESS}")
 
 
@@ -74,7 +73,7 @@ def export(
     """
     store = open_store(run_dir, s3=s3)
     passes = finished(passes_of(store, s3=s3))
-    wanted = checked_columns(passes[0].plan, kind, columns)
+    names = columns_of(passes[0].plan, kind, columns)
     if kind == "openai":
         check_openai(passes[0].plan)
         errors = errors or errors_beside(out)
@@ -83,22 +82,16 @@ def export(
         out = out.rstrip("/") or out
     check_places(store.url, kind, out, errors)
     if file_mb is not None:
-        return export_parts(passes, wanted, out, file_bytes=file_mb * 2**20, overwrite=overwrite, order=order, s3=s3)
+        return export_parts(passes, names, out, file_bytes=file_mb * 2**20, overwrite=overwrite, order=order, s3=s3)
     with ExitStack() as stack:
         # Closed in reverse order: if `out` exists, its errors do too.
         files = [
-            stack.enter_context(written(place, field=field, overwrite=overwrite, s3=s3))
+            stack.enter_context(open_whole(place, field=field, overwrite=overwrite, s3=s3))
             for field, place in ((OUT, out), (ERRORS, errors))
             if place is not None
         ]
-        sinks = [sink_for(kind, file, passes[0].plan, wanted) for file in files]
-        with ExitStack() as unfinished:  # after any error or interrupt, discard the files
-            for sink in sinks:
-                unfinished.callback(sink.abandon)
-            counts = write_rows(passes, wanted, sinks, order=order)
-            for sink in sinks:
-                sink.close()
-            unfinished.pop_all()
+        sinks = [sink_for(kind, file, passes[0].plan, names) for file in files]
+        counts = write_rows(passes, names, sinks, order=order)
     if out != STDOUT:
         print(f"{out}: {counts[0]:,} samples")
     if errors is not None and out != STDOUT:
@@ -125,11 +118,7 @@ def export_parts(
     if SUCCESS in earlier:
         store.delete(SUCCESS)
     sink = PartsSink(store, *parquet_format(passes[0].plan, columns), file_bytes)
-    with ExitStack() as unfinished:
-        unfinished.callback(sink.abandon)
-        (count,) = write_rows(passes, columns, [sink], order=order)
-        sink.close()
-        unfinished.pop_all()
+    (count,) = write_rows(passes, columns, [sink], order=order)
     for name in set(earlier) - {SUCCESS} - {part_name(number) for number in range(sink.count)}:
         store.delete(name)
     store.put(SUCCESS, b"")
@@ -140,18 +129,27 @@ def export_parts(
 def write_rows(
     passes: Sequence[Pass], columns: Sequence[str], sinks: Sequence[Sink], *, order: str = "plan"
 ) -> list[int]:
-    """Write all rows to the one sink, or ok rows to the first and the rest to the second; returns the rows of each."""
+    """Write all rows to the one sink, or ok rows to the first and the rest to the second; returns the rows of each.
+
+    Closes the sinks, or abandons them after any error or interrupt.
+    """
     counts, plan = [0] * len(sinks), passes[0].plan
-    own = own_columns(plan).intersection(columns)
-    read = [name for name in columns if name not in own] + [KEEP] * bool(own)
-    tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
-    for found in in_input_order(plan, tables) if order == "input" else tables:
-        table = with_columns(found, plan.keep, own)
-        good = pc.equal(table["status"], "ok")
-        parts = [table] if len(sinks) == 1 else [table.filter(good), table.filter(pc.invert(good))]
-        for number, part in enumerate(parts):
-            sinks[number].add(part.select(list(columns)))
-            counts[number] += part.num_rows
+    with ExitStack() as unfinished:
+        for sink in sinks:
+            unfinished.callback(sink.abandon)
+        own = own_columns(plan).intersection(columns)
+        read = [name for name in columns if name not in own] + [KEEP] * bool(own)
+        tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
+        for rows in in_input_order(plan, tables) if order == "input" else tables:
+            table = with_columns(rows, plan.keep, own)
+            good = pc.equal(table["status"], "ok")
+            parts = [table] if len(sinks) == 1 else [table.filter(good), table.filter(pc.invert(good))]
+            for number, part in enumerate(parts):
+                sinks[number].add(part.select(list(columns)))
+                counts[number] += part.num_rows
+        for sink in sinks:
+            sink.close()
+        unfinished.pop_all()
     return counts
 
 
@@ -165,7 +163,8 @@ def with_columns(table: pa.Table, keep: pa.Schema | None, names: Container[str])
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
     """The sink for a format."""
     if kind == "openai":
-        return OpenAISink(file, count=plan.spec.sampling.n, chat=is_chat(plan), keep=plan.keep)
+        is_chat = getattr(plan.spec.task, "chat", False)
+        return OpenAISink(file, count=plan.spec.sampling.n, chat=is_chat, keep=plan.keep)
     if kind == "jsonl":
         return LineSink(file, keep=plan.keep)
     if kind == "csv":
@@ -188,12 +187,7 @@ def own_columns(plan: Plan) -> set[str]:
     return set() if plan.keep is None else set(plan.keep.names) - set(plan.schema.names)
 
 
-def is_chat(plan: Plan) -> bool:
-    """Whether the run answers conversations."""
-    return bool(getattr(plan.spec.task, "chat", False))
-
-
-def checked_columns(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
+def columns_of(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
     """The columns to read; UserError on an unknown column, or if the format fixes its columns."""
     if kind == "openai":
         if columns:
@@ -251,17 +245,18 @@ def in_input_order(plan: Plan, tables: Iterable[pa.Table]) -> Iterator[pa.Table]
     """
     units = iter(zip(plan.tables(["file", "row"]), tables, strict=True))
     for count in groups(plan):
-        held = list(islice(units, count))
-        order = np.argsort(np.concatenate([places(planned) for planned, _ in held]), kind="stable")
-        joined = pa.concat_tables([table for _, table in held]).unify_dictionaries()
-        del held
-        for start in range(0, joined.num_rows, AT_ONCE):
-            yield joined.take(pa.array(order[start : start + AT_ONCE]))
+        group = list(islice(units, count))
+        order = np.argsort(np.concatenate([places(planned) for planned, _ in group]), kind="stable")
+        rows = pa.concat_tables([table for _, table in group]).unify_dictionaries()
+        del group
+        for start in range(0, rows.num_rows, AT_ONCE):
+            yield rows.take(pa.array(order[start : start + AT_ONCE]))
 
 
 def groups(plan: Plan) -> Iterator[int]:
     """Yield the number of units in each group, in order. Groups are as small as possible."""
-    spans = [(int(found.min()), int(found.max())) for found in map(places, plan.tables(["file", "row"])) if len(found)]
+    numbers = map(places, plan.tables(["file", "row"]))
+    spans = [(int(of_unit.min()), int(of_unit.max())) for of_unit in numbers if len(of_unit)]
     firsts, lasts = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
     to_come = np.minimum.accumulate(firsts[::-1])[::-1]  # the first row that this unit or a later one holds
     so_far = np.maximum.accumulate(lasts)
@@ -314,14 +309,14 @@ def _key_problem(place: str) -> str | None:
 
 def _inside(place: str, run_url: str) -> bool:
     if place.startswith(S3) or not is_local(run_url):
-        return f"{place}/".startswith(f"{run_url.rstrip('/')}/")
+        return is_inside(place, run_url)
     return Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
 
 
 # ---- a file that appears whole or not at all
 
 
-def written(place: str, *, field: str, overwrite: bool, s3: S3Options | None) -> AbstractContextManager[Target]:
+def open_whole(place: str, *, field: str, overwrite: bool, s3: S3Options | None) -> AbstractContextManager[Target]:
     """A file that appears under its name when the block succeeds; if the block raises, nothing is left.
 
     Raises UserError if the place can't be written. `field` is the argument that names the place.
@@ -349,12 +344,12 @@ def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iter
     store = S3Store(f"{S3}{bucket}", options)
     abort_orphans(store, key)
     if not overwrite and store.exists(key):
-        raise _taken(place, field)
+        raise _exists_error(place, field)
     try:
         with Upload(store, key, overwrite=overwrite) as file:
             yield file
     except AlreadyExists:
-        raise _taken(place, field) from None
+        raise _exists_error(place, field) from None
 
 
 @contextmanager
@@ -369,7 +364,7 @@ def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
                 yield file
             return
         if path.exists() and not overwrite:
-            raise _taken(place, field)
+            raise _exists_error(place, field)
         with temporary.open("xb") as file:
             yield file
             file.flush()
@@ -377,7 +372,7 @@ def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
         if overwrite:
             os.replace(temporary, path)
         elif not link_new(temporary, path):  # another program was faster
-            raise _taken(place, field)
+            raise _exists_error(place, field)
         sync_folder(path.parent)
     except OSError as error:
         kind = UserError if error.filename is not None else StoreError
@@ -387,5 +382,5 @@ def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
             temporary.unlink(missing_ok=True)
 
 
-def _taken(place: str, field: str) -> UserError:
+def _exists_error(place: str, field: str) -> UserError:
     return UserError(f"{place!r} already exists; --overwrite replaces it", field=field)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
@@ -22,32 +22,16 @@ from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.parquet import parquet_writer
 from draftmill.storage.stores.interface import Store, is_local
 
+if TYPE_CHECKING:  # it imports boto3
+    from draftmill.storage.stores.upload import Upload
+
+    Target: TypeAlias = IO[bytes] | Upload
+
 GROUP_BYTES = 32 * 2**20
 """Arrow bytes of a row group."""
 
 SUCCESS = "_SUCCESS"
 """The mark beside files of which the last has been written; readers of Parquet folders skip names that begin with _."""
-
-
-class Target(Protocol):
-    """The part of an open binary file that sinks need; Parquet's writer also uses `closed`, `flush` and `tell`."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the file is closed."""
-        ...
-
-    def write(self, data: bytes, /) -> int:
-        """Write all of the bytes."""
-        ...
-
-    def flush(self) -> None:
-        """Send the buffered bytes."""
-        ...
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        ...
 
 
 class Sink:
@@ -199,14 +183,14 @@ def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str,
     maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
     own = {field.name: pa.schema([field]) for field in keep or () if field in table.schema}
 
-    def shown(name: str, value: Any) -> Any:
+    def plain_value(name: str, value: Any) -> Any:
         if name == KEEP and keep is not None:
             return to_json(value, keep)
         if name in own:
             return (to_json({name: value}, own[name]) or {})[name]
         return plain(dict(value) if name in maps and value is not None else value)
 
-    return [{name: shown(name, value) for name, value in row.items()} for row in table.to_pylist()]
+    return [{name: plain_value(name, value) for name, value in row.items()} for row in table.to_pylist()]
 
 
 def _field(value: Any) -> str:
@@ -265,7 +249,12 @@ def openai_answer(samples: Sequence[Mapping[str, Any]], *, chat: bool, count: in
         answer[KEEP] = first[KEEP]
     good = [row for row in samples if row["status"] == "ok"]
     if not good:
-        return answer | {"response": None, "error": _error(samples, count)}
+        part = f"{len(samples)} of {count} samples failed: " if len(samples) < count else ""
+        error = {
+            "code": first["error_kind"] or first["status"],
+            "message": f"{part}{first['error'] or first['status']}",
+        }
+        return answer | {"response": None, "error": error}
     endpoint = first.get("endpoint")
     body = _body(good, name, chat if endpoint is None else endpoint == CHAT)
     response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
@@ -276,14 +265,6 @@ def _number(row: Mapping[str, Any]) -> int:
     return row.get("sample") or 0
 
 
-def _error(samples: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    first = samples[0]
-    message = first["error"] or first["status"]
-    if len(samples) < count:
-        message = f"{len(samples)} of {count} samples failed: {message}"
-    return {"code": first["error_kind"] or first["status"], "message": message}
-
-
 def _body(samples: Sequence[Mapping[str, Any]], name: str, chat: bool) -> dict[str, Any]:
     first = samples[0]
     given, new = first["prompt_tokens"] or 0, sum(row["new_tokens"] or 0 for row in samples)
@@ -291,22 +272,22 @@ def _body(samples: Sequence[Mapping[str, Any]], name: str, chat: bool) -> dict[s
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(datetime.fromisoformat(first["started_at"]).timestamp()) if first["started_at"] else 0,
-        "model": first.get("request_model") or shown_model(first["model"]),
+        "model": first.get("request_model") or model_name(first["model"]),
         "choices": [_choice(row, chat) for row in samples],
         "usage": {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
     }
 
 
-def shown_model(path: str) -> str:
+def model_name(path: str) -> str:
     """The name of a job's model for answers whose requests name none: a path on this machine or in a bucket is its last part."""
     is_place = not is_local(path) or path.startswith(("/", ".", "~"))
     return path.rstrip("/").rpartition("/")[2] if is_place else path
 
 
 def _choice(row: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-    said = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
+    content = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
     reason = FINISH_REASONS.get(row["finish"], row["finish"])
-    return {"index": _number(row), **said, "logprobs": _logprobs(row, chat), "finish_reason": reason}
+    return {"index": _number(row), **content, "logprobs": _logprobs(row, chat), "finish_reason": reason}
 
 
 def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
@@ -315,9 +296,9 @@ def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
     if scores is None or texts is None:
         return None
     if chat:
-        told = zip(texts, scores, strict=True)
         content = [
-            {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []} for text, score in told
+            {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, score in zip(texts, scores, strict=True)
         ]
         return {"content": content, "refusal": None}
     offsets = [0, *accumulate(map(len, texts))][: len(texts)]

@@ -18,7 +18,7 @@ from draftmill.actors.rows.text import has_tokenizer
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import where
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.spec.metric_rules import metric_problem, reference_of
+from draftmill.jobs.spec.rules import metric_problem, reference_of
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet
 from draftmill.storage.stores.interface import S3Options

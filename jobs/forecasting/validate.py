@@ -252,7 +252,8 @@ def earlier_run(prepared: Prepared, sample: TrialSample, path: str | None) -> Es
     results = results_key(prepared.spec, prepared.info, prepared.hashes, prepared.inputs)
     tokens = round(float(sample.lengths().mean()) * sample.total)
     try:
-        finished = [one.run for one in runs_of(path, s3=prepared.spec.s3.options()) if one.run.success is not None]
+        runs = runs_of(path, s3=prepared.spec.s3.options()).values()
+        finished = [run for run in runs if run.success is not None]
         for run in reversed(finished[-NEWEST:]):
             plan = load_plan(run.store)
             if plan is not None and _without_files(plan.results) == _without_files(results):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # these import lm_eval (extra `lm-eval`), which takes some se
     from lm_eval.api.task import Task
     from lm_eval.loggers import EvaluationTracker
 
-    from draftmill.jobs.harness.model import ChosenTasks, Draftmill, Model, Notes
+    from draftmill.jobs.harness.model import ChosenTasks, Draftmill, Model
 
 KEY: Final = "draftmill"
 """The key of a sample, and of the results, that holds what lm_eval does not know."""
@@ -72,7 +72,6 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
 
 
 def _load_model(spec: EvalSpec, options: EvalOptions) -> Model:
-    """The checkpoint's facts and its tokenizer."""
     from draftmill.jobs.harness.model import Model
 
     job = spec.any_job()
@@ -120,7 +119,8 @@ def _evaluate(spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenT
         for sample in of_task:
             sample[KEY] = facts[name][sample["doc_id"]]
     answers = {
-        name: [one for of in found.values() for repeats in of for one in repeats] for name, found in facts.items()
+        name: [answer for requests in of_task.values() for repeats in requests for answer in repeats]
+        for name, of_task in facts.items()
     }
     results[KEY] = {name: totals(of_task) for name, of_task in answers.items()}
     store = open_store(spec.any_job().output.path, s3=spec.any_job().s3.options())
@@ -136,19 +136,14 @@ def _check_requests(spec: EvalSpec, model: Model, tasks: ChosenTasks, asker: Dra
     from draftmill.jobs.harness.model import check_requests
 
     check_requests(tasks.tasks, spec, model.info)
-    requests = [one for task in tasks.tasks.values() for one in task.instances]
-    asked = [one for one in requests if one.request_type == "generate_until"]
-    for generation in {asker.generation(one.task_name, one.args[1]) for one in asked}:
+    requests = [request for task in tasks.tasks.values() for request in task.instances]
+    prompts = [request for request in requests if request.request_type == "generate_until"]
+    for generation in {asker.generation(prompt.task_name, prompt.args[1]) for prompt in prompts}:
         asker.job_for(generation)("requests.jsonl", spec.any_job().output.path)
 
 
 def _ask(
-    asker: Draftmill,
-    spec: EvalSpec,
-    options: EvalOptions,
-    model: Model,
-    tasks: ChosenTasks,
-    tracker: EvaluationTracker,
+    asker: Draftmill, spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenTasks, tracker: EvaluationTracker
 ) -> dict[str, Any]:
     """lm-evaluation-harness's own loop over the tasks: its results with the samples."""
     from lm_eval import simple_evaluate
@@ -198,37 +193,35 @@ def _print_results(
         print(make_table(results, "groups"))
     for name, sums in results[KEY].items():
         print(_line_of(name, sums))
-    failed = [one for of_task in answers.values() for one in of_task if one["status"] != "ok"]
-    for one in failed[:3]:
-        print(f"draftmill: failed: {one['id']}: {one.get('error')}", file=sys.stderr)
+    failed = [answer for of_task in answers.values() for answer in of_task if answer["status"] != "ok"]
+    for answer in failed[:3]:
+        print(f"draftmill: failed: {answer['id']}: {answer.get('error')}", file=sys.stderr)
 
 
-def facts_of(task: Task, notes: Notes, chosen: dict[str, list[int]]) -> dict[int, list[list[dict[str, Any]]]]:
+def facts_of(
+    task: Task, notes: Mapping[int, list[dict[str, Any]]], chosen: dict[str, list[int]]
+) -> dict[int, list[list[dict[str, Any]]]]:
     """The facts of a task's answers by document: for each request of it, in lm_eval's order, those of each repeat."""
-    by_document = defaultdict(list)
-    for one in task.instances:
-        by_document[document(one, chosen)].append(one)
-    return {
-        number: [notes.of(one) for one in sorted(found, key=lambda one: one.idx)]
-        for number, found in by_document.items()
-    }
+    facts = defaultdict(list)
+    for request in sorted(task.instances, key=lambda request: request.idx):
+        facts[document(request, chosen)].append(notes.get(id(request), []))
+    return dict(facts)
 
 
 def totals(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the rows of a task's answers; a row that answers several requests counts once."""
-    rows = list({(one["run_dir"], one["id"]): one for one in answers}.values())
+    rows = list({(answer["run_dir"], answer["id"]): answer for answer in answers}.values())
     sums = {key: sum(row[key] for row in rows if key in row) for key in TOTALS if any(key in row for row in rows)}
     return {
         "answers": len(answers),
         "rows": len(rows),
-        "failed": sum(one["status"] != "ok" for one in answers),
+        "failed": sum(answer["status"] != "ok" for answer in answers),
         "run_dirs": sorted({row["run_dir"] for row in rows}),
         **sums,
     }
 
 
 def _line_of(name: str, sums: Mapping[str, Any]) -> str:
-    """A task's sums in one line."""
     tokens, nfe = sums.get("new_tokens", 0), sums.get("nfe", 0)
     parts = [f"{sums['answers']:,} answers from {sums['rows']:,} rows", f"{tokens:,} tokens", f"{nfe:,} forwards"]
     if tokens:

@@ -9,8 +9,9 @@ Importing this module imports lm_eval (extra `lm-eval`), which takes some second
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.harness.options import EvalOptions
 from draftmill.jobs.harness.requests import Encoder, Generation, Scored, generation_of
-from draftmill.jobs.harness.runs import Asked, Done, Instance, Row, Rows, Runs, numbered
+from draftmill.jobs.harness.runs import Asked, Instance, Results, Row, Rows, Runs, number_repeats
 from draftmill.jobs.harness.spec import EvalSpec, Kind
 from draftmill.jobs.plan.prepare import check_task
 from draftmill.storage.errors import UserError, brief
@@ -44,21 +45,6 @@ class Model:
     tokenizer: Tokenizer
 
 
-@dataclass(slots=True)
-class Notes:
-    """How each request was answered: by the object's id, for each repeat the facts of its row."""
-
-    _of: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def add(self, one: Asked, row: Row, place: str, **more: Any) -> None:
-        """Record an answer's row and its run directory."""
-        self._of.setdefault(id(one.instance), []).append(facts(row, place) | more)
-
-    def of(self, instance: Instance) -> list[dict[str, Any]]:
-        """The facts of each repeat."""
-        return self._of.get(id(instance), [])
-
-
 def facts(row: Row, place: str) -> dict[str, Any]:
     """What the logged samples say of a row: its id and run directory, and what it cost."""
     left_out = {"tokens", "logprob", "is_greedy", "error_kind"}
@@ -68,19 +54,16 @@ def facts(row: Row, place: str) -> dict[str, Any]:
 
 
 class Draftmill(LM):  # type: ignore[misc]
-    """lm-evaluation-harness's model. `check` is called once, before the first request is answered."""
+    """lm-evaluation-harness's model. `check` is called once, before the first request is answered.
+
+    `notes` says how each request was answered: by the object's id, for each repeat the facts of its row.
+    """
 
     def __init__(
-        self,
-        spec: EvalSpec,
-        model: Model,
-        runs: Runs,
-        *,
-        chosen: Mapping[str, list[int]],
-        check: Callable[[], None],
+        self, spec: EvalSpec, model: Model, runs: Runs, *, chosen: Mapping[str, list[int]], check: Callable[[], None]
     ) -> None:
         super().__init__()
-        self.notes = Notes()
+        self.notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._spec, self._model, self._runs = spec, model, runs
         self._encoder = Encoder(model.tokenizer, model.info)
         self._chosen, self._check = dict(chosen), check
@@ -94,11 +77,12 @@ class Draftmill(LM):  # type: ignore[misc]
         """Return the text of each request, before the first of its `until` strings; one job for each generation setting."""
         asked = self._begin(requests)
         groups: dict[Generation, list[int]] = {}
-        for place, one in enumerate(asked):
-            groups.setdefault(self.generation(one.task, one.instance.args[1]), []).append(place)
+        for place, request in enumerate(asked):
+            groups.setdefault(self.generation(request.task, request.instance.args[1]), []).append(place)
         answers = [""] * len(asked)
-        for how, places in groups.items():
-            for place, text in zip(places, self._generated(how, [asked[place] for place in places]), strict=True):
+        for generation, places in groups.items():
+            texts = self._generate(generation, [asked[place] for place in places])
+            for place, text in zip(places, texts, strict=True):
                 answers[place] = text
         return answers
 
@@ -106,50 +90,44 @@ class Draftmill(LM):  # type: ignore[misc]
         """The settings for a task's generation_kwargs; UserError if they can't be met."""
         name = (task, repr(given))
         if name not in self._generations:
-            self._generations[name] = self._checked_generation(task, given)
+            own, most = self._spec, self._model.info.max_length
+            generation = generation_of(
+                given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
+            )
+            if most is not None and generation.max_new_tokens >= most:
+                raise UserError(
+                    f"{generation.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
+                    "--gen_kwargs max_gen_toks=N changes it",
+                    field=f"{task}: generation_kwargs.max_gen_toks",
+                )
+            self._generations[name] = generation
         return self._generations[name]
 
-    def _checked_generation(self, task: str, given: Mapping[str, Any]) -> Generation:
-        found = generation_of(
-            given,
-            task,
-            sampling=self._sampling,
-            temperature=self._spec.temperature,
-            most=self._spec.max_new_tokens,
-        )
-        most = self._model.info.max_length
-        if most is not None and found.max_new_tokens >= most:
-            raise UserError(
-                f"{found.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
-                "--gen_kwargs max_gen_toks=N changes it",
-                field=f"{task}: generation_kwargs.max_gen_toks",
-            )
-        return found
-
-    def job_for(self, how: Generation) -> Callable[[str, str], Any]:
+    def job_for(self, generation: Generation) -> Callable[[str, str], Any]:
         """Make the spec of the job that generates so."""
         special = self._model.tokenizer.special.values()
-        hidden = any(text in stop for stop in how.stop for text in special)
-        return lambda path, out: self._spec.completing(how, path, out, special=hidden)
+        hidden = any(text in stop for stop in generation.stop for text in special)
+        return lambda path, out: self._spec.completing(generation, path, out, special=hidden)
 
-    def _generated(self, how: Generation, asked: Sequence[Asked]) -> list[str]:
-        rows = Rows()
-        names = [self._add_prompt(rows, one, how) for one in asked]
-        done = self._runs.done("complete", rows, self.job_for(how))
-        return [self._text(one, done, name, how) for one, name in zip(asked, names, strict=True)]
+    def _generate(self, generation: Generation, asked: Sequence[Asked]) -> Iterator[str]:
+        rows, names = Rows(), []
+        for request in asked:
+            tokens = self._encoder.context(request.instance.args[0])
+            # Without noise, the same prompt has the same text.
+            names.append(rows.add(request.id, {"tokens": tokens}, same=tokens if generation.temperature == 0 else None))
+        results = self._runs.finish("complete", rows, self.job_for(generation))
+        for request, name in zip(asked, names, strict=True):
+            row = self._take(request, results, name)
+            text = self._model.tokenizer.continuation(row["tokens"] or (), skip_special=True)
+            for stop in generation.stop:
+                text = text.split(stop)[0]
+            yield text
 
-    def _add_prompt(self, rows: Rows, one: Asked, how: Generation) -> str:
-        tokens = self._encoder.context(one.instance.args[0])
-        # Without noise, the same prompt has the same text.
-        return rows.add(one.id, {"tokens": tokens}, same=tokens if how.temperature == 0 else None)
-
-    def _text(self, one: Asked, done: Done, name: str, how: Generation) -> str:
-        row = done.rows[name]
-        self.notes.add(one, row, done.place)
-        text = self._model.tokenizer.continuation(row["tokens"] or (), skip_special=True)
-        for stop in how.stop:
-            text = text.split(stop)[0]
-        return text
+    def _take(self, request: Asked, results: Results, name: str) -> Row:
+        """The row that answers a request, which is noted."""
+        row = results.rows[name]
+        self.notes[id(request.instance)].append(facts(row, results.place))
+        return row
 
     # ---- loglikelihood
 
@@ -157,40 +135,34 @@ class Draftmill(LM):  # type: ignore[misc]
         """Return the log-probability of each continuation, and whether each of its tokens is the model's first choice."""
         asked = self._begin(requests)
         rows = Rows()
-        scored = [self._encoder.pair(*one.instance.args) for one in asked]
-        names = [self._add_scored(rows, one.id, found) for one, found in zip(asked, scored, strict=True)]
-        done = self._runs.done("score", rows, self._spec.scoring)
-        answers = []
-        for one, name in zip(asked, names, strict=True):
-            row = done.rows[name]
-            self.notes.add(one, row, done.place)
-            answers.append((_logprob(row), bool(row["is_greedy"])))
-        return answers
+        names = [_add_scored(rows, request.id, self._encoder.pair(*request.instance.args)) for request in asked]
+        results = self._runs.finish("score", rows, self._spec.scoring)
+        answers = [self._take(request, results, name) for request, name in zip(asked, names, strict=True)]
+        return [(_logprob(row), bool(row["is_greedy"])) for row in answers]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in windows of the model's length that score each token once."""
         asked = self._begin(requests)
         rows = Rows()
-        windows = [list(self._encoder.windows(one.instance.args[0])) for one in asked]
         names = [
-            [self._add_scored(rows, f"{one.id}:w{number}", found) for number, found in enumerate(of_text)]
-            for one, of_text in zip(asked, windows, strict=True)
+            [
+                _add_scored(rows, f"{request.id}:w{number}", window)
+                for number, window in enumerate(self._encoder.windows(request.instance.args[0]))
+            ]
+            for request in asked
         ]
         if not len(rows):
             return [0.0] * len(asked)
-        done = self._runs.done("score", rows, self._spec.scoring)
-        return [self._total(one, done, of_text) for one, of_text in zip(asked, names, strict=True)]
+        results = self._runs.finish("score", rows, self._spec.scoring)
+        return [self._total(request, results, of_text) for request, of_text in zip(asked, names, strict=True)]
 
-    def _total(self, one: Asked, done: Done, names: Sequence[str]) -> float:
-        found = [done.rows[name] for name in names]
-        sums = {key: sum(row[key] or 0 for row in found) for key in SUMS if any(row[key] is not None for row in found)}
-        bad = next((row for row in found if row["status"] != "ok"), None)
-        row = {**(bad or (found[0] if found else {"status": "ok"})), **sums, "id": names[0] if names else one.id}
-        self.notes.add(one, row, done.place, windows=len(names))
-        return sum(_logprob(row) for row in found)
-
-    def _add_scored(self, rows: Rows, name: str, found: Scored) -> str:
-        return rows.add(name, {"tokens": found.context, "reference": found.scored}, same=found)
+    def _total(self, request: Asked, results: Results, names: Sequence[str]) -> float:
+        rows = [results.rows[name] for name in names]
+        sums = {key: sum(row[key] or 0 for row in rows) for key in SUMS if any(row[key] is not None for row in rows)}
+        bad = next((row for row in rows if row["status"] != "ok"), None)
+        row = {**(bad or (rows[0] if rows else {"status": "ok"})), **sums, "id": names[0] if names else request.id}
+        self.notes[id(request.instance)].append(facts(row, results.place) | {"windows": len(names)})
+        return sum(map(_logprob, rows))
 
     # ---- what lm_eval asks besides
 
@@ -198,7 +170,7 @@ class Draftmill(LM):  # type: ignore[misc]
         """Render a conversation, up to the start of the model's answer, or up to the end of the answer's given beginning."""
         chat = self._model.tokenizer.chat
         assert chat is not None, "a tokenizer without a chat template is refused"
-        return rendered(chat, chat_history, begun=not add_generation_prompt)
+        return render(chat, chat_history, begun=not add_generation_prompt)
 
     @property
     def tokenizer_name(self) -> str:
@@ -221,7 +193,11 @@ class Draftmill(LM):  # type: ignore[misc]
         if not self._is_checked:
             self._check()
             self._is_checked = True
-        return numbered(requests, self._chosen)
+        return number_repeats(requests, self._chosen)
+
+
+def _add_scored(rows: Rows, name: str, text: Scored) -> str:
+    return rows.add(name, {"tokens": text.context, "reference": text.scored}, same=text)
 
 
 def _logprob(row: Row) -> float:
@@ -236,25 +212,23 @@ Chat = Callable[[list[dict[str, Any]]], str]
 """Renders a conversation up to the start of the model's answer."""
 
 
-def rendered(chat: Chat, messages: Sequence[dict[str, Any]], *, begun: bool) -> str:
-    """A conversation (few-shot examples and a question) as a prompt.
-
-    With `begun` the last message is the beginning of the answer, and the prompt ends with it.
+def render(chat: Chat, messages: Sequence[dict[str, Any]], *, begun: bool) -> str:
+    """A conversation (few-shot examples and a question) as a prompt; if `begun`, its last message is the start of the answer.
 
     A template that refuses the conversation gets it without its system messages, as in lm_eval's `hf` model. UserError if that
     does not help.
     """
     refusal: Exception | None = None
-    for kept in (messages, [message for message in messages if message.get("role") != "system"]):
+    for conversation in (messages, [message for message in messages if message.get("role") != "system"]):
         try:
-            return _rendered(chat, kept, begun)
+            return _render(chat, conversation, begun)
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             refusal = error
     reason = " ".join(str(refusal).split())[:300] or type(refusal).__name__
     raise UserError(f"the tokenizer's chat template refuses a conversation: {reason}", field="--apply_chat_template")
 
 
-def _rendered(chat: Chat, messages: Sequence[dict[str, Any]], begun: bool) -> str:
+def _render(chat: Chat, messages: Sequence[dict[str, Any]], begun: bool) -> str:
     if not begun:
         return chat(list(messages))
     last = messages[-1]
@@ -305,9 +279,9 @@ class Finder:
         error: UserError | None = None
         for manager in self._managers():
             try:
-                return self._loaded(manager)
-            except UserError as found:
-                error = error or found
+                return self._load_from(manager)
+            except UserError as refusal:
+                error = error or refusal
         assert error is not None
         raise error
 
@@ -326,15 +300,18 @@ class Finder:
             raise UserError(f"{path!r} is no folder", field="--include_path")
         return ChosenTasks(include_path=path, include_defaults=defaults, metadata=self.options.metadata)
 
-    def _loaded(self, manager: ChosenTasks) -> ChosenTasks:
+    def _load_from(self, manager: ChosenTasks) -> ChosenTasks:
         chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-        for name in dict.fromkeys(one for given in self.options.tasks for one in self._names(manager, given)):
-            found = self._load_one(manager, name)
-            twice = sorted(set(found["tasks"]) & set(chosen["tasks"]))
+        for name in dict.fromkeys(name for given in self.options.tasks for name in self._names(manager, given)):
+            try:
+                loaded = dict(TaskManager.load(manager, [name]))
+            except Exception as error:  # lm_eval and the libraries under it raise anything
+                raise _unloadable(name, error) from error
+            twice = sorted(set(loaded["tasks"]) & set(chosen["tasks"]))
             if twice:
                 raise UserError(f"{twice[0]!r} is named twice, once as a part of a group", field=FIELD)
             for part, of_part in chosen.items():
-                of_part.update(found[part])
+                of_part.update(loaded[part])
         manager.chosen = chosen
         return manager
 
@@ -348,39 +325,27 @@ class Finder:
         if not names and Path(given).is_dir():
             names = sorted(str(file.absolute()) for file in Path(given).glob("*.yaml"))
         if not names:
-            raise self._unknown(manager, given)
+            near = difflib.get_close_matches(given, manager.all_tasks, n=3)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            hint += "" if self.options.include_path is not None else "; --include_path FOLDER adds tasks of your own"
+            raise UserError(f"{brief(given)} is no task of lm-evaluation-harness{hint}", field=FIELD)
         return list(names)
-
-    def _unknown(self, manager: ChosenTasks, given: str) -> UserError:
-        near = difflib.get_close_matches(given, manager.all_tasks, n=3)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
-        hint += "" if self.options.include_path is not None else "; --include_path FOLDER adds tasks of your own"
-        return UserError(f"{brief(given)} is no task of lm-evaluation-harness{hint}", field=FIELD)
-
-    def _load_one(self, manager: ChosenTasks, name: str) -> dict[str, Any]:
-        try:
-            return dict(TaskManager.load(manager, [name]))
-        except Exception as error:  # lm_eval and the libraries under it raise anything
-            raise _unloadable(name, error) from error
 
 
 def _unloadable(name: str, error: Exception) -> UserError:
     """One line for a task that can't be loaded: mostly its data set, or a metric, is on the hub and there is no network."""
-    said = [" ".join(str(one).split()) or type(one).__name__ for one in _chain(error)]
-    if any(part in text.lower() for text in said for part in NO_NETWORK):
+    texts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        texts.append(" ".join(str(cause).split()) or type(cause).__name__)
+        cause = cause.__cause__ or cause.__context__
+    if any(part in text.lower() for text in texts for part in NO_NETWORK):
         return UserError(
             f"{name}: its data set or metric is on the Hugging Face hub, which can't be reached and has no copy here: "
-            f"{said[0][:200]}",
+            f"{texts[0][:200]}",
             field=FIELD,
         )
-    return UserError(f"{name} can't be loaded: {type(error).__name__}: {said[0][:300]}", field=FIELD)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    return UserError(f"{name} can't be loaded: {type(error).__name__}: {texts[0][:300]}", field=FIELD)
 
 
 # ---- what the model can't do
@@ -404,7 +369,7 @@ def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, opti
 def check_requests(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo) -> None:
     """The same for each request of the tasks, of which some ask in several ways."""
     for name, task in tasks.items():
-        for request in dict.fromkeys(one.request_type for one in task.instances):
+        for request in dict.fromkeys(instance.request_type for instance in task.instances):
             check_kind(KINDS[request], name, request, spec, info)
 
 
@@ -412,13 +377,12 @@ def check_kind(kind: Kind, name: str, request: str, spec: EvalSpec, info: ModelI
     """UserError if the model's family, or the spec's decoder, can't do a kind of job."""
     try:
         check_task(Complete(kind="complete") if kind == "complete" else Score(kind="score"), info)
-        if kind == "complete" and kind not in DECODERS[spec.decoder].tasks:
-            raise UserError(_other_decoders(kind, spec.decoder), field="decoder.kind")
+        own = DECODERS[spec.decoder]
+        if kind == "complete" and kind not in own.tasks:
+            allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
+            raise UserError(
+                f"the decoder {spec.decoder!r} does not complete texts; decoders of its models that do: "
+                f"{', '.join(allowed) or 'none'}"
+            )
     except UserError as error:
         raise UserError(f"{name} ({request}): {error.message}", field=FIELD) from None
-
-
-def _other_decoders(kind: Kind, decoder: str) -> str:
-    runs_on = DECODERS[decoder].runs_on
-    allowed: Sequence[str] = [one for one, of in DECODERS.items() if of.runs_on == runs_on and kind in of.tasks]
-    return f"the decoder {decoder!r} does not complete texts; decoders of its models that do: {', '.join(allowed) or 'none'}"

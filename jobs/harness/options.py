@@ -77,18 +77,18 @@ class EvalOptions:
         return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
 
 
-def named(values: Sequence[str], option: str) -> dict[str, Any]:
+def parse_settings(values: Sequence[str], option: str) -> dict[str, Any]:
     """Read `a=1,b=[2,3]` (in one value or several), or a JSON object, as lm_eval does. UserError for anything else."""
     text = ",".join(values)
     if text.lstrip().startswith("{"):
         return _object(text, option)
-    found = {}
+    settings = {}
     for item in _parts(text):
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise UserError(f"{item!r} is not allowed; allowed: KEY=VALUE,KEY=VALUE, or a JSON object", field=option)
-        found[key.strip()] = _value(value.strip())
-    return found
+        settings[key.strip()] = _value(value.strip())
+    return settings
 
 
 def documents(text: str | None) -> dict[str, list[int]] | None:
@@ -101,59 +101,57 @@ def documents(text: str | None) -> dict[str, list[int]] | None:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"{text!r} is neither JSON nor a file: {error.strerror}", field=field) from None
-    found = _object(text, field)
-    for task, numbers in found.items():
-        good = isinstance(numbers, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in numbers)
+    chosen = _object(text, field)
+    for task, numbers in chosen.items():
+        good = isinstance(numbers, list) and all(type(number) is int for number in numbers)
         if not good or not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
             raise UserError(f"{task}: {numbers!r} is not allowed; allowed: a list of different indices", field=field)
-    return found
+    return chosen
 
 
 def seeds(text: str) -> Seeds:
     """Read one number, or four, with None for none; three leave the default for few-shot examples."""
     parts = [part.strip().lower() for part in text.split(",")]
     try:
-        found = [None if part == "none" else int(part) for part in parts]
+        numbers = [None if part == "none" else int(part) for part in parts]
     except ValueError:
-        found = []
-    if len(found) == 1:
-        return (found[0], found[0], found[0], found[0])
-    if len(found) == 3:
-        found.append(SEEDS[3])
-    if len(found) != 4:
+        numbers = []
+    if len(numbers) == 1:
+        numbers *= 4
+    if len(numbers) == 3:
+        numbers.append(SEEDS[3])
+    if len(numbers) != 4:
         raise UserError(
             f"{text!r} is not allowed; allowed: a whole number, or four, separated by commas", field="--seed"
         )
-    return (found[0], found[1], found[2], found[3])
+    return (numbers[0], numbers[1], numbers[2], numbers[3])
 
 
 def _object(text: str, option: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON: {error}", field=option) from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise UserError("must be a JSON object", field=option)
-    return found
+    return data
 
 
 def _parts(text: str) -> Iterator[str]:
     """The text between commas that are outside of brackets and quotes."""
     part, depth, quote = "", 0, ""
-    for one in text:
+    for letter in text:
         if quote:
-            quote = "" if one == quote else quote
-        elif one in "\"'":
-            quote = one
-        elif one in "[({":
-            depth += 1
-        elif one in "])}":
-            depth -= 1
-        if one == "," and not quote and depth <= 0:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[({") - (letter in "])}")
+        if letter == "," and not quote and depth <= 0:
             yield part
             part = ""
         else:
-            part += one
+            part += letter
     if part:
         yield part
 

@@ -19,7 +19,7 @@ text has one begin token. Source: TemplateLM and HFLM of lm_eval 0.4.13.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -133,18 +133,20 @@ def generation_of(
     """
     for key, value in given.items():
         if key not in KNOWN and value not in WITHOUT_EFFECT.get(key, ()):
-            raise _refused(task, key, value, ", ".join(map(str, WITHOUT_EFFECT.get(key, (*KNOWN, *WITHOUT_EFFECT)))))
-    found = Generation(_most(given, task, most), _stops(given, task), _temperature(given, task, temperature))
-    if found.temperature == 0:
-        return found
+            raise _unsupported(
+                task, key, value, ", ".join(map(str, WITHOUT_EFFECT.get(key, (*KNOWN, *WITHOUT_EFFECT))))
+            )
+    generation = Generation(_most(given, task, most), _stops(given, task), _temperature(given, task, temperature))
+    if generation.temperature == 0:
+        return generation
     top_k, top_p = given.get("top_k", sampling.top_k), given.get("top_p", sampling.top_p)
     top_k = None if top_k in {0, -1} else top_k  # how transformers and vLLM say: all tokens
     top_p = None if top_p == 1 else top_p
     if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise _refused(task, "top_k", top_k, "a whole number from 1")
+        raise _unsupported(task, "top_k", top_k, "a whole number from 1")
     if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
-        raise _refused(task, "top_p", top_p, "a number above 0, at most 1")
-    return Generation(found.max_new_tokens, found.stop, found.temperature, top_k, top_p)
+        raise _unsupported(task, "top_p", top_p, "a number above 0, at most 1")
+    return replace(generation, top_k=top_k, top_p=top_p)
 
 
 def _most(given: Mapping[str, Any], task: str, most: int | None) -> int:
@@ -153,7 +155,7 @@ def _most(given: Mapping[str, Any], task: str, most: int | None) -> int:
         return DEFAULT_MOST if most is None else most
     value = given[key]
     if not _is_number(value) or value != int(value) or value < 1:
-        raise _refused(task, key, value, "a whole number from 1")
+        raise _unsupported(task, key, value, "a whole number from 1")
     return int(value)
 
 
@@ -161,16 +163,16 @@ def _stops(given: Mapping[str, Any], task: str) -> tuple[str, ...]:
     until = given.get("until") or ()
     until = (until,) if isinstance(until, str) else tuple(until)
     if not all(isinstance(stop, str) for stop in until):
-        raise _refused(task, "until", list(until), "a text, or a list of texts")
+        raise _unsupported(task, "until", list(until), "a text, or a list of texts")
     return tuple(dict.fromkeys(stop for stop in until if stop))
 
 
 def _temperature(given: Mapping[str, Any], task: str, own: float | None) -> float:
     value, samples = given.get("temperature"), given.get("do_sample")
     if value is not None and not (_is_number(value) and 0 <= value <= 100):
-        raise _refused(task, "temperature", value, "a number from 0 to 100")
+        raise _unsupported(task, "temperature", value, "a number from 0 to 100")
     if samples not in {None, True, False}:
-        raise _refused(task, "do_sample", samples, "true, false")
+        raise _unsupported(task, "do_sample", samples, "true, false")
     if samples is False:
         return 0.0
     if value is None and samples:
@@ -182,5 +184,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _refused(task: str, key: str, value: Any, allowed: str) -> UserError:
+def _unsupported(task: str, key: str, value: Any, allowed: str) -> UserError:
     return UserError(f"{value!r} is not supported; allowed: {allowed}", field=f"{task}: generation_kwargs.{key}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,21 +64,20 @@ class Asked:
         return f"{self.task}:{self.doc}:{self.instance.idx}:{self.repeat}"
 
 
-def numbered(requests: Sequence[Instance], chosen: dict[str, list[int]]) -> list[Asked]:
+def number_repeats(requests: Sequence[Instance], chosen: dict[str, list[int]]) -> list[Asked]:
     """The requests with their repeats numbered. `chosen` has the documents of tasks of which only some are asked."""
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     asked = []
-    for one in requests:
-        repeat = counts.get(id(one), 0)
-        counts[id(one)] = repeat + 1
-        asked.append(Asked(one, repeat, document(one, chosen)))
+    for request in requests:
+        asked.append(Asked(request, counts[id(request)], document(request, chosen)))
+        counts[id(request)] += 1
     return asked
 
 
-def document(one: Instance, chosen: dict[str, list[int]]) -> int:
+def document(request: Instance, chosen: dict[str, list[int]]) -> int:
     """The index of a request's document in its task; with chosen documents, lm_eval numbers these from 0."""
-    number = one.doc_id or 0
-    documents = chosen.get(one.task_name or "")
+    number = request.doc_id or 0
+    documents = chosen.get(request.task_name or "")
     return documents[number] if documents else number
 
 
@@ -131,7 +131,7 @@ class Unfinished(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Results:
     """A finished job: its run directory and its result rows by id."""
 
     place: str
@@ -145,14 +145,14 @@ class Runs:
     spec: EvalSpec
     run: Callable[[JobSpec], int]
 
-    def done(self, kind: Kind, rows: Rows, job: Callable[[str, str], JobSpec]) -> Done:
+    def finish(self, kind: Kind, rows: Rows, job: Callable[[str, str], JobSpec]) -> Results:
         """Run the job over these rows, or resume it, or only read it. `job` makes its spec from paths of input and output.
 
         Raises Unfinished if the job was interrupted or too many of its rows failed, UserError if the directory is a run's.
         """
-        first = self.spec.any_job()
-        base = first.output.path.rstrip("/")
-        store = open_store(base, s3=first.s3.options())
+        any_job = self.spec.any_job()
+        base, options = any_job.output.path.rstrip("/"), any_job.s3.options()
+        store = open_store(base, s3=options)
         lines = rows.lines()
         if store.exists(PLAN):
             raise UserError(f"{base!r} is a job's run directory; use another directory", field="output.path")
@@ -163,12 +163,9 @@ class Runs:
         code = self.run(job(f"{base}/{requests}", place))
         if code != OK:
             raise Unfinished(code)
-        return Done(place, self._read(place, first))
-
-    def _read(self, place: str, first: JobSpec) -> dict[str, Row]:
-        options = first.s3.options()
         passes = passes_of(open_store(place, s3=options), s3=options)
-        return {row["id"]: row for table in latest_rows(passes, columns=COLUMNS) for row in table.to_pylist()}
+        answers = (row for table in latest_rows(passes, columns=COLUMNS) for row in table.to_pylist())
+        return Results(place, {row["id"]: row for row in answers})
 
 
 def name_of(job: JobSpec, lines: bytes) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -69,14 +69,16 @@ class EvalSpec:
         task = {"kind": "infill", "mask": {"kind": "given"}}
         return check_spec(self._job(task, {"tokens": "tokens"}, PLACE, None))
 
-    def completing(self, how: Generation, path: str, out: str | None = None, *, special: bool = False) -> JobSpec:
+    def completing(
+        self, generation: Generation, path: str, out: str | None = None, *, special: bool = False
+    ) -> JobSpec:
         """The job that generates; `special` searches the stop strings among the special tokens, too."""
+        settings = asdict(generation)
         own = self.task if self.task.get("kind") == "complete" else {}
-        task = {**own, "kind": "complete", "max_new_tokens": how.max_new_tokens, "stop": list(how.stop)}
-        sampling = {**(self.data.get("sampling") or {}), "temperature": how.temperature}
-        for key, value in (("top_k", how.top_k), ("top_p", how.top_p)):
-            sampling[key] = value
-        job = self._job({**task, "skip_special_tokens": not special}, {"tokens": "tokens"}, path, out)
+        task = {**own, "kind": "complete", "max_new_tokens": settings.pop("max_new_tokens")}
+        task |= {"stop": list(settings.pop("stop")), "skip_special_tokens": not special}
+        job = self._job(task, {"tokens": "tokens"}, path, out)
+        sampling = {**(self.data.get("sampling") or {}), **settings}
         return check_spec(job | {"sampling": sampling, "input": job["input"] | {"truncate": "left"}})
 
     def scoring(self, path: str, out: str | None = None) -> JobSpec:
@@ -108,30 +110,25 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
         data.pop(key, None)
     if (data.get("sampling") or {}).get("n", 1) != 1:
         raise UserError("a task's own `repeats` say how many samples it takes; allowed: 1", field="sampling.n")
-    path_of_results = (data.get("output") or {}).get("path") if isinstance(data.get("output"), dict) else None
-    if isinstance(path_of_results, str) and has_date(path_of_results):
-        raise UserError(f"{path_of_results!r} has a date, which only `draftmill run` fills in", field="output.path")
-    if isinstance(path_of_results, str) and (wild := sorted(set(path_of_results) & set(WILD))):
+    decoder, output = data.get("decoder"), data.get("output")
+    out = output.get("path") if isinstance(output, dict) else None
+    if isinstance(out, str) and has_date(out):
+        raise UserError(f"{out!r} has a date, which only `draftmill run` fills in", field="output.path")
+    if isinstance(out, str) and (wild := sorted(set(out) & set(WILD))):
         raise UserError(
-            f"{path_of_results!r} contains {wild[0]!r}; jobs read their requests from there, where it would be a pattern",
+            f"{out!r} contains {wild[0]!r}; jobs read their requests from there, where it would be a pattern",
             field="output.path",
         )
-    found = EvalSpec(data, task or {})
+    spec = EvalSpec(data, task or {})
     try:
-        _known_decoder(data)
-        found.any_job()
-        if found.task.get("kind") == "score":
-            found.scoring(PLACE)
+        if not isinstance(decoder, dict) or decoder.get("kind") not in DECODERS or not isinstance(output, dict):
+            check_spec({**data, "task": {"kind": "complete"}, "input": {"path": PLACE}})  # it says what is wrong
+        spec.any_job()
+        if spec.task.get("kind") == "score":
+            spec.scoring(PLACE)
     except UserError as error:
         raise kind_changed(before, data, overrides, error) or error from None
-    return found
-
-
-def _known_decoder(data: Mapping[str, Any]) -> None:
-    """Let the spec's own check complain about a decoder, or an output, that is missing or unknown."""
-    decoder, output = data.get("decoder"), data.get("output")
-    if not isinstance(decoder, dict) or decoder.get("kind") not in DECODERS or not isinstance(output, dict):
-        check_spec({**data, "task": {"kind": "complete"}, "input": {"path": PLACE}})
+    return spec
 
 
 def _check_task(task: Any) -> None:

@@ -1,14 +1,18 @@
-"""What every manifest is made from: the checked spec, its text, options and nodes, and a name that other programs allow."""
+"""What every manifest is made from: the checked spec, its text, options and nodes, and a name that other programs allow.
+
+A local path that the cluster can't see is refused, with its key in the spec.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import os
+import posixpath
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,12 @@ from typing import Any
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.manifests.options import Options, check_options, option_name
 from draftmill.jobs.manifests.templates import check_printable, yaml_document
-from draftmill.jobs.manifests.visible import check_folder, refuse_memory
 from draftmill.jobs.spec.job_spec import JobSpec, load_spec, with_logical_date
+from draftmill.jobs.spec.places import is_inside, places_of
 from draftmill.jobs.spec.spec_file import apply_override, parse, read_mapping
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.interface import is_local
 
 GRACE_S = 45
 """Seconds from the first SIGTERM to the end of a driver: `--grace-seconds`. Whoever sends SIGKILL waits longer."""
@@ -54,7 +59,9 @@ class Job:
     @property
     def program(self) -> str:
         """The absolute path of draftmill on those machines."""
-        return self.options.program or _this_program()
+        beside = Path(sys.executable).parent / "draftmill"
+        here = str(beside) if beside.exists() else shutil.which("draftmill") or str(beside)
+        return self.options.program or here
 
     @property
     def dated(self) -> bool:
@@ -83,11 +90,6 @@ def read_job(path: str, overrides: Sequence[str], options: Options) -> Job:
     return Job(spec, options, _name(spec, options), full, tuple(overrides))
 
 
-def _this_program() -> str:
-    beside = Path(sys.executable).parent / "draftmill"
-    return str(beside) if beside.exists() else shutil.which("draftmill") or str(beside)
-
-
 def _name(spec: JobSpec, options: Options) -> str:
     longest = LONGEST_NAMES.get(options.kind, MAX_NAME)
     if options.name is None:
@@ -103,12 +105,12 @@ def _name(spec: JobSpec, options: Options) -> str:
 
 def slug(name: str, longest: int) -> str:
     """A name that Kubernetes, Slurm, cron and systemd allow; names that had to be cut end with a hash of the whole."""
-    made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    made = made if re.match("[a-z]", made) else f"job-{made}".rstrip("-")
-    if len(made) <= longest and re.search("[a-z0-9]", name.lower()):
-        return made
+    safe = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    safe = safe if re.match("[a-z]", safe) else f"job-{safe}".rstrip("-")
+    if len(safe) <= longest and re.search("[a-z0-9]", name.lower()):
+        return safe
     tail = hashlib.sha256(name.encode()).hexdigest()[:6]
-    return f"{made[: longest - 7].rstrip('-')}-{tail}"
+    return f"{safe[: longest - 7].rstrip('-')}-{tail}"
 
 
 def spec_text(job: Job) -> str:
@@ -123,21 +125,17 @@ def spec_text(job: Job) -> str:
     text = Path(job.path).read_text(encoding="utf-8")
     if "name" not in data:
         text = yaml_document({"name": job.spec.name}) + text
-    if _parsed(text) != named:
+    try:
+        is_same = parse(text, "spec") == named
+    except UserError:  # no YAML: a name before a mapping in braces
+        is_same = False
+    if not is_same:
         text = yaml_document(named)
     if len(text.encode()) > MAX_SPEC_BYTES:
         raise UserError(
             f"is longer than {MAX_SPEC_BYTES:,} bytes, the most that a manifest can carry", field="SPEC.yaml"
         )
     return text
-
-
-def _parsed(text: str) -> Any:
-    """What the text says; None if it is not YAML, as a name before a mapping in braces is not."""
-    try:
-        return parse(text, "spec")
-    except UserError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,6 @@ def _shape(job: Job, workers: WorkerShape) -> Shape:
 
 
 def _check_room(job: Job, workers: WorkerShape, worker_gpus: float) -> None:
-    """Refuse a node that has no room for one worker."""
     options = job.options
     for field, has, needs, key in (
         ("--gpus-per-node", options.gpus_per_node, worker_gpus, "workers.gpus"),
@@ -223,7 +220,92 @@ def _room(job: Job, workers: WorkerShape, worker_gpus: float) -> int | None:
 
 def _why(workers: WorkerShape, gpus: int, worker_gpus: float) -> str:
     count = "as many workers as fit" if workers.count == "auto" else counted(workers.count, "worker")
-    said = f"The spec asks for {count}, each with {workers.cpus:g} CPUs and {worker_gpus:g} GPUs."
+    comment = f"The spec asks for {count}, each with {workers.cpus:g} CPUs and {worker_gpus:g} GPUs."
     if workers.gpus == "auto" and gpus == 0:
-        said += " workers.gpus is auto: --gpus-per-node N makes nodes with GPUs."
-    return said
+        comment += " workers.gpus is auto: --gpus-per-node N makes nodes with GPUs."
+    return comment
+
+
+# ---- which local paths a cluster can see
+
+
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
+"""Folders that each machine of a Slurm cluster has for itself."""
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)|\w[\w.-]*/\w[\w.-]*/\w[\w.-]*\.gguf", re.ASCII)
+"""A model id of the hub, ORG/NAME or NAME, or a GGUF file in one."""
+NOT_PATHS = frozenset({"auto", "none"})
+
+
+def local_places(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """The key and the path of everything in a spec that is on a local disk."""
+    for key, path in (*places_of(spec), *_metric_places(spec)):
+        if not is_local(path) or path.startswith("builtin:"):
+            continue
+        if key.startswith(("input.", "output.")) or key.endswith(".file") or _is_on_disk(path):
+            yield key.removesuffix(".file"), path
+
+
+def _metric_places(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    for index, metric in enumerate(spec.metrics):
+        if isinstance(path := getattr(metric, "path", None), str):
+            yield f"metrics.{index}.path.file", path
+        if isinstance(model := getattr(metric, "model", None), str):
+            yield f"metrics.{index}.model", model
+
+
+def _is_on_disk(path: str) -> bool:
+    """Whether a model's path means a folder or file of this machine: one that exists, as in checkpoints/models.py."""
+    if path in NOT_PATHS:
+        return False
+    return os.path.exists(os.path.expanduser(path)) or not HUB_ID.fullmatch(path)
+
+
+def on_s3(spec: JobSpec) -> bool:
+    """Whether the job reads from S3 or writes to it."""
+    return any(path.startswith("s3://") for _, path in places_of(spec))
+
+
+def refuse_memory(spec: JobSpec) -> None:
+    """Refuse results that would be lost with the process."""
+    if spec.output.path.startswith("memory:"):
+        raise UserError(
+            f"{spec.output.path!r} is lost when the job ends; allowed: a path that outlives it", field="output.path"
+        )
+
+
+def refuse_unseen(spec: JobSpec, shared: Iterable[str], *, allowed: str) -> None:
+    """Refuse local paths outside of the folders in `shared`; `allowed` says what makes a folder visible."""
+    roots = tuple(shared)
+    for key, path in local_places(spec):
+        if not under(path, roots):
+            raise UserError(
+                f"{path!r} is a path of this machine, which the cluster can't see; allowed: s3://..., or {allowed}",
+                field=key,
+            )
+
+
+def refuse_node_local(places: Iterable[tuple[str, str]], directory: str, shared: Iterable[str]) -> None:
+    """Refuse paths in folders that each machine has for itself, unless `shared` names them."""
+    roots = tuple(shared)
+    for key, path in places:
+        full = posixpath.normpath(posixpath.join(directory, os.path.expanduser(path)))
+        if under(full, NODE_LOCAL) and not under(full, roots):
+            raise UserError(
+                f"{path!r} is in a folder that each node has for itself; allowed: a path on a shared file system "
+                "(--shared-path FOLDER says that a folder is on one), or --nodes 1",
+                field=key,
+            )
+
+
+def under(path: str, roots: Iterable[str]) -> bool:
+    """Whether an absolute path is one of the folders or inside one of them."""
+    path = posixpath.normpath(path)
+    return any(is_inside(path, root) for root in map(posixpath.normpath, roots))
+
+
+def check_folder(path: str, field: str) -> str:
+    """Return the normal form of an absolute path; UserError if it is not absolute."""
+    if not path.startswith("/"):
+        raise UserError(f"{path!r} is not allowed; allowed: an absolute path", field=field)
+    return posixpath.normpath(path)

@@ -18,10 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.jobs.exit_codes import FINAL, OK
-from draftmill.jobs.manifests.job import GRACE_S, KILL_S, Job, Shape, one_shape, read_job, shapes_of, spec_text
+from draftmill.jobs.manifests.job import (
+    GRACE_S,
+    KILL_S,
+    Job,
+    Shape,
+    check_folder,
+    local_places,
+    on_s3,
+    one_shape,
+    read_job,
+    refuse_node_local,
+    refuse_unseen,
+    shapes_of,
+    spec_text,
+)
 from draftmill.jobs.manifests.options import OWN_CLUSTER, Options, option_name, size_bytes
 from draftmill.jobs.manifests.templates import check_printable, crontab, fill_template, systemd, systemd_path
-from draftmill.jobs.manifests.visible import check_folder, local_places, on_s3, refuse_node_local, refuse_unseen
 from draftmill.storage.errors import UserError
 
 USR1_S = 120
@@ -41,7 +54,9 @@ def manifest(spec: str, overrides: Sequence[str], options: Options, out: str | N
     """Print or write the manifest; returns 0. UserError if the spec, an option or the place to write is unusable."""
     files = manifest_files(read_job(spec, overrides, options))
     if out is None:
-        sys.stdout.write(printed(files))
+        # One file as it is; several one after the other, each after a line with its name.
+        headed = [f"# ==> {name} <==\n{text}" for name, text in files.items()]
+        sys.stdout.write("\n".join(files.values() if len(files) == 1 else headed))
         return OK
     for name, text in files.items():
         _write(_target(out, name, files), text, overwrite=overwrite)
@@ -54,13 +69,6 @@ def manifest_files(job: Job) -> dict[str, str]:
         return {f"{job.name}.service": service(job), f"{job.name}.timer": timer(job)}
     ending = {"slurm": "sh", "cron": "cron"}.get(job.options.kind, "yaml")
     return {f"{job.name}.{ending}": MAKERS[job.options.kind](job)}
-
-
-def printed(files: Mapping[str, str]) -> str:
-    """One file as it is; several one after the other, each after a line with its name."""
-    if len(files) == 1:
-        return "".join(files.values())
-    return "\n".join(f"# ==> {name} <==\n{text}" for name, text in files.items())
 
 
 def _target(out: str, name: str, files: Mapping[str, str]) -> Path:
@@ -89,7 +97,7 @@ def _fill(template: str, job: Job, **facts: Any) -> str:
     return fill_template(template, name=job.name, options=job.options, dated=job.dated, **facts)
 
 
-def _shared(job: Job) -> list[str]:
+def _shared_folders(job: Job) -> list[str]:
     return [check_folder(path, "--shared-path") for path in job.options.shared_path]
 
 
@@ -148,10 +156,10 @@ def cronjob(job: Job) -> str:
     )
 
 
-def _facts(job: Job, how: str) -> dict[str, Any]:
+def _facts(job: Job, allowed: str) -> dict[str, Any]:
     """What all of them name; UserError for a path of this machine, which no pod has."""
     claims = _claims(job)
-    refuse_unseen(job.spec, [*_shared(job), *(folder for _, folder in claims)], how=how)
+    refuse_unseen(job.spec, [*_shared_folders(job), *(folder for _, folder in claims)], allowed=allowed)
     return {
         "image": job.options.image or DEFAULT_IMAGE,
         "secret": _secret(job),
@@ -166,16 +174,15 @@ def _facts(job: Job, how: str) -> dict[str, Any]:
 
 
 def _claims(job: Job) -> list[tuple[str, str]]:
-    """The persistent volume claims and where they are mounted."""
-    found = []
+    claims = []
     for given in job.options.volume:
         claim, colon, folder = given.partition(":")
         if not colon or not claim.replace("-", "").replace(".", "").isalnum() or claim != claim.lower():
             raise UserError(
                 f"{given!r} is not allowed; allowed: CLAIM:FOLDER, like results:/data", field=option_name("volume")
             )
-        found.append((claim, check_folder(folder, option_name("volume"))))
-    return found
+        claims.append((claim, check_folder(folder, option_name("volume"))))
+    return claims
 
 
 def _secret(job: Job) -> str | None:
@@ -187,8 +194,8 @@ def _secret(job: Job) -> str | None:
 
 
 def _resources(shape: Shape) -> dict[str, str]:
-    found = {"cpu": str(shape.cpus), "memory": shape.memory}
-    return found | {"nvidia.com/gpu": str(shape.gpus)} if shape.gpus else found
+    gpus = {"nvidia.com/gpu": str(shape.gpus)} if shape.gpus else {}
+    return {"cpu": str(shape.cpus), "memory": shape.memory} | gpus
 
 
 def _address(job: Job, cluster: str) -> str:
@@ -210,7 +217,7 @@ def slurm(job: Job) -> str:
     shape = one_shape(job)
     if shape.nodes > 1:
         places = [("SPEC.yaml", job.path), ("--directory", job.directory), ("--program", job.program)]
-        refuse_node_local([*places, *local_places(job.spec)], job.directory, _shared(job))
+        refuse_node_local([*places, *local_places(job.spec)], job.directory, _shared_folders(job))
     days, rest = divmod(job.options.limit_s, 86400)
     command = [job.program, "run", job.path, *job.sets(), "--if-running", "skip", "--grace-seconds", str(GRACE_S)]
     return _fill(
@@ -284,11 +291,10 @@ def _this_user() -> str:
 def _check_places(job: Job) -> None:
     """Refuse paths that the nodes of another cluster can't see; on one machine all can be seen."""
     if job.options.head_address is not None:
-        refuse_unseen(job.spec, _shared(job), how=ON_ALL_NODES)
+        refuse_unseen(job.spec, _shared_folders(job), allowed=ON_ALL_NODES)
 
 
 def _run_words(job: Job) -> list[str]:
-    """The command of the driver, as words."""
     words, address = [job.program, "run", job.path, *job.sets(), "--if-running", "skip"], job.options.head_address
     if address is None:
         return words
@@ -305,8 +311,8 @@ def _run_words(job: Job) -> list[str]:
 
 def ray_up(job: Job) -> str:
     """A cluster file: machines of one's own that are reached by SSH, or machines on AWS."""
-    shared = _shared(job)
-    refuse_unseen(job.spec, shared, how=ON_ALL_MACHINES)
+    shared = _shared_folders(job)
+    refuse_unseen(job.spec, shared, allowed=ON_ALL_MACHINES)
     shape = one_shape(job)
     _check_machines(job.options)
     image = job.options.image or DEFAULT_IMAGE
@@ -325,7 +331,7 @@ def _check_machines(options: Options) -> None:
             )
     for field, address in (
         ("--head-address", options.head_address),
-        *(("--worker-address", one) for one in options.worker_address),
+        *(("--worker-address", address) for address in options.worker_address),
     ):
         if address is not None and not address.replace("-", "").replace(".", "").replace(":", "").isalnum():
             raise UserError(f"{address!r} is not allowed; allowed: the name or address of a machine", field=field)

@@ -7,17 +7,16 @@ A schedule is a cron expression in the form that every cron program reads alike.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal, get_args
 from zoneinfo import available_timezones
 
 from draftmill.jobs.manifests.templates import check_printable
-from draftmill.jobs.spec.dated_path import read_date, written
+from draftmill.jobs.spec.dated_path import format_date, read_date
 from draftmill.storage.errors import UserError
 
-Kind = Literal["rayjob", "raycronjob", "raycluster", "cronjob", "slurm", "cron", "systemd", "ray-up"]
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS = ("rayjob", "raycronjob", "raycluster", "cronjob", "slurm", "cron", "systemd", "ray-up")
 
 OWN_CLUSTER = frozenset({"rayjob", "raycronjob", "raycluster"})
 KUBERNETES = OWN_CLUSTER | {"cronjob"}
@@ -103,7 +102,7 @@ class Options:
     @property
     def date(self) -> str:
         """The logical date of a manifest for one run; without the option now, in UTC."""
-        return written(datetime.now(UTC) if self.logical_date is None else _read_date(self.logical_date))
+        return format_date(datetime.now(UTC) if self.logical_date is None else _read_date(self.logical_date))
 
     @property
     def limit_s(self) -> int:
@@ -157,26 +156,22 @@ def check_options(options: Options) -> Options:
                 f"does not apply to {options.kind}; it applies to {', '.join(kind for kind in KINDS if kind in kinds)}",
                 field=option_name(field),
             )
-        for one in value if isinstance(value, tuple) else (value,):
-            _check(field, one)
+        for text in value if isinstance(value, tuple) else (value,):
+            if not isinstance(text, str):
+                continue
+            check_printable(text, option_name(field))
+            if field in PATTERNS and not re.fullmatch(PATTERNS[field][0], text, re.ASCII):
+                raise UserError(
+                    f"{text[:80]!r} is not allowed; allowed: {PATTERNS[field][1]}", field=option_name(field)
+                )
     _check_numbers(options)
-    if options.time_limit is not None:
-        duration_s(options.time_limit)
-    if options.logical_date is not None:
-        _read_date(options.logical_date)
-    if options.schedule is not None:
-        parse_schedule(options.schedule)
-    if options.time_zone is not None:
-        check_time_zone(options.time_zone)
+    checks: dict[str, Callable[[str], object]] = {
+        "time_limit": duration_s, "logical_date": _read_date, "schedule": parse_schedule, "time_zone": check_time_zone
+    }  # fmt: skip
+    for field, check in checks.items():
+        if (value := getattr(options, field)) is not None:
+            check(value)
     return options
-
-
-def _check(field: str, value: object) -> None:
-    if not isinstance(value, str):
-        return
-    check_printable(value, option_name(field))
-    if field in PATTERNS and not re.fullmatch(PATTERNS[field][0], value, re.ASCII):
-        raise UserError(f"{value[:80]!r} is not allowed; allowed: {PATTERNS[field][1]}", field=option_name(field))
 
 
 def _check_numbers(options: Options) -> None:
@@ -345,12 +340,9 @@ def _wrong(text: str, why: str) -> UserError:
 
 def check_time_zone(name: str) -> str:
     """Return the name of a time zone; UserError if there is none of that name, as far as this machine knows their names."""
-    known = available_timezones()
-    if (
-        not re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*", name)
-        or name == "Local"
-        or (known and name not in known)
-    ):
+    names = available_timezones()
+    is_name = re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*", name) is not None and name != "Local"
+    if not is_name or (names and name not in names):
         raise UserError(
             f"{name[:80]!r} is not a time zone; allowed: names like UTC or Europe/Berlin", field="--time-zone"
         )

@@ -49,7 +49,7 @@ def crontab(words: Iterable[str]) -> str:
 def _for_cron(word: str) -> str:
     if not re.search(r"[%\\]", word):
         return shlex.quote(word)
-    return "$'" + re.sub(r"[%\\']", lambda found: f"\\x{ord(found[0]):02x}", word) + "'"
+    return "$'" + re.sub(r"[%\\']", lambda special: f"\\x{ord(special[0]):02x}", word) + "'"
 
 
 def systemd(words: Sequence[str]) -> str:
@@ -129,7 +129,7 @@ def fill_template(template: str, **facts: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("draftmill.infra", "manifests"),
         undefined=StrictUndefined,
         autoescape=False,  # no web pages: each format has a filter of its own
@@ -137,11 +137,11 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters.update(yaml=yaml_text, shell=shell, indent=_indented, comment=comment)
-    return made
+    environment.filters.update(yaml=yaml_text, shell=shell, indent=_indent, comment=comment)
+    return environment
 
 
-def _indented(text: str, width: int) -> str:
+def _indent(text: str, width: int) -> str:
     """Further lines indented, but for empty ones. jinja's own filter also breaks lines where YAML does not."""
     lines = text.strip("\n").split("\n")
     return "\n".join([lines[0], *(f"{' ' * width}{line}" if line else "" for line in lines[1:])])

@@ -91,10 +91,10 @@ LEFT_OUT: Final = {"sampling.n": 1}
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each dotted key whose value differs, as `decoder.k was 5, is 4`; sorted."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = dict(flat(before)), dict(flat(now))
     old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | one for one in (old, new))
     return [
-        f"{key} was {_shown(old, key)}, is {_shown(new, key)}"
+        f"{key} was {format_value(old, key)}, is {format_value(new, key)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
@@ -140,15 +140,17 @@ def shortened(items: Sequence[str]) -> str:
     return "; ".join(items[:SHOWN]) + more
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The values inside of mappings by their dotted keys."""
     for key, inner in value.items():
         if isinstance(inner, Mapping):
-            yield from _flat(inner, f"{prefix}{key}.")
+            yield from flat(inner, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", inner
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def format_value(values: Mapping[str, Any], key: str) -> str:
+    """A value as JSON, cut if it is long; `not set` if there is none."""
     if key not in values:
         return "not set"
     text = json.dumps(values[key])

@@ -1,4 +1,4 @@
-"""`input.dedupe: ids`: the ids that finished runs of a recurring job have as ok, which a new plan leaves out.
+"""`input.dedupe: ids`: the ids that finished runs of a recurring job have as ok, which a new plan skips.
 
 An id is done in a run if each of its samples is ok there, in the last pass that has it. The truth is in the results. A run whose
 results were pruned has its ids in RUN/_ids.parquet.
@@ -34,24 +34,24 @@ SCHEMA = pa.schema([("id", pa.binary(HASH_BYTES))])
 
 @contextmanager
 def sifting(base: Store, runs: Sequence[FoundRun], display: Notes, *, s3: S3Options | None) -> Iterator[Sift]:
-    """During the block, a function that leaves out the rows whose ids these runs, which are finished, have as ok.
+    """During the block, a function that skips the rows whose ids these finished runs have as ok.
 
-    Call it under the lease of the name, since it brings the cache up to date. At the end a note says how many rows were left out.
+    Call it under the lease of the name, since it brings the cache up to date. At the end a note says how many rows were skipped.
     """
-    left_out = 0
+    skipped = 0
     with IdIndex() as index:
         for run in runs:
             index.add(hashes_in(ids_of(base, run, s3=s3)["id"]))
 
         def sift(table: pa.Table) -> pa.Table:
-            nonlocal left_out
+            nonlocal skipped
             is_done = index.has(table["id"].to_pylist())
-            left_out += int(is_done.sum())
+            skipped += int(is_done.sum())
             return table.filter(pa.array(~is_done))
 
         yield sift
     display.note(
-        f"dedupe: {counted(left_out, 'row')} left out, whose ids {counted(len(runs), 'finished run')} have as ok"
+        f"dedupe: {counted(skipped, 'row')} left out, whose ids {counted(len(runs), 'finished run')} have as ok"
     )
 
 

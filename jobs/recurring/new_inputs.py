@@ -1,9 +1,8 @@
-"""`input.since: last_success`: the inputs that no finished run of a recurring job has had.
+"""`input.since: last_success`: the inputs that no finished run of a recurring job already read.
 
 A set difference between today's listing and the inputs of all finished runs; no clock decides anything. A file is new if its
-place and its name are unknown, and changed if its etag (on S3), or its size and date (on disk), are those of no finished run. A
-local file whose date or place alone has changed is hashed: with the same name and content it counts as the same, as in the
-fingerprint.
+place and its name are unknown, and changed if its etag (S3), or its size and mtime (disk), are those of no finished run. A local
+file of which only the mtime or the place has changed is hashed: with the same name and content it counts as the same.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import planned_inputs
 from draftmill.jobs.plan.prepare import Loaders
-from draftmill.jobs.recurring.runs import FoundRun, finished_below
+from draftmill.jobs.recurring.runs import FoundRun, finished_runs
 from draftmill.jobs.spec.dated_path import base_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
@@ -86,12 +85,12 @@ def base_path(spec: JobSpec, path: str | None) -> str:
 
 
 def new_inputs(spec: JobSpec, path: str) -> NewInputs:
-    """List the inputs and leave out what finished runs have had; `path` is the output path with the date.
+    """List the inputs and skip what finished runs already read; `path` is the output path with the date.
 
     UserError if the inputs can't be listed, or if there are none and no run has finished yet.
     """
     s3 = spec.s3.options()
-    runs = finished_below(path, s3=s3)
+    runs = finished_runs(path, s3=s3)
     try:
         listed = list_inputs(spec.input.path, s3=s3, delimiter=spec.input.delimiter)
     except NothingThere:  # files may be moved away when they are done
@@ -131,7 +130,7 @@ def difference(listed: Sequence[InputFile], done: pa.Table, *, runs: int) -> New
 def versions(table: pa.Table, key: str) -> pa.ChunkedArray:
     """Of each row of a table of FILES a text that names the file, by its uri or name, and its version; null if it has none.
 
-    A date tells versions apart in one place only, so a name needs an etag.
+    An mtime tells versions apart in one place only, so a name needs an etag.
     """
     tagged = pc.binary_join_element_wise(_text(table["size"]), table["etag"], " ")
     dated = pc.binary_join_element_wise(_text(table["size"]), _text(table["mtime_s"]), "\t")
@@ -145,12 +144,11 @@ def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _among(column: pa.ChunkedArray, values: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Of each entry whether it is among the values; not if it is null."""
-    found = pc.is_in(column, value_set=pc.drop_null(values).combine_chunks(), skip_nulls=True)
-    return np.array(found.to_numpy())
+    return np.array(pc.is_in(column, value_set=pc.drop_null(values).combine_chunks(), skip_nulls=True).to_numpy())
 
 
 def _same_content(files: Sequence[tuple[int, InputFile]], done: pa.Table) -> list[int]:
-    """The numbers of the local files whose content a finished run has had; only those of a known size are read."""
+    """The numbers of the local files whose content a finished run already read; only those of a known size are hashed."""
     known = done.filter(pc.is_valid(done["sha256"]))
     here = [(number, file) for number, file in files if file.etag is None]
     contents: dict[tuple[str, str, int], set[str]] = {}
@@ -166,5 +164,5 @@ def _same_content(files: Sequence[tuple[int, InputFile]], done: pa.Table) -> lis
         return contents.get(("uri", file.uri, size), set()) | contents.get(("name", file.name, size), set())
 
     candidates = [(number, file) for number, file in here if hashes(file)]
-    found = with_hashes([file for _, file in candidates])
-    return [number for (number, _), file in zip(candidates, found, strict=True) if file.sha256 in hashes(file)]
+    files_here = with_hashes([file for _, file in candidates])
+    return [number for (number, _), file in zip(candidates, files_here, strict=True) if file.sha256 in hashes(file)]

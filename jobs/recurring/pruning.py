@@ -24,7 +24,7 @@ from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
 from draftmill.jobs.formatting import counted, size_text, table_lines
 from draftmill.jobs.recurring.known_ids import IDS, ok_ids
 from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
-from draftmill.jobs.spec.dated_path import read_date, written
+from draftmill.jobs.spec.dated_path import format_date, read_date
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import write_parquet
@@ -43,7 +43,7 @@ SESSIONS = "-session.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which runs stay: the `newest` ones, and those whose date is less than `age` ago. A run stays if either says so."""
+    """Which runs stay: the `newest` ones, and those whose date is less than `age` ago."""
 
     newest: int | None = None
     age: timedelta | None = None
@@ -72,26 +72,21 @@ class Candidate:
 
 def candidates(base: Store, keep: Keep, now: datetime, *, unfinished: bool, s3: S3Options | None) -> list[Candidate]:
     """Every run below the base path, oldest first, and whether it goes."""
-    found = [(run, facts_of(run, s3=s3)) for run in runs_below(base, s3=s3) if run.name]
-    found.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
-    free = [facts for _, facts in found if not facts.is_pruned and _may_go(facts, unfinished=unfinished) is None]
-    newest = _newest(free, keep.newest)
-
-    def judged(run: FoundRun, facts: RunFacts) -> Candidate:
-        stays = _may_go(facts, unfinished=unfinished) or _kept(facts, keep, newest, now)
+    runs = [(run, facts_of(run, s3=s3)) for run in runs_below(base, s3=s3) if run.name]
+    runs.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
+    free = [facts.name for _, facts in runs if not facts.is_pruned and not _obstacle(facts, unfinished=unfinished)]
+    newest = set(free[-keep.newest :] if keep.newest else ())
+    chosen = []
+    for run, facts in runs:
+        stays = _obstacle(facts, unfinished=unfinished) or _rule(facts, keep, newest, now)
         objects = [] if stays else list(_objects(run.store, run.level, is_success=facts.is_success))
         if facts.is_pruned and not objects:
             stays = "its results were pruned before"
-        return Candidate(run, facts, stays, objects)
-
-    return [judged(run, facts) for run, facts in found]
-
-
-def _newest(facts: Sequence[RunFacts], count: int | None) -> set[str]:
-    return set() if not count else {one.name for one in facts[-count:]}
+        chosen.append(Candidate(run, facts, stays, objects))
+    return chosen
 
 
-def _may_go(facts: RunFacts, *, unfinished: bool) -> str | None:
+def _obstacle(facts: RunFacts, *, unfinished: bool) -> str | None:
     """Why a run must stay whatever its date is; None if it may go."""
     if facts.driver is not None:
         return f"driver {facts.driver} works on it"
@@ -104,7 +99,8 @@ def _may_go(facts: RunFacts, *, unfinished: bool) -> str | None:
     return None
 
 
-def _kept(facts: RunFacts, keep: Keep, newest: set[str], now: datetime) -> str | None:
+def _rule(facts: RunFacts, keep: Keep, newest: set[str], now: datetime) -> str | None:
+    """Why a run stays by the rule; None if it goes."""
     if facts.is_pruned:  # what a prune that was killed has left
         return None
     if facts.name in newest:
@@ -124,20 +120,19 @@ def _objects(store: Store, level: Level, *, is_success: bool) -> Iterator[Stat]:
         yield from (replace(stat, name=name) for name, stat in own.items())
 
 
-def prune_run(one: Candidate, on_lost: Callable[[str], None], *, s3: S3Options | None) -> None:
+def prune_run(candidate: Candidate, on_lost: Callable[[str], None], *, s3: S3Options | None) -> None:
     """Delete what goes of a run, under its lease; may be called again after it was killed. LeaseHeld if a driver has started.
 
     LeaseLost if this process was suspended over its lease: what is left may belong to a driver that has resumed the run.
     """
-    store, is_success = one.run.store, one.facts.is_success
+    store, is_success = candidate.run.store, candidate.facts.is_success
     with hold_lease(store, on_lost) as lease:
         if not is_success and store.exists(SUCCESS):
             raise UserError(f"{store.url} has finished in the meantime; run the command again")
-        objects = list(
-            _objects(store, level_of(store), is_success=is_success)
-        )  # again: it was looked at without the lease
+        # Again: it was looked at without the lease.
+        objects = list(_objects(store, level_of(store), is_success=is_success))
         if is_success:
-            _prove(one, objects, s3=s3)
+            _prove(candidate, objects, s3=s3)
         for name in [stat.name for stat in objects] + ([] if is_success else [PLAN, LEASE]):
             failpoint("prune.before_delete")
             lease.check()
@@ -145,23 +140,23 @@ def prune_run(one: Candidate, on_lost: Callable[[str], None], *, s3: S3Options |
     remove_empty_folders(store)
 
 
-def _prove(one: Candidate, objects: Sequence[Stat], *, s3: S3Options | None) -> None:
+def _prove(candidate: Candidate, objects: Sequence[Stat], *, s3: S3Options | None) -> None:
     """Keep the ids that are ok, then say that the results are gone."""
-    store = one.run.store
+    store = candidate.run.store
     if store.exists(PRUNED):
         return
     with suppress(AlreadyExists):
         store.create(IDS, write_parquet(ok_ids(store, s3=s3), {}))
     failpoint("prune.before_mark")
-    said = {
-        "pruned_at": written(datetime.now(UTC)),
+    facts = {
+        "pruned_at": format_date(datetime.now(UTC)),
         "objects": len(objects),
         "bytes": sum(stat.size for stat in objects),
-        "samples": one.facts.samples,
+        "samples": candidate.facts.samples,
         "failed": left_failed(passes_of(store, s3=s3)),
     }
     with suppress(AlreadyExists):
-        store.create(PRUNED, (json.dumps(said) + "\n").encode())
+        store.create(PRUNED, (json.dumps(facts) + "\n").encode())
 
 
 def prune(base: str, keep: Keep, *, yes: bool = False, unfinished: bool = False, s3: S3Options | None = None) -> int:
@@ -169,14 +164,14 @@ def prune(base: str, keep: Keep, *, yes: bool = False, unfinished: bool = False,
     store = open_store(base, s3=s3)
     check_base(store)
     if not yes:
-        found = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
-        print("\n".join([*lines_of(store, keep, found), _dry(found)]))
+        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
+        print("\n".join([*lines_of(store, keep, runs), _summary(runs)]))
         return OK
     stop = StopFlag()
     with base_lease(store, stop.set):
-        found = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
-        print("\n".join(lines_of(store, keep, found, verb="pruned")), flush=True)
-        return delete(found, stop, s3)
+        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
+        print("\n".join(lines_of(store, keep, runs, verb="pruned")), flush=True)
+        return delete(runs, stop, s3)
 
 
 def check_base(store: Store) -> None:
@@ -192,41 +187,42 @@ def check_base(store: Store) -> None:
         )
 
 
-def delete(found: Sequence[Candidate], stop: StopFlag, s3: S3Options | None) -> int:
+def delete(runs: Sequence[Candidate], stop: StopFlag, s3: S3Options | None) -> int:
     """Delete what goes; returns the exit code. A run that a driver has taken meanwhile stays."""
-    for one in found:
-        if one.stays is not None:
+    for candidate in runs:
+        if candidate.stays is not None:
             continue
         if stop.reason is not None:
             print(f"draftmill: {stop.reason}; run it again to continue", file=sys.stderr)
             return INTERRUPTED
         try:
-            prune_run(one, stop.set, s3=s3)
+            prune_run(candidate, stop.set, s3=s3)
         except LeaseHeld as error:
-            print(f"draftmill: {one.facts.name} stays: {error}", file=sys.stderr)
+            print(f"draftmill: {candidate.facts.name} stays: {error}", file=sys.stderr)
     return OK
 
 
-def lines_of(store: Store, keep: Keep, found: Sequence[Candidate], *, verb: str = "would be pruned") -> list[str]:
+def lines_of(store: Store, keep: Keep, runs: Sequence[Candidate], *, verb: str = "would be pruned") -> list[str]:
     """A line for each run: why it stays, or what goes."""
-    if not found:
+    if not runs:
         return [f"{store.url}: no runs"]
-    head = f"{store.url}: {counted(len(found), 'run')}; to be kept: {keep.text}"
-    return [head, *table_lines([[one.facts.name, _what(one, verb)] for one in found])]
+    head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
+    rows = []
+    for candidate in runs:
+        whole = "" if candidate.facts.is_success else "; it is not finished, and goes whole"
+        going = f"{verb}: {counted(len(candidate.objects), 'file')}, {size_text(candidate.num_bytes)}{whole}"
+        rows.append([candidate.facts.name, going if candidate.stays is None else f"stays: {candidate.stays}"])
+    return [head, *table_lines(rows)]
 
 
-def _what(one: Candidate, verb: str) -> str:
-    if one.stays is not None:
-        return f"stays: {one.stays}"
-    whole = "" if one.facts.is_success else "; it is not finished, and goes whole"
-    return f"{verb}: {counted(len(one.objects), 'file')}, {size_text(one.num_bytes)}{whole}"
-
-
-def _dry(found: Sequence[Candidate]) -> str:
-    going = [one for one in found if one.stays is None]
+def _summary(runs: Sequence[Candidate]) -> str:
+    going = [candidate for candidate in runs if candidate.stays is None]
     if not going:
         return "nothing to delete"
-    files, size = sum(len(one.objects) for one in going), size_text(sum(one.num_bytes for one in going))
+    files, size = (
+        sum(len(candidate.objects) for candidate in going),
+        size_text(sum(candidate.num_bytes for candidate in going)),
+    )
     return (
         f"nothing was deleted; --yes deletes {counted(files, 'file')}, {size}, of {counted(len(going), 'run')}, and keeps what "
         "proves that their inputs are done"

@@ -11,7 +11,7 @@ from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.exit_codes import hopeless, too_many_failed
 from draftmill.jobs.finished.passes import PRUNED, is_unplanned, left_failed, passes_of, units_done
 from draftmill.jobs.plan.plan import Plan, load_plan
-from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of, read_date, written
+from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of, format_date, read_date
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import driver_of
@@ -50,37 +50,29 @@ def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_
     A folder with `_lease.json` that holds nothing else but parts of a plan is a run that is being planned, or was.
     """
     with thread_pool(THREADS, "levels") as threads:
-        found: list[FoundRun] = []
+        runs: list[FoundRun] = []
         names = [""]
         for depth in range(levels + 1):
-            looked = zip(names, threads.map(lambda name: level_of(store, name), names), strict=True)
+            listed = zip(names, threads.map(lambda name: level_of(store, name), names), strict=True)
             names = []
-            for name, level in looked:
+            for name, level in listed:
                 if PLAN in level.files or (name and is_unplanned(level)):
                     place = open_store(f"{store.url.rstrip('/')}/{name}", s3=s3) if name else store
-                    found.append(FoundRun(name, place, level))
+                    runs.append(FoundRun(name, place, level))
                 elif depth < levels:
                     inner = [folder for folder in level.folders if folder[:1] not in "._"]  # on S3 a name may be empty
                     names += [f"{name}/{folder}" if name else folder for folder in inner]
-    return sorted(found, key=lambda run: run.name)
+    return sorted(runs, key=lambda run: run.name)
 
 
-@dataclass(frozen=True, slots=True)
-class DatedRun:
-    """A run of a recurring job."""
-
-    date: datetime
-    run: FoundRun
-
-
-def runs_of(path: str, *, s3: S3Options | None = None) -> list[DatedRun]:
+def runs_of(path: str, *, s3: S3Options | None = None) -> dict[datetime, FoundRun]:
     """The runs of a recurring job, by date; `path` is its output path with the date. Other folders below the base are ignored."""
     runs = runs_below(open_store(base_of(path), s3=s3), s3=s3, levels=depth_of(path))
-    dated = ((date_in(below_base(path), run.name), run) for run in runs)
-    return sorted((DatedRun(date, run) for date, run in dated if date is not None), key=lambda one: one.date)
+    dated = {date_in(below_base(path), run.name): run for run in runs}
+    return {date: dated[date] for date in sorted(date for date in dated if date is not None)}
 
 
-def finished_below(path: str, *, s3: S3Options | None = None) -> list[FoundRun]:
+def finished_runs(path: str, *, s3: S3Options | None = None) -> list[FoundRun]:
     """Every finished run below the base path, whatever its name: the base belongs to this job alone."""
     return [run for run in runs_below(open_store(base_of(path), s3=s3), s3=s3) if run.success is not None]
 
@@ -122,33 +114,31 @@ def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
     try:
         plan = load_plan(run.store)
         if plan is None:
-            return _facts(run, None, "running" if driver else "interrupted", driver, None, None)
+            return _facts(run, None, "running" if driver else "interrupted", driver)
         if run.success is None:
             done = units_done(run.store)
-            return _facts(run, plan, _unfinished(run, plan, driver), driver, len(done), None)
-        failed = failed_samples(run, s3=s3)
-        is_bad = too_many_failed(failed, plan.rows, plan.spec.errors)
-        return _facts(run, plan, "failed" if is_bad else "finished", driver, plan.units, failed)
+            state: State = "running"
+            if not driver:
+                is_bad = hopeless(read_sessions(run.store).committed.failed, plan.rows, plan.spec.errors)
+                state = "failed" if is_bad else "interrupted"
+            return _facts(run, plan, state, driver, len(done))
+        is_pruned = PRUNED in run.level.files
+        failed = (
+            int(json.loads(run.store.get(PRUNED))["failed"]) if is_pruned else left_failed(passes_of(run.store, s3=s3))
+        )
+        state = "failed" if too_many_failed(failed, plan.rows, plan.spec.errors) else "finished"
+        return _facts(run, plan, state, driver, plan.units, failed)
     except (ValueError, KeyError, TypeError, DamagedRun):  # a UserError is a ValueError
-        return _facts(run, None, "damaged", driver, None, None)
-
-
-def failed_samples(run: FoundRun, *, s3: S3Options | None = None) -> int:
-    """How many samples of a finished run are still failed."""
-    if PRUNED in run.level.files:
-        return int(json.loads(run.store.get(PRUNED))["failed"])
-    return left_failed(passes_of(run.store, s3=s3))
-
-
-def _unfinished(run: FoundRun, plan: Plan, driver: str | None) -> State:
-    if driver:
-        return "running"
-    is_hopeless = hopeless(read_sessions(run.store).committed.failed, plan.rows, plan.spec.errors)
-    return "failed" if is_hopeless else "interrupted"
+        return _facts(run, None, "damaged", driver)
 
 
 def _facts(
-    run: FoundRun, plan: Plan | None, state: State, driver: str | None, done: int | None, failed: int | None
+    run: FoundRun,
+    plan: Plan | None,
+    state: State,
+    driver: str | None,
+    done: int | None = None,
+    failed: int | None = None,
 ) -> RunFacts:
     stat = run.level.files.get(PLAN)
     date = None if plan is None else plan.spec.output.logical_date
@@ -157,8 +147,10 @@ def _facts(
         name=run.name or ".",
         job=None if plan is None else plan.spec.name,
         state=state,
-        logical_date=None if date is None else written(read_date(date)),
-        planned_at=None if stat is None or stat.mtime_s is None else written(datetime.fromtimestamp(stat.mtime_s, UTC)),
+        logical_date=None if date is None else format_date(read_date(date)),
+        planned_at=None
+        if stat is None or stat.mtime_s is None
+        else format_date(datetime.fromtimestamp(stat.mtime_s, UTC)),
         units=None if plan is None else plan.units,
         units_done=done,
         samples=None if plan is None else plan.rows,

@@ -18,10 +18,10 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK, code_of, severest
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.recurring.new_inputs import difference, done_inputs
-from draftmill.jobs.recurring.runs import DatedRun, State, facts_of, finished_below, runs_of
+from draftmill.jobs.recurring.runs import FoundRun, State, facts_of, finished_runs, runs_of
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions
-from draftmill.jobs.spec.dated_path import base_of, floored, following, has_date, period_of, with_date, written
+from draftmill.jobs.spec.dated_path import base_of, floor_date, following, format_date, has_date, period_of, with_date
 from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.store import open_store
@@ -57,11 +57,11 @@ def dates_of(
     path = spec.output.path
     if not has_date(path):
         raise UserError(f"{path!r} has no date; allowed: base/{{date:%Y-%m-%d}}", field="output.path")
-    runs = {one.date: one for one in runs_of(path, s3=spec.s3.options())}
+    runs = runs_of(path, s3=spec.s3.options())
     if first is None and not runs:
         raise UserError("there is no run yet, so the first date is not known; allowed: a date", field="--from")
-    start = floored(first, path) if first is not None else min(runs)
-    end = following(floored(last, path), period_of(path)) if last is not None else floored(now, path)
+    start = floor_date(first, path) if first is not None else min(runs)
+    end = following(floor_date(last, path), period_of(path)) if last is not None else floor_date(now, path)
     wanted = _planned(start, end, period_of(path), every)
     if spec.input.since is not None:
         wanted = [date for date in runs if start <= date < end]
@@ -87,19 +87,19 @@ def _each(start: datetime, end: datetime, period: str) -> Iterator[datetime]:
         date = following(date, period)
 
 
-def _state(spec: JobSpec, date: datetime, runs: dict[datetime, DatedRun]) -> DateState:
+def _state(spec: JobSpec, date: datetime, runs: dict[datetime, FoundRun]) -> DateState:
     if date not in runs:
         return "missed"
-    found = facts_of(runs[date].run, s3=spec.s3.options()).state
+    found = facts_of(runs[date], s3=spec.s3.options()).state
     may_be_done = found == "interrupted" and spec.input.since is not None
     return "superseded" if may_be_done and _is_superseded(spec, runs[date]) else found
 
 
-def _is_superseded(spec: JobSpec, run: DatedRun) -> bool:
-    plan, s3 = load_plan(run.run.store), spec.s3.options()
+def _is_superseded(spec: JobSpec, run: FoundRun) -> bool:
+    plan, s3 = load_plan(run.store), spec.s3.options()
     if plan is None:
         return False
-    base, finished = open_store(base_of(spec.output.path), s3=s3), finished_below(spec.output.path, s3=s3)
+    base, finished = open_store(base_of(spec.output.path), s3=s3), finished_runs(spec.output.path, s3=s3)
     return not difference(plan.files, done_inputs(base, finished), runs=len(finished)).files
 
 
@@ -127,7 +127,7 @@ def catchup(
 
 def _lines_of(spec: JobSpec, found: Sequence[Due], due: Sequence[Due]) -> list[str]:
     """A line for each date, and a summary."""
-    lines = [f"  {written(one.date).removesuffix('T00:00:00Z'):<20}  {one.state:<11}  {one.place}" for one in found]
+    lines = [f"  {format_date(one.date).removesuffix('T00:00:00Z'):<20}  {one.state:<11}  {one.place}" for one in found]
     head = f"{spec.output.path}: {counted(len(found), 'date')}, {len(due):,} to run"
     if spec.input.since is not None:
         head += " (with input.since no date is missed: the next run takes all that is new)"
@@ -138,7 +138,7 @@ def _run_all(spec: JobSpec, options: RunOptions, due: Sequence[Due]) -> int:
     """Run the dates one after another; returns the severest code. An interruption ends it, an error of one date does not."""
     codes = []
     for number, one in enumerate(due, start=1):
-        date = written(one.date)
+        date = format_date(one.date)
         print(f"date {number} of {len(due)}: {date}", flush=True)
         codes.append(_run(with_logical_date(spec, date), options))
         if codes[-1] == INTERRUPTED:

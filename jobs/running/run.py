@@ -49,7 +49,7 @@ from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
-from draftmill.jobs.recurring.runs import finished_below
+from draftmill.jobs.recurring.runs import finished_runs
 from draftmill.jobs.running.outcome import RunOutcome, report_outcome
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import broken_off, close, judge, print_metrics, print_table, without_ray
@@ -154,7 +154,7 @@ def planned(
     if spec.input.dedupe is None:
         return make_plan(prepared, store, display, epoch=epoch, survey=backend.survey(prepared, display))
     path = base_path(spec, path)
-    with sifting(open_store(base_of(path), s3=s3), finished_below(path, s3=s3), display, s3=s3) as sift:
+    with sifting(open_store(base_of(path), s3=s3), finished_runs(path, s3=s3), display, s3=s3) as sift:
         return make_plan(prepared, store, display, epoch=epoch, sift=sift)
 
 

@@ -7,7 +7,6 @@ locale, and together they name one date, so that no two dates share a run direct
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Final
@@ -66,7 +65,7 @@ def date_problem(path: str) -> str | None:
 def _form_problem(form: str, inside: str) -> str | None:
     if not form.endswith("}") or not inside.startswith(":") or len(inside) == 1:
         return f"{form!r} is not a date; allowed: {_ALLOWED}"
-    rest = _expanded(inside[1:])
+    rest = _expand(inside[1:])
     for field in re.findall(r"%(.?)", rest):
         if field in _WEEKS:
             return f"'%{field}' is a field of weeks; give a week the date of its first day: {{date:%Y-%m-%d}}"
@@ -94,24 +93,26 @@ def below_base(path: str) -> str:
 
 def with_date(path: str, date: datetime) -> str:
     """The path with a date (UTC) filled in."""
-    return _FORM.sub(lambda form: _rendered(form[1][1:], date), path)
+    return _FORM.sub(lambda form: _render(form[1][1:], date), path)
 
 
 def period_of(path: str) -> str:
     """The period between two dates that the path tells apart: year, month, day, hour, minute or second."""
-    found = _period(path)
-    assert found is not None, path
-    return found
+    period = _period(path)
+    assert period is not None, path
+    return period
 
 
 def date_in(path: str, place: str) -> datetime | None:
     """The date (UTC) for which `path` becomes `place`; None if there is none."""
-    pattern = _pattern(path)
-    found = pattern.expression.fullmatch(place)
-    if found is None:
+    match = _pattern(path).fullmatch(place)
+    if match is None:
         return None
+    values = {key: int(value) for key, value in match.groupdict().items()}
     try:
-        date = _date_of({key: int(value) for key, value in found.groupdict().items()})
+        start = datetime(values["Y"], values.get("m", 1), values.get("d", 1), tzinfo=UTC)
+        start += timedelta(days=values.get("j", 1) - 1)
+        date = start.replace(hour=values.get("H", 0), minute=values.get("M", 0), second=values.get("S", 0))
     except ValueError:  # 2026-02-30
         return None
     return date if with_date(path, date) == place else None
@@ -131,26 +132,26 @@ def following(date: datetime, period: str) -> datetime:
     return date + timedelta(**{f"{period}s": 1})
 
 
-def floored(date: datetime, path: str) -> datetime:
+def floor_date(date: datetime, path: str) -> datetime:
     """The date without what the path does not show of it."""
-    found = date_in(path, with_date(path, date))
-    assert found is not None
-    return found
+    floor = date_in(path, with_date(path, date))
+    assert floor is not None
+    return floor
 
 
 def read_date(text: str) -> datetime:
     """A date or time as users and schedulers write it (ISO 8601), in UTC and whole seconds; ValueError if it is none."""
     try:
-        found = datetime.fromisoformat(text.strip())
+        date = datetime.fromisoformat(text.strip())
     except ValueError:
         raise ValueError(
             f"{text!r} is not a date; allowed: 2026-11-22, 2026-11-22T03:00:00Z, 2026-11-22T03:00:00+01:00"
         ) from None
-    found = found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
-    return found.replace(microsecond=0)
+    date = date.replace(tzinfo=UTC) if date.tzinfo is None else date.astimezone(UTC)
+    return date.replace(microsecond=0)
 
 
-def written(date: datetime) -> str:
+def format_date(date: datetime) -> str:
     """A date as it is stored: 2026-11-22T03:00:00Z."""
     return date.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -158,54 +159,38 @@ def written(date: datetime) -> str:
 # ---- formats
 
 
-@dataclass(frozen=True, slots=True)
-class _Pattern:
-    expression: re.Pattern[str]
-    fields: tuple[str, ...]
-
-
-def _expanded(form: str) -> str:
+def _expand(form: str) -> str:
     """The format without fields that stand for several others."""
     return form.replace("%F", "%Y-%m-%d")
 
 
-def _rendered(form: str, date: datetime) -> str:
+def _render(form: str, date: datetime) -> str:
     values = dict(zip("YmdHMSj", (*date.timetuple()[:6], date.timetuple().tm_yday), strict=True))
-    return re.sub(r"%(.)", lambda field: f"{values[field[1]]:0{_DIGITS[field[1]]}d}", _expanded(form))
+    return re.sub(r"%(.)", lambda field: f"{values[field[1]]:0{_DIGITS[field[1]]}d}", _expand(form))
 
 
 @lru_cache(maxsize=64)
-def _pattern(path: str) -> _Pattern:
-    """A pattern of the paths with a date. A field that occurs twice must have the same value."""
-    out, at, fields = "", 0, dict[str, None]()
+def _pattern(path: str) -> re.Pattern[str]:
+    """A pattern of the paths with a date, with a group for each field. A field that occurs twice must have the same value."""
+    out, at, fields = "", 0, set[str]()
     for form in _FORM.finditer(path):
         out += re.escape(path[at : form.start()])
-        for piece in re.split(r"(%.)", _expanded(form[1][1:])):
+        for piece in re.split(r"(%.)", _expand(form[1][1:])):
             if not piece.startswith("%"):
                 out += re.escape(piece)
             elif (name := piece[1]) in fields:
                 out += f"(?P={name})"
             else:
-                fields[name] = None
+                fields.add(name)
                 out += rf"(?P<{name}>\d{{{_DIGITS[name]}}})"
         at = form.end()
-    return _Pattern(re.compile(out + re.escape(path[at:])), tuple(fields))
+    return re.compile(out + re.escape(path[at:]))
 
 
 def _period(path: str) -> str | None:
-    fields = _pattern(path).fields
-    dates = _named({field for field in fields if field not in "HMS"}, _DATES)
-    times = _named({field for field in fields if field in "HMS"}, _TIMES)
+    fields = _pattern(path).groupindex.keys()
+    dates = next((names for names in _DATES if set(names) == fields - set("HMS")), None)
+    times = next((names for names in _TIMES if set(names) == fields & set("HMS")), None)
     if dates is None or times is None or (times and dates not in _DAYS):
         return None
     return _TIMES[times] if times else _DATES[dates]
-
-
-def _named(fields: set[str], known: dict[str, str]) -> str | None:
-    return next((name for name in known if set(name) == fields), None)
-
-
-def _date_of(values: dict[str, int]) -> datetime:
-    start = datetime(values["Y"], values.get("m", 1), values.get("d", 1), tzinfo=UTC)
-    since = timedelta(days=values.get("j", 1) - 1)
-    return (start + since).replace(hour=values.get("H", 0), minute=values.get("M", 0), second=values.get("S", 0))

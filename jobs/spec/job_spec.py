@@ -18,13 +18,12 @@ from draftmill.actors.metrics.settings import Metrics
 from draftmill.actors.task import Columns, Side, Task, as_tuple
 from draftmill.decoders.common_settings import Dtype, Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
-from draftmill.jobs.spec.dated_path import has_date, read_date, with_date, written
-from draftmill.jobs.spec.metric_rules import kept_names, metric_problem, reference_of
+from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
 from draftmill.jobs.spec.places import place_problem
+from draftmill.jobs.spec.rules import kept_names, metric_problem, reference_of, task_problem, truncate_problem
 from draftmill.jobs.spec.spec_errors import kind_changed, spec_error
 from draftmill.jobs.spec.spec_file import apply_change, apply_override, read_mapping
-from draftmill.jobs.spec.task_rules import task_problem, truncate_problem
 from draftmill.jobs.spec.worker_shape import Shapes, WorkerShape
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options
@@ -112,7 +111,7 @@ class ErrorSettings(Settings):
 def _date(value: Any) -> Any:
     if isinstance(value, date):  # YAML has dates of its own
         value = value.isoformat()
-    return written(read_date(value)) if isinstance(value, str) else value
+    return format_date(read_date(value)) if isinstance(value, str) else value
 
 
 class OutputSettings(Settings):
@@ -148,7 +147,7 @@ class S3Settings(Settings):
         return S3Options(self.endpoint, self.region, self.addressing, self.checksums)
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     # The name is the heading of tables on a terminal.
     if not name.isprintable():
         raise ValueError("has control characters")
@@ -162,7 +161,9 @@ NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe")
 class JobSpec(Settings):
     """A whole job."""
 
-    name: Annotated[Text, AfterValidator(_shown)] = Field(default="job", description="in tables; else the file's name")
+    name: Annotated[Text, AfterValidator(_printable)] = Field(
+        default="job", description="in tables; else the file's name"
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
         default=0, description="gives, with a sample's id, the sample's key and so all its randomness"
     )
@@ -300,7 +301,7 @@ def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
             field="--logical-date",
         )
     try:
-        chosen = written(read_date(text))
+        chosen = format_date(read_date(text))
     except ValueError as error:
         raise UserError(str(error), field="--logical-date") from None
     return spec.model_copy(update={"output": spec.output.model_copy(update={"logical_date": chosen})})
@@ -311,7 +312,7 @@ def at_date(spec: JobSpec, now: datetime) -> JobSpec:
     if not has_date(spec.output.path):
         return spec
     chosen = now if spec.output.logical_date is None else read_date(spec.output.logical_date)
-    filled = {"path": with_date(spec.output.path, chosen), "logical_date": written(chosen)}
+    filled = {"path": with_date(spec.output.path, chosen), "logical_date": format_date(chosen)}
     return spec.model_copy(update={"output": spec.output.model_copy(update=filled)})
 
 

@@ -1,4 +1,4 @@
-"""The section `notify` of a spec: whom to tell that a run has ended or stands still. It holds no secrets."""
+"""The section `notify` of a spec: who is notified that a run has ended or stalls. It holds no secrets."""
 
 from __future__ import annotations
 

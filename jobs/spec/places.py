@@ -79,11 +79,16 @@ def among_inputs(inputs: str, output: str) -> bool:
     if inputs.startswith(("builtin:", "hf://")) or is_local(inputs) != is_local(output):
         return False
     if len(alternatives := expand_braces(inputs)) > 1:
-        return any(among_inputs(one, output) for one in alternatives)
+        return any(among_inputs(alternative, output) for alternative in alternatives)
     inputs, output = _absolute(inputs), _absolute(output)
     if _WILD.search(inputs):
         return glob_pattern(inputs).fullmatch(f"{output}/data/unit-00000000.parquet") is not None
-    return f"{output}/".startswith(f"{inputs.rstrip('/')}/")
+    return is_inside(output, inputs)
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether a path or URL is the folder itself or below it; both are absolute and normal."""
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 def _absolute(path: str) -> str:
@@ -98,4 +103,4 @@ def places_of(data: Any) -> Iterator[tuple[str, str]]:
         if isinstance(value, str):
             yield key, value
         if isinstance(value, tuple):
-            yield from ((f"{key}.{index}", one) for index, one in enumerate(value))
+            yield from ((f"{key}.{index}", path) for index, path in enumerate(value))

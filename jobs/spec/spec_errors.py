@@ -39,10 +39,10 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "at least
 
 def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: ValidationError) -> UserError:
     """Return a UserError that names every problem, one line per key."""
-    found: dict[str, list[Any]] = {}
+    errors: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_path(item, data), []).append(item)
-    problems = [_problem(model, data, path, items) for path, items in _without_consequences(found).items()]
+        errors.setdefault(_path(item, data), []).append(item)
+    problems = [_problem(model, path, items) for path, items in _without_consequences(errors).items()]
     if len(problems) > MOST:
         problems = [*problems[:MOST], ("", f"and {len(problems) - MOST} more problems")]
     lines = [f"{path}: {text}" if path else text for path, text in problems[1:]]
@@ -68,9 +68,8 @@ def kind_changed(
     error. `how` says how to replace a section by a value in YAML.
     """
     set_here = set(keys)
-    wrong = {error.field or ""} | {
-        found[0][:-2] for line in str(error).splitlines() if (found := _LED_BY_PATH.match(line))
-    }
+    paths = map(_LED_BY_PATH.match, str(error).splitlines())
+    wrong = {error.field or ""} | {path[0][:-2] for path in paths if path}
     for key in sorted(set_here):
         section, _, name = key.rpartition(".")
         old, new = _at(before, section), _at(after, section)
@@ -113,49 +112,41 @@ def _path(item: Any, data: Any) -> str:
     return ".".join(keys)
 
 
-def _without_consequences(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _without_consequences(errors: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Drop errors that follow from another error.
 
     If a `kind` is wrong, other errors in its section are meaningless. If keys of a mapping are wrong, the error that the
     mapping is not a word such as `auto` is meaningless.
     """
-    found = {path: items for path, items in found.items() if not (_no_word(items) and _has_keys(path, found))}
-    bad = [path.removesuffix("kind") for path in found if path.rpartition(".")[2] == "kind"]
-    return {
-        path: items
-        for path, items in found.items()
-        if path.rpartition(".")[2] == "kind" or not any(path.startswith(section) for section in bad)
-    }
+    bad = [path.removesuffix("kind") for path in errors if path.rpartition(".")[2] == "kind"]
+
+    def follows(path: str, items: list[Any]) -> bool:
+        is_no_word = all(item["type"] == "literal_error" and isinstance(item["input"], Mapping) for item in items)
+        if is_no_word and any(other.startswith(f"{path}.") for other in errors):
+            return True
+        return path.rpartition(".")[2] != "kind" and any(path.startswith(section) for section in bad)
+
+    return {path: items for path, items in errors.items() if not follows(path, items)}
 
 
-def _no_word(items: Sequence[Any]) -> bool:
-    return all(item["type"] == "literal_error" and isinstance(item["input"], Mapping) for item in items)
-
-
-def _has_keys(path: str, found: Mapping[str, Any]) -> bool:
-    return any(other.startswith(f"{path}.") for other in found)
-
-
-def _problem(model: type[BaseModel], data: Mapping[str, Any], path: str, items: list[Any]) -> tuple[str, str]:
+def _problem(model: type[BaseModel], path: str, items: list[Any]) -> tuple[str, str]:
     item = items[0]
-    if item["type"] == "extra_forbidden":
-        return path, _unknown(model, item["loc"], path)
-    if item["type"] == "missing":
-        return path, "missing"
-    if item["type"] == "union_tag_not_found":
-        return path, f"missing; allowed: {_kinds(model, item['loc'])}"
-    if item["type"] == "union_tag_invalid":
-        return (
-            path,
-            f"{_short(repr(item['ctx']['tag']))} is not known; allowed: {item['ctx']['expected_tags'].replace(chr(39), '')}",
-        )
-    if item["type"] == "value_error":
-        return _own_words(path, str(item["ctx"]["error"]))
+    match item["type"]:
+        case "extra_forbidden":
+            return path, _unknown(model, item["loc"], path)
+        case "missing":
+            return path, "missing"
+        case "union_tag_not_found":
+            kinds = (kind for models in _models_at(model, item["loc"]) for kind in _kind_of(models))
+            return path, f"missing; allowed: {', '.join(kinds)}"
+        case "union_tag_invalid":
+            tag, tags = _short(repr(item["ctx"]["tag"])), item["ctx"]["expected_tags"].replace("'", "")
+            return path, f"{tag} is not known; allowed: {tags}"
+        case "value_error":
+            return _own_words(path, str(item["ctx"]["error"]))
     value = f"{item['input']!r}" if path.partition(".")[0] != "s3" else "the value"  # not shown: it may be a secret key
-    return (
-        path,
-        f"{_short(value)} is not allowed; allowed: {' or '.join(dict.fromkeys(_allowed(part) for part in items))}",
-    )
+    allowed = " or ".join(dict.fromkeys(map(_range, items)))
+    return path, f"{_short(value)} is not allowed; allowed: {allowed}"
 
 
 def _short(value: str) -> str:
@@ -169,16 +160,12 @@ def _own_words(path: str, message: str) -> tuple[str, str]:
     return (led[0][:-2], message[led.end() :]) if led else (path, message)
 
 
-def _allowed(item: Any) -> str:
+def _range(item: Any) -> str:
     if item["type"] == "literal_error":
         return str(item["ctx"]["expected"]).replace("'", "")
     context = item.get("ctx", {})
     bounds = [f"{words} {context[name]}" for name, words in _BOUNDS.items() if name in context]
     return ", ".join(bounds) or _TYPES.get(item["type"], item["msg"])
-
-
-def _kinds(model: type[BaseModel], location: Sequence[Any]) -> str:
-    return ", ".join(kind for found in _models_at(model, location) for kind in _kind_of(found))
 
 
 UNSUPPORTED = {
@@ -191,7 +178,7 @@ UNSUPPORTED = {
 
 def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
     name, section = str(location[-1]), path.rpartition(".")[0]
-    known = [key for found in _models_at(model, location[:-1]) for key in found.model_fields]
+    known = [key for section_model in _models_at(model, location[:-1]) for key in section_model.model_fields]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     elsewhere = [dotted for dotted in all_keys(model) if dotted.rpartition(".")[2] == name and dotted != path]
     nearest = near or elsewhere
@@ -216,17 +203,16 @@ def _models_at(model: type[BaseModel], location: Sequence[Any]) -> list[type[Bas
     """The models that are possible at a location: a key leads to its field's models, a union member's name selects one."""
     models = [model]
     for key in location:
-        inner = [
-            found for one in models if key in one.model_fields for found in _models_in(one.model_fields[key].annotation)
-        ]
-        models = inner or [one for one in models if key in _kind_of(one)] or models
+        annotations = [parent.model_fields[key].annotation for parent in models if key in parent.model_fields]
+        inner = [child for annotation in annotations for child in _models_in(annotation)]
+        models = inner or [member for member in models if key in _kind_of(member)] or models
     return models
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return list(dict.fromkeys(found for part in get_args(annotation) for found in _models_in(part)))
+    return list(dict.fromkeys(member for part in get_args(annotation) for member in _models_in(part)))
 
 
 def _kind_of(model: type[BaseModel]) -> tuple[str, ...]:

@@ -73,8 +73,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"spec {path}: not UTF-8: {error}") from None
     data = parse(text, f"spec {path}")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        found = type(data).__name__ if not isinstance(data, dict) else "keys that are not strings"
-        raise UserError(f"spec {path}: must be a mapping of keys to values, but it has {found}")
+        kind = type(data).__name__ if not isinstance(data, dict) else "keys that are not strings"
+        raise UserError(f"spec {path}: must be a mapping of keys to values, but it has {kind}")
     return data
 
 

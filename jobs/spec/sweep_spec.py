@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +69,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     _check_keys(data)
     name = _text(data.get("name", Path(path).stem), "name")
     base = _base(data, Path(path))
-    output = _section(data, "output", ("path",))
+    output = _output(data["output"])
     settings = [split_override(override) for override in overrides]
     for key, value in settings:
         if key == "output.path":
@@ -80,7 +81,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     if "metrics" in data and not any(key.partition(".")[0] == "metrics" for key, _ in settings):
         base["metrics"] = data["metrics"]
     place = _place(output)
-    changes = _cases(data)
+    changes = _cases(data["cases"]) if "cases" in data else _grid(data["grid"])
     for key, _ in settings:
         _check_not_varied(key, changes)
     cases = [
@@ -95,10 +96,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
 def _check_keys(data: Mapping[str, Any]) -> None:
     for key in data:
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
-            if near:
-                hint = f"did you mean {near[0]}?"
-            elif key in JobSpec.model_fields:
+            is_near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
+            if key in JobSpec.model_fields and not is_near:
                 hint = f"did you mean base.{key}? keys of the job are under base;"
             else:
                 hint = f"did you mean {difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]}?"
@@ -107,33 +106,33 @@ def _check_keys(data: Mapping[str, Any]) -> None:
         if key not in data:
             raise UserError("missing", field=key)
     if ("cases" in data) == ("grid" in data):
-        found = "both are there" if "cases" in data else "both are missing"
-        raise UserError(f"{found}; allowed: one of cases and grid", field="cases")
+        problem = "both are there" if "cases" in data else "both are missing"
+        raise UserError(f"{problem}; allowed: one of cases and grid", field="cases")
 
 
 def _base(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The base job as a mapping; a path is relative to the working directory, or else to the sweep file's folder."""
     base = data["base"]
     if isinstance(base, str):
-        near = file.parent / Path(base).expanduser()
-        return read_mapping(
-            near if near.is_file() and not Path(base).expanduser().is_file() else Path(base).expanduser()
-        )
+        path = Path(base).expanduser()
+        near = file.parent / path
+        return read_mapping(near if near.is_file() and not path.is_file() else path)
     if not isinstance(base, dict):
         raise UserError(f"{base!r} is not allowed; allowed: a job spec, or the path of one", field="base")
-    _check_strings(base, "base")
+    for key in base:
+        if not isinstance(key, str):
+            raise UserError(f"the key {key!r} is not a text", field="base")
     return base
 
 
-def _section(data: Mapping[str, Any], key: str, known: Sequence[str]) -> dict[str, Any]:
-    section = data[key]
-    if not isinstance(section, dict):
-        raise UserError(f"{section!r} is not allowed; allowed: a mapping", field=key)
-    for inner in section:
-        if inner not in known:
-            hint = f"; did you mean base.{key}.{inner}?" if key in JobSpec.model_fields else ""
-            raise UserError(f"unknown key{hint} known under {key}: {', '.join(known)}", field=f"{key}.{inner}")
-    return dict(section)
+def _output(output: Any) -> dict[str, Any]:
+    if not isinstance(output, dict):
+        raise UserError(f"{output!r} is not allowed; allowed: a mapping", field="output")
+    for key in output:
+        if key != "path":
+            hint = f"did you mean base.output.{key}?"
+            raise UserError(f"unknown key; {hint} known under output: path", field=f"output.{key}")
+    return dict(output)
 
 
 def _place(output: Mapping[str, Any]) -> str:
@@ -157,19 +156,13 @@ def _text(value: Any, field: str) -> str:
 # ---- the cases
 
 
-def _cases(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The changes of every case, by name."""
-    changes = _named(data["cases"]) if "cases" in data else _grid(data["grid"])
-    if len(changes) > MOST_CASES:
-        raise _too_many(len(changes), "cases")
-    return changes
+def _check_count(count: int, field: str) -> None:
+    if count > MOST_CASES:
+        raise UserError(f"{count:,} cases are too many; allowed: at most {MOST_CASES:,}", field=field)
 
 
-def _too_many(count: int, field: str) -> UserError:
-    return UserError(f"{count:,} cases are too many; allowed: at most {MOST_CASES:,}", field=field)
-
-
-def _named(cases: Any) -> dict[str, dict[str, Any]]:
+def _cases(cases: Any) -> dict[str, dict[str, Any]]:
+    """The changes of every case, by its name in the file."""
     if not isinstance(cases, dict) or not cases:
         raise UserError(
             f"{cases!r} is not allowed; allowed: names with their changes, such as a: {{decoder.k: 4}}", field="cases"
@@ -189,17 +182,14 @@ def _named(cases: Any) -> dict[str, dict[str, Any]]:
                 f"the names {seen[name.casefold()]!r} and {name!r} are the same folder where case does not matter",
                 field="cases",
             )
-        _check_changes(changes, f"cases.{name}")
+        if not isinstance(changes, dict | None):
+            raise UserError(
+                f"{changes!r} is not allowed; allowed: dotted keys with their values", field=f"cases.{name}"
+            )
+        for key in changes or ():
+            _check_dotted(key, f"cases.{name}")
+    _check_count(len(cases), "cases")
     return {name: dict(changes or {}) for name, changes in cases.items()}
-
-
-def _check_changes(changes: Any, field: str) -> None:
-    if changes is None:
-        return
-    if not isinstance(changes, dict):
-        raise UserError(f"{changes!r} is not allowed; allowed: dotted keys with their values", field=field)
-    for key in changes:
-        _check_dotted(key, field)
 
 
 def _check_dotted(key: Any, field: str) -> None:
@@ -223,9 +213,7 @@ def _grid(grid: Any) -> dict[str, dict[str, Any]]:
         for number, value in enumerate(values):
             if any(_same(value, other) for other in values[:number]):
                 raise UserError(f"{value!r} occurs twice", field=f"grid.{key}")
-    count = math.prod(len(values) for values in grid.values())
-    if count > MOST_CASES:
-        raise _too_many(count, "grid")
+    _check_count(math.prod(map(len, grid.values())), "grid")
     labels = _labels(list(grid))
     texts = {key: _unique([f"{labels[key]}-{_short(value)}" for value in values]) for key, values in grid.items()}
     picks = [
@@ -250,7 +238,7 @@ def _labels(keys: Sequence[str]) -> dict[str, str]:
 def short_names(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """What tells the cases of a grid apart, in few words: `speculative 0.8`. Names that a grid did not make stay as they are.
 
-    `cases` has each case's changes. What all cases share is left out, and so is a key whose values speak for themselves.
+    `cases` has each case's changes. The names have nothing that all cases share, and no key whose values speak for themselves.
     """
     names = {name: name for name in cases}
     first = next(iter(cases.values()), {})
@@ -264,23 +252,23 @@ def short_names(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     bare += varied if len(varied) - len(bare) == 1 and bare else []
     parts = {
         name: [
-            _told_apart(changes[key], [other[key] for other in cases.values()])
+            _distinction(changes[key], [other[key] for other in cases.values()])
             if key in bare
             else f"{labels[key]} {_short(changes[key])}"
             for key in varied
         ]
         for name, changes in cases.items()
     }
-    found = {name: " ".join(words) for name, words in parts.items()}
-    return found if len(set(found.values())) == len(found) and all(found.values()) else names
+    short = {name: " ".join(words) for name, words in parts.items()}
+    return short if len(set(short.values())) == len(short) and all(short.values()) else names
 
 
-def _told_apart(value: Any, others: Sequence[Any]) -> str:
+def _distinction(value: Any, others: Sequence[Any]) -> str:
     """A value in words; of a mapping its kind, and what others of this kind have differently."""
     if not isinstance(value, Mapping) or "kind" not in value:
         return _short(value)
-    alike = [one for one in others if isinstance(one, Mapping) and one.get("kind") == value["kind"]]
-    own = [key for key in value if any(one.get(key) != value[key] for one in alike)]
+    alike = [other for other in others if isinstance(other, Mapping) and other.get("kind") == value["kind"]]
+    own = [key for key in value if any(other.get(key) != value[key] for other in alike)]
     return " ".join([_short(value["kind"]), *(f"{key} {_short(value[key])}" for key in own)])
 
 
@@ -298,7 +286,7 @@ def _short(value: Any) -> str:
     if isinstance(value, list):
         return _safe("+".join(map(_short, value)))
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, int | float):
         return str(value)
     if isinstance(value, str) and (":" in value or "/" in value):
@@ -312,13 +300,13 @@ def _safe(text: str) -> str:
 
 def _unique(names: Sequence[str]) -> list[str]:
     """The names, those that are taken already with a number behind them."""
-    found: list[str] = []
+    unique: list[str] = []
     for name in names:
         number, free = 2, name
-        while free.casefold() in {other.casefold() for other in found}:
+        while free.casefold() in {other.casefold() for other in unique}:
             number, free = number + 1, f"{name}.{number}"
-        found.append(free)
-    return found
+        unique.append(free)
+    return unique
 
 
 def _fitting(name: str) -> str:
@@ -350,23 +338,15 @@ def _case(name: str, changes: Mapping[str, Any], base: Mapping[str, Any], title:
         return CaseSpec(name, changes, None, error)
 
 
-def _check_strings(data: Mapping[Any, Any], field: str) -> None:
-    for key in data:
-        if not isinstance(key, str):
-            raise UserError(f"the key {key!r} is not a text", field=field)
-
-
-def described(changes: Mapping[str, Any]) -> str:
+def changes_text(changes: Mapping[str, Any]) -> str:
     """What differs from the base, in one line."""
-    return ", ".join(f"{key}: {_shown(value)}" for key, value in changes.items()) or "the base"
+    return ", ".join(f"{key}: {_format(value)}" for key, value in changes.items()) or "the base"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_format(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return "[" + ", ".join(map(_shown, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = str(value)
+        return "[" + ", ".join(map(_format, value)) + "]"
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -32,6 +32,7 @@ from draftmill.actors.ray.ray_inside import DO_REQUEST, authentication_error, in
 from draftmill.jobs.driving.ray_session import check_reachable
 from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.watching.notify import NoRedirect
 from draftmill.storage.errors import StoreError, UserError
 
 FIELD = "--address"
@@ -74,19 +75,19 @@ def reach(address: str, headers: dict[str, str]) -> Cluster:
     url = dashboard_url(address)
     parts = urlsplit(url)
     check_reachable(f"{parts.hostname}:{parts.port}", field=FIELD)
-    answer = _asked(f"{url}/api/version", url, headers)
+    answer = _fetch(f"{url}/api/version", url, headers)
     version = answer.get("ray_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
         raise UserError(f"{url} answers, but it is not a Ray dashboard; {USUAL_PORT}", field=FIELD)
-    if (found := re.match(r"(\d+)\.(\d+)", version)) and tuple(map(int, found.groups())) < OLDEST_RAY:
+    if (match := re.match(r"(\d+)\.(\d+)", version)) and tuple(map(int, match.groups())) < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise UserError(f"the cluster at {url} runs Ray {version}; {oldest} or newer is needed", field=FIELD)
     return Cluster(url, version)
 
 
-def _asked(query: str, url: str, headers: dict[str, str]) -> Any:
+def _fetch(query: str, url: str, headers: dict[str, str]) -> Any:
     request = urllib.request.Request(query, headers=headers)
-    opener = urllib.request.build_opener(_NoRedirect)  # a redirect would take the token to another host
+    opener = urllib.request.build_opener(NoRedirect)
     try:
         with opener.open(request, timeout=ANSWER_S) as response:
             return json.loads(response.read(2**20))
@@ -108,11 +109,6 @@ def _refusal(code: int, url: str, *, has_token: bool) -> str:
     if code in {401, 403}:
         return f"the cluster at {url} asks for a token: set {MODE}=token, and {TOKEN_PATH} or {TOKEN}"
     return f"{url} answers with HTTP {code}, so it is not a Ray dashboard; {USUAL_PORT}"
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 REQUEST_S = 60.0
@@ -217,15 +213,15 @@ class RayJobs:
 
 @contextmanager
 def _without(names: tuple[str, ...]) -> Iterator[None]:
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    values = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(values)
 
 
 def _last_line(error: BaseException) -> str:
-    """The last line with words: Ray puts tracebacks of the server before it."""
+    """Ray puts tracebacks of the server before it."""
     lines = [line.strip(" .\"'}") for line in str(error).replace("\\n", "\n").splitlines()]
     return next((line for line in reversed(lines) if any(map(str.isalpha, line))), type(error).__name__)
 
@@ -292,17 +288,17 @@ def digest_of(*parts: str) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
 
 
-def numbered(stem: str, jobs: Sequence[Any]) -> list[tuple[int, Any]]:
+def submissions(stem: str, jobs: Sequence[Any]) -> list[tuple[int, Any]]:
     """The submissions of a run, oldest first, with their numbers. Goes by the hash: a job may have been renamed."""
     digest = stem.rpartition("-")[2]
     pattern = re.compile(rf"draftmill-(?:[a-z0-9-]+-)?{digest}-(\d+)")
-    found = [(pattern.fullmatch(job.submission_id or ""), job) for job in jobs]
-    return sorted(((int(match[1]), job) for match, job in found if match), key=lambda pair: pair[0])
+    matches = [(pattern.fullmatch(job.submission_id or ""), job) for job in jobs]
+    return sorted(((int(match[1]), job) for match, job in matches if match), key=lambda pair: pair[0])
 
 
 def next_name(stem: str, jobs: Sequence[Any]) -> str:
     """The name of the next submission of a run."""
-    known = numbered(stem, jobs)
+    known = submissions(stem, jobs)
     return f"{stem}-{known[-1][0] + 1 if known else 1}"
 
 

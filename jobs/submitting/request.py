@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ import yaml
 from draftmill.actors.ray.ray_inside import PATHSPEC, required
 from draftmill.jobs.driving.ray_session import ROOT
 from draftmill.jobs.formatting import size_text
+from draftmill.jobs.spec.places import is_inside
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import is_secret_variable
 from draftmill.storage.stores.interface import is_local
@@ -54,12 +55,11 @@ class SubmitOptions:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A job to submit: `spec` is the shipped YAML, `entrypoint` a command of sh, `environment` a runtime_env of Ray."""
+    """A job to submit: a command of sh, a runtime_env of Ray, and the shipped files by their name in the package."""
 
-    spec: str
     entrypoint: str
     environment: Mapping[str, Any]
-    shipment: Shipment
+    files: Mapping[str, Path]
     rest: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -69,15 +69,14 @@ def request_of(data: Mapping[str, Any], options: SubmitOptions) -> Request:
     _check_image(options, ships=ships)
     folder = None if options.working_dir is None else Path(options.working_dir).expanduser().absolute()
     files = {} if folder is None else folder_files(folder, options.excludes)
-    paths = PathMapping(folder, frozenset(files), tuple(_shared(path) for path in options.shared))
-    spec = yaml.safe_dump(mapped(data, paths), sort_keys=False, allow_unicode=True, width=120)
+    paths = PathMapping(folder, frozenset(files), tuple(_shared_folder(path) for path in options.shared))
+    spec = yaml.safe_dump(map_paths(data, paths), sort_keys=False, allow_unicode=True, width=120)
     if len(spec) > MAX_SPEC or f"\n{_END}\n" in spec:
         raise UserError(f"a spec of {len(spec):,} characters; the maximum is {MAX_SPEC:,}", field="SPEC")
     return Request(
-        spec,
         entrypoint(spec, options, ships=ships),
         environment(options),
-        shipment(code_files(data) if ships else {}, files),
+        package_files(code_files(data) if ships else {}, files),
         {"entrypoint_num_cpus": options.driver_cpus} if options.driver_cpus else {},
     )
 
@@ -99,30 +98,24 @@ def environment(options: SubmitOptions) -> dict[str, Any]:
         # Ray's own patience with a job that is stopped is 3 s.
         "RAY_JOB_STOP_WAIT_TIME_S": f"{options.grace_s + MARGIN_S:.0f}",
     }
-    found: dict[str, Any] = {"env_vars": variables | dict(map(_variable, options.env))}
-    if options.image is not None:
-        found["image_uri"] = options.image
-    if options.pip:
-        found["pip"] = list(options.pip)
-    return found
+    image = {} if options.image is None else {"image_uri": options.image}
+    pip = {"pip": list(options.pip)} if options.pip else {}
+    return {"env_vars": variables | dict(map(_variable, options.env))} | image | pip
 
 
 def requirements(names: Sequence[str]) -> tuple[str, ...]:
     """The requirements of pip files; UserError for a line that refers to other files, which the cluster lacks."""
-    found: list[str] = []
+    requirements: list[str] = []
     for name in names:
         try:
             lines = Path(name).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{name}: {getattr(error, 'strerror', None) or error}", field="--requirements") from None
-        kept = [line.partition(" #")[0].strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        local = [
-            line for line in kept if line.startswith(("-r", "-c", "-e", "--requirement", "--constraint", ".", "/"))
-        ]
-        if local:
-            raise UserError(f"{name}: {local[0]!r} refers to a file of this machine", field="--requirements")
-        found += kept
-    return tuple(found)
+        for line in (line.partition(" #")[0].strip() for line in lines if not line.lstrip().startswith("#")):
+            if line.startswith(("-r", "-c", "-e", "--requirement", "--constraint", ".", "/")):
+                raise UserError(f"{name}: {line!r} refers to a file of this machine", field="--requirements")
+            requirements += [line] if line else []
+    return tuple(requirements)
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -140,7 +133,7 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value if equals else os.environ[name]
 
 
-def _shared(path: str) -> Path:
+def _shared_folder(path: str) -> Path:
     if not os.path.isabs(path):
         raise UserError(f"{path!r} is not allowed; allowed: an absolute path", field="--shared")
     return Path(os.path.normpath(path))
@@ -160,8 +153,8 @@ def _check_image(options: SubmitOptions, *, ships: bool) -> None:
 
 
 _WILD = re.compile(r"[*?\[{]")
-_FREE = {"model.path": (), "model.adapter": (), "model.tokenizer": ("auto", "none"), "decoder.head": ("auto", "none")}
-"""Keys of checkpoints, with their words: what is no local path may be a model id of the hub."""
+_CHECKPOINTS = ("model.path", "model.adapter", "model.tokenizer", "decoder.head", "decoder.drafter.path")
+"""Keys of checkpoints: what is no local path may be a model id of the hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +168,11 @@ class PathMapping:
     def path(self, value: str, field: str, *, written: bool = False) -> str:
         """A local path as the cluster finds it; UserError with its key if it can't. `written`: the job writes there."""
         here = os.path.abspath(os.path.expanduser(value))
-        if any(_inside(here, str(folder)) for folder in self.shared):
+        if any(is_inside(here, str(folder)) for folder in self.shared):
             return here
         if written:
             raise UserError(f"{value!r} is a folder of this machine; allowed: {_remote()}", field=field)
-        if self.folder is None or not _inside(here, str(self.folder)):
+        if self.folder is None or not is_inside(here, str(self.folder)):
             shipped = "" if self.folder is None else f", which is not in the shipped folder {str(self.folder)!r}"
             raise UserError(
                 f"{value!r} is a path of this machine{shipped}; ship its folder (--working-dir), or use: {_remote()}",
@@ -205,69 +198,64 @@ def _remote() -> str:
     return "s3://..., or a folder that every node of the cluster has under the same name (--shared FOLDER)"
 
 
-def _inside(path: str, folder: str) -> bool:
-    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
-
-
-def mapped(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
+def map_paths(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
     """The mapping of a checked spec with paths as the cluster finds them; UserError if one can't be found there."""
     result = deepcopy(dict(data))
-    for key, value, put in _paths(result):
+    for key, holder, place in _paths(result):
+        value = holder[place]
         if not is_local(value) and not value.startswith("memory://"):
             continue
         if not is_local(value):
             raise UserError(f"{value!r} ends with the driver; allowed: {_remote()}", field=key)
-        put(paths.path(value, key, written=key == "output.path"))
+        holder[place] = paths.path(value, key, written=key == "output.path")
     return result
 
 
-Put = Callable[[str], None]
+Text = tuple[str, Any, str | int]
+"""The key of a text in a spec, the mapping or list that holds it, and its place there."""
 
 
-def _paths(data: dict[str, Any]) -> Iterator[tuple[str, str, Put]]:
-    """Every path of a spec, with its key and what replaces it."""
-    yield from _listed(data.get("input"), "path", "input.path")
-    for key, words in _FREE.items():
-        section, _, name = key.partition(".")
-        yield from _checkpoint(data.get(section), name, key, words)
-    decoder = data.get("decoder")
-    if isinstance(decoder, dict):
-        yield from _checkpoint(decoder.get("drafter"), "path", "decoder.drafter.path", ())
+def _paths(data: dict[str, Any]) -> Iterator[Text]:
+    """Every path of a spec."""
+    yield from _texts(data, "input.path")
+    for key in _CHECKPOINTS:
+        yield from filter(_is_path, _texts(data, key))
     metrics = data.get("metrics")
-    if isinstance(metrics, list):
-        for index, metric in enumerate(metrics):
-            if isinstance(metric, str) and metric.endswith(".py"):
-                yield f"metrics.{index}", metric, _into(metrics, index)
-            elif isinstance(metric, dict) and metric.get("kind") == "file":
-                yield f"metrics.{index}.path", str(metric["path"]), _into(metric, "path")
-            yield from _checkpoint(metric, "model", f"metrics.{index}.model", ())
-    yield from _listed(data.get("output"), "path", "output.path")
+    for index, metric in enumerate(metrics if isinstance(metrics, list) else []):
+        if isinstance(metric, str) and metric.endswith(".py"):
+            yield f"metrics.{index}", metrics, index
+        elif isinstance(metric, dict) and metric.get("kind") == "file":
+            yield f"metrics.{index}.path", metric, "path"
+        yield from filter(_is_path, _texts(data, f"metrics.{index}.model"))
+    yield from _texts(data, "output.path")
 
 
-def _listed(section: Any, name: str, key: str) -> Iterator[tuple[str, str, Put]]:
-    value = section.get(name) if isinstance(section, dict) else None
-    if isinstance(value, str) and not value.startswith("builtin:"):
-        yield key, value, _into(section, name)
+def _texts(data: Any, key: str) -> Iterator[Text]:
+    """The text at a key, or those of the list there; without names of builtin models and inputs."""
+    *sections, name = key.split(".")
+    for section in sections:
+        data = data[int(section)] if isinstance(data, list) else data.get(section) if isinstance(data, dict) else None
+    value = data.get(name) if isinstance(data, dict) else None
+    texts: list[Text] = [(key, data, name)]
     if isinstance(value, list):
-        for index, one in enumerate(value):
-            if isinstance(one, str) and not one.startswith("builtin:"):
-                yield f"{key}.{index}", one, _into(value, index)
+        texts = [(f"{key}.{index}", value, index) for index in range(len(value))]
+    for path, holder, place in texts if value else []:
+        if isinstance(holder[place], str) and not holder[place].startswith("builtin:"):
+            yield path, holder, place
 
 
-def _checkpoint(section: Any, name: str, key: str, words: Sequence[str]) -> Iterator[tuple[str, str, Put]]:
-    value = section.get(name) if isinstance(section, dict) else None
-    if not isinstance(value, str) or value.startswith("builtin:") or value in words:
-        return
-    is_path = value.startswith(("/", "./", "../", "~")) or value.endswith(".gguf") or Path(value).exists()
-    if is_path or not is_local(value):
-        yield key, value, _into(section, name)
-
-
-def _into(holder: Any, key: str | int) -> Put:
-    def put(value: str) -> None:
-        holder[key] = value
-
-    return put
+def _is_path(text: Text) -> bool:
+    """Whether a checkpoint is a path or URL, not a model id of the hub or a word."""
+    key, holder, place = text
+    value = holder[place]
+    if value in {"auto", "none"} and key in {"model.tokenizer", "decoder.head"}:
+        return False
+    return (
+        not is_local(value)
+        or value.startswith(("/", "./", "../", "~"))
+        or value.endswith(".gguf")
+        or Path(value).exists()
+    )
 
 
 # ---- the files that are shipped, as one zip file
@@ -287,38 +275,26 @@ PACKAGE = "draftmill"
 BUILTIN = f"{PACKAGE}/decoders/builtin"
 
 
-@dataclass(frozen=True, slots=True)
-class Shipment:
-    """Files by their name in the package."""
-
-    files: Mapping[str, Path]
-
-    @property
-    def num_bytes(self) -> int:
-        """Their size before compression."""
-        return sum(path.stat().st_size for path in self.files.values())
-
-    def write(self, path: Path) -> None:
-        """Write the zip file; the same files give the same bytes."""
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            for name in sorted(self.files):
-                info = zipfile.ZipInfo(name)  # its date is fixed
-                info.compress_type = zipfile.ZIP_DEFLATED
-                is_program = os.access(self.files[name], os.X_OK)
-                info.external_attr = (0o100755 if is_program else 0o100644) << 16
-                archive.writestr(info, self.files[name].read_bytes(), compresslevel=1)
+def write_package(files: Mapping[str, Path], out: Path) -> None:
+    """Write the zip file; the same files give the same bytes."""
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, path in sorted(files.items()):
+            info = zipfile.ZipInfo(name)  # its date is fixed
+            info.compress_type = zipfile.ZIP_DEFLATED
+            info.external_attr = (0o100755 if os.access(path, os.X_OK) else 0o100644) << 16
+            archive.writestr(info, path.read_bytes(), compresslevel=1)
 
 
 def code_files(data: Any, root: Path = ROOT) -> dict[str, Path]:
     """The files of our package by name, with those builtin models that the spec's mapping names."""
-    named = set(re.findall(r"builtin:([\w.-]+)", yaml.safe_dump(data)))
-    found: dict[str, Path] = {}
+    models = set(re.findall(r"builtin:([\w.-]+)", yaml.safe_dump(data)))
+    paths: dict[str, Path] = {}
     for folder, _, files in os.walk(root / PACKAGE, followlinks=True):  # a checkout's package has links
         for path in (Path(folder, file) for file in files if "__pycache__" not in folder):
             name = path.relative_to(root).as_posix()
-            if not name.startswith(f"{BUILTIN}/") or name.removeprefix(f"{BUILTIN}/").split("/")[0] in named:
-                found[name] = path
-    return found
+            if not name.startswith(f"{BUILTIN}/") or name.removeprefix(f"{BUILTIN}/").split("/")[0] in models:
+                paths[name] = path
+    return paths
 
 
 def folder_files(folder: Path, excludes: Sequence[str] = ()) -> dict[str, Path]:
@@ -334,7 +310,9 @@ def folder_files(folder: Path, excludes: Sequence[str] = ()) -> dict[str, Path]:
         raise UserError(f"{error.filename}: {error.strerror}", field="--working-dir") from None
 
 
-def shipment(code: Mapping[str, Path], folder: Mapping[str, Path], *, max_bytes: int = MAX_BYTES) -> Shipment:
+def package_files(
+    code: Mapping[str, Path], folder: Mapping[str, Path], *, max_bytes: int = MAX_BYTES
+) -> dict[str, Path]:
     """Both together. UserError if they are too large, or if the folder has files of its own under names of the code."""
     clash = sorted(name for name in folder if name.split("/")[0] == PACKAGE and not _same(folder[name], code.get(name)))
     if code and clash:
@@ -343,16 +321,17 @@ def shipment(code: Mapping[str, Path], folder: Mapping[str, Path], *, max_bytes:
             "use --code installed if the cluster has draftmill, or exclude it (--exclude)",
             field="--working-dir",
         )
-    both = Shipment({**folder, **code})
-    if both.num_bytes > max_bytes:
-        largest = sorted(both.files, key=lambda name: -both.files[name].stat().st_size)[:3]
-        listed = ", ".join(f"{name} ({size_text(both.files[name].stat().st_size)})" for name in largest)
+    files = {**folder, **code}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    if (num_bytes := sum(sizes.values())) > max_bytes:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        listed = ", ".join(f"{name} ({size_text(sizes[name])})" for name in largest)
         raise UserError(
-            f"{size_text(both.num_bytes)} are too much to ship, the maximum is {size_text(max_bytes)}; the largest are {listed}; "
+            f"{size_text(num_bytes)} are too much to ship, the maximum is {size_text(max_bytes)}; the largest are {listed}; "
             "drop files with --exclude PATTERN, or put them on s3:// or on shared storage",
             field="--working-dir",
         )
-    return both
+    return files
 
 
 def _same(path: Path, other: Path | None) -> bool:
@@ -361,7 +340,9 @@ def _same(path: Path, other: Path | None) -> bool:
 
 def _walk(root: Path, folder: Path, rules: list[tuple[str, Any]]) -> Iterator[tuple[str, Path]]:
     base = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-    rules = [*rules, *((base, _matcher(_lines(folder / name))) for name in IGNORE_FILES if (folder / name).is_file())]
+    own = (folder / name for name in IGNORE_FILES if (folder / name).is_file())
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in own)
+    rules = [*rules, *((base, _matcher(text.splitlines())) for text in texts)]
     for entry in sorted(folder.iterdir()):
         name = f"{base}{entry.name}"
         is_folder = entry.is_dir() and not entry.is_symlink()
@@ -376,7 +357,3 @@ def _walk(root: Path, folder: Path, rules: list[tuple[str, Any]]) -> Iterator[tu
 def _matcher(patterns: Iterable[str]) -> Any:
     # Ray brings this library along and reads .gitignore files with it, too.
     return required(PATHSPEC).from_lines("gitwildmatch", patterns)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines()

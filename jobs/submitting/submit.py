@@ -1,6 +1,7 @@
-"""`draftmill submit`: runs a spec on a cluster through Ray's job API, follows it, and returns the driver's own exit code.
+"""`draftmill submit` runs a spec on a cluster through Ray's job API, follows it, and returns the driver's own exit code.
 
 The same command again follows the job while it runs; when it has ended, it starts the next one, which resumes the run.
+`draftmill stop` ends such a job, or the driver of this machine that works on a run directory; both can be resumed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import signal
 import sys
 import tempfile
 import threading
@@ -16,34 +18,43 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import draftmill
 from draftmill.jobs.driving.driver import interruptible
+from draftmill.jobs.driving.leases import TTL_S
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
 from draftmill.jobs.formatting import counted, size_text
+from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.dated_path import has_date
-from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden, with_logical_date
+from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden, load_spec, with_logical_date
 from draftmill.jobs.spec.spec_file import read_mapping
 from draftmill.jobs.submitting.cluster import (
     FIELD,
     RUN,
     SPEC,
     Exists,
+    NoSuchJob,
     NotReady,
     RayJobs,
     Unreachable,
     digest_of,
     is_over,
     next_name,
-    numbered,
     run_of,
     say,
     stem_of,
+    submissions,
 )
-from draftmill.jobs.submitting.request import Request, SubmitOptions, request_of
+from draftmill.jobs.submitting.request import Request, SubmitOptions, request_of, write_package
 from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
+from draftmill.storage.stores.interface import S3Options, Store, is_local
+from draftmill.storage.stores.store import open_store
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 POLL_S = 1.0
@@ -81,7 +92,7 @@ def end_of(info: Any) -> End:
 
 
 class LogTail(threading.Thread):
-    """Reads a job's log as it is written, in a thread that ends with the process; `taken` hands over what has come."""
+    """Reads a job's log as it is written, in a thread that ends with the process; `take` hands over what has come."""
 
     def __init__(self, client: RayJobs, name: str) -> None:
         super().__init__(name="log", daemon=True)
@@ -98,7 +109,7 @@ class LogTail(threading.Thread):
         async for text in self._client.tail(self._job):
             self._texts.put(text)
 
-    def taken(self) -> str:
+    def take(self) -> str:
         """What has come since the last call."""
         texts: list[str] = []
         with suppress(queue.Empty):
@@ -109,7 +120,10 @@ class LogTail(threading.Thread):
 
 @dataclass(slots=True)
 class Follower:
-    """Shows a job's log through `show` until the job is over. Texts that a broken connection repeats are shown once."""
+    """Shows a job's log through `show` until the job is over. Texts that a broken connection repeats are shown once.
+
+    Every connection brings the whole log again: Ray's job API can't begin in its middle.
+    """
 
     client: RayJobs
     name: str
@@ -122,23 +136,23 @@ class Follower:
 
     def follow(self) -> End:
         """Return when the job is over; Unreachable if the cluster is silent for SILENT_S."""
-        tail = self._opened()
+        tail = self._connect()
         while True:
             self._take(tail)
             info = self._info()
-            if info is not None and is_over(info):
+            if is_over(info):
                 tail.join(timeout=POLL_S)
                 self._take(tail)
-                self._show_rest()
+                with suppress(StoreError):  # what the connection did not bring
+                    self._add(self.client.logs(self.name)[self._shown :])
                 return end_of(info)
             if not tail.is_alive():
                 self._take(tail)
                 if self.clock() - self._opened_s >= self._shown / AGAIN_PER_S:
-                    tail = self._opened()
+                    tail = self._connect()
             self.wait(POLL_S)
 
-    def _opened(self) -> LogTail:
-        """A new connection, which brings the whole log again: Ray's job API can't begin in its middle."""
+    def _connect(self) -> LogTail:
         self._skip, self._opened_s = self._shown, self.clock()
         return LogTail(self.client, self.name)
 
@@ -154,15 +168,10 @@ class Follower:
                 self.wait(POLL_S)
 
     def _take(self, tail: LogTail) -> None:
-        text = tail.taken()
+        text = tail.take()
         new = text[self._skip :]
         self._skip = max(0, self._skip - len(text))
         self._add(new)
-
-    def _show_rest(self) -> None:
-        """Show what the connection did not bring."""
-        with suppress(StoreError):
-            self._add(self.client.logs(self.name)[self._shown :])
 
     def _add(self, text: str) -> None:
         if text:
@@ -195,9 +204,9 @@ def submit(
     spec = check_overridden(data, overrides)
     if logical_date is not None:
         spec = with_logical_date(spec, logical_date)
-    if has_date(spec.output.path):  # the one reading of the clock: the driver gets the date with the spec
+    if has_date(spec.output.path):
         spec = at_date(spec, datetime.now(UTC))
-        data["output"]["logical_date"] = spec.output.logical_date
+        data["output"]["logical_date"] = spec.output.logical_date  # the driver does not read the clock again
     request = request_of(data, options)
     client = RayJobs(address)
     name = start(client, spec, request)
@@ -211,40 +220,31 @@ def start(client: RayJobs, spec: JobSpec, request: Request) -> str:
     """The name of the job that runs for the spec's run directory: one that is there already, or a new one."""
     run = run_of(spec)
     stem = stem_of(spec.name, run, spec.s3.endpoint)
-    metadata = {
-        RUN: run,
-        SPEC: digest_of(request.entrypoint, str(request.environment)),
-        "draftmill": draftmill.__version__,
-    }
+    digest = digest_of(request.entrypoint, str(request.environment))
+    metadata = {RUN: run, SPEC: digest, "draftmill": draftmill.__version__}
     while True:
         jobs = client.jobs()
-        running = [job for _, job in numbered(stem, jobs) if not is_over(job)]
+        running = [job for _, job in submissions(stem, jobs) if not is_over(job)]
         if running:
-            _say_running(running[-1], metadata)
+            other = (running[-1].metadata or {}).get(SPEC) != digest
+            changed = "; it was submitted with other settings, which stay in force until it has ended" if other else ""
+            say(f"{running[-1].submission_id} runs already for this run directory{changed}")
             return str(running[-1].submission_id)
         name = next_name(stem, jobs)
-        try:
+        with suppress(Exists):  # another submission of the same run was faster
             _send(client, name, request, metadata)
-        except Exists:  # another submission of the same run was faster
-            continue
-        return name
-
-
-def _say_running(job: Any, metadata: dict[str, str]) -> None:
-    other = (job.metadata or {}).get(SPEC) != metadata[SPEC]
-    changed = "; it was submitted with other settings, which stay in force until it has ended" if other else ""
-    say(f"{job.submission_id} runs already for this run directory{changed}")
+            return name
 
 
 def _send(client: RayJobs, name: str, request: Request, metadata: dict[str, str]) -> None:
     environment = dict(request.environment)
     with tempfile.TemporaryDirectory(prefix="draftmill-") as folder:
         what = "nothing is shipped"
-        if request.shipment.files:
+        if request.files:
             package = Path(folder) / "package.zip"
-            request.shipment.write(package)
+            write_package(request.files, package)
             environment["working_dir"] = str(package)
-            what = f"{counted(len(request.shipment.files), 'file')}, {size_text(package.stat().st_size)}"
+            what = f"{counted(len(request.files), 'file')}, {size_text(package.stat().st_size)}"
         until_s = time.monotonic() + READY_S
         while True:
             try:
@@ -280,3 +280,133 @@ def follow(client: RayJobs, name: str) -> int:
 def _show(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+# ---- stop
+
+SPARE_S = 30.0
+"""Seconds beyond the time that a job has to stop, until the cluster must have said that it has ended."""
+
+
+def stop(
+    target: str,
+    address: str | None,
+    *,
+    overrides: Sequence[str] = (),
+    logical_date: str | None = None,
+    wait_s: float = 60.0,
+    s3: S3Options | None = None,
+) -> int:
+    """Stop a job by its name, its run directory or its spec; without `address`, the driver on this machine. Returns 0 or 1.
+
+    With `wait_s` 0 it returns as soon as the request is made.
+    """
+    run = absolute(target.rstrip("/"))
+    if target.endswith((".yaml", ".yml")) and is_local(target):
+        spec = load_spec(target, overrides)
+        if logical_date is not None:
+            spec = with_logical_date(spec, logical_date)
+        run, s3 = run_of(at_date(spec, datetime.now(UTC))), spec.s3.options()
+    if address is None:
+        if target.startswith("draftmill-") and not Path(target).exists():
+            raise UserError("missing; a submitted job is stopped by its cluster", field="--address")
+        is_stopped = stop_driver(open_store(run, s3=s3), limit_s=wait_s) or not wait_s
+    else:
+        client = RayJobs(address)
+        is_stopped = stop_jobs(client, jobs_of(client, target, run), wait=wait_s > 0)
+    return OK if is_stopped else UNEXPECTED
+
+
+def jobs_of(client: RayJobs, target: str, run: str | None) -> list[Any]:
+    """The cluster's jobs that a target means: the one of this name, or all of the run directory `run`; UserError if none."""
+    jobs = client.jobs()
+    matches = [job for job in jobs if job.submission_id == target]
+    matches = matches or [job for job in jobs if run is not None and (job.metadata or {}).get(RUN) == run]
+    if not matches:
+        raise UserError(f"{target!r} is no job of the cluster, and no run directory of one", field="TARGET")
+    return matches
+
+
+def stop_jobs(client: RayJobs, jobs: Sequence[Any], *, wait: bool) -> bool:
+    """Ask the jobs that are not over to end; returns whether all are over (True at once without `wait`)."""
+    running = {str(job.submission_id): _patience_s(job) for job in jobs if not is_over(job)}
+    if not running:
+        say(f"nothing to stop: {jobs[-1].submission_id} has ended ({jobs[-1].status})")
+    for name, patience_s in running.items():
+        client.stop(name)
+        say(f"stopping {name}: running units may finish, within {patience_s:.0f} s")
+
+    def end(name: str) -> str | None:
+        try:
+            job = client.info(name)
+        except NoSuchJob:
+            return ""
+        return f"{name} has ended ({job.status})" if is_over(job) else None
+
+    return not wait or all(
+        _wait_for(partial(end, name), name, patience_s + SPARE_S) for name, patience_s in running.items()
+    )
+
+
+def _patience_s(job: Any) -> float:
+    """Seconds from the request to stop until Ray kills the driver."""
+    variables = (job.runtime_env or {}).get("env_vars") or {}
+    try:
+        return float(variables.get("RAY_JOB_STOP_WAIT_TIME_S", 3))
+    except ValueError:
+        return 3.0
+
+
+def _wait_for(end: Callable[[], str | None], name: str, limit_s: float) -> bool:
+    """Ask until `end` is a text, which is printed; False if it is None for `limit_s`."""
+    until_s = time.monotonic() + limit_s
+    while time.monotonic() < until_s:
+        if (message := end()) is not None:
+            if message:
+                say(message)
+            return True
+        time.sleep(POLL_S)
+    say(f"{name} has not ended within {limit_s:.0f} s")
+    return False
+
+
+def stop_driver(store: Store, *, limit_s: float) -> bool:
+    """End the driver of this machine that holds the run directory; returns whether none holds it afterwards.
+
+    UserError if the driver is on another machine, where only a cluster's address or a shell there can reach it.
+    """
+    lease = holder(store)
+    if lease is None:
+        say(f"nothing to stop: no driver holds {store.url}")
+        return True
+    owner, pid = lease.owner, pid_here(lease.owner)
+    if pid is None:
+        raise UserError(
+            f"the driver that holds {store.url} runs on {owner.partition(':')[0]} ({owner}); stop it there, or, if it "
+            "was submitted to a cluster, give that cluster's --address",
+            field="TARGET",
+        )
+    _signal(lease, pid)
+    say(f"stopping the driver, process {pid}: running units may finish")
+
+    def end() -> str | None:
+        left = holder(store)
+        return "it has ended" if left is None or left.owner != owner else None
+
+    return _wait_for(end, "it", limit_s)
+
+
+def _signal(lease: LeaseHeld, pid: int) -> None:
+    try:
+        began_s = psutil.Process(pid).create_time()
+        if began_s > lease.expires_at_s - TTL_S:  # the number of a dead driver, given to another process
+            raise UserError(
+                f"process {pid} is not the driver that took the lease; it runs out by itself", field="TARGET"
+            )
+        os.kill(pid, signal.SIGTERM)
+    except PermissionError:
+        raise UserError(f"process {pid}, the driver, belongs to another user", field="TARGET") from None
+    except psutil.Error as error:
+        raise StoreError(f"process {pid}, the driver, can't be seen: {error}") from None
+    except ProcessLookupError:
+        return

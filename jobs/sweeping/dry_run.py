@@ -26,7 +26,7 @@ from draftmill.jobs.forecasting.trial import (
 from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
-from draftmill.jobs.spec.sweep_spec import Sweep, described
+from draftmill.jobs.spec.sweep_spec import Sweep, changes_text
 from draftmill.jobs.sweeping.cases import SweepCase, in_order, loads_of
 from draftmill.storage.errors import UserError
 
@@ -58,7 +58,7 @@ def dry_run_lines(made: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
     yield f"output    {made.path}"
     for case in cases:
         state = ", finished already" if case.is_closed else ", planned already" if case.plan is not None else ""
-        yield f"  {case.name}: {described(case.changes)}{state}"
+        yield f"  {case.name}: {changes_text(case.changes)}{state}"
     if lacking := [case.name for case in cases if case.lacks_metrics()]:
         yield f"metrics   left to measure, without decoding, in {counted(len(lacking), 'case')}: {', '.join(lacking)}"
     if not ready:

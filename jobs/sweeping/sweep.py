@@ -41,7 +41,7 @@ from draftmill.jobs.finished.summary import figure_text, read_summary
 from draftmill.jobs.formatting import counted, rate_text, table_lines
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.running.verdict import told_full
-from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
+from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, changes_text, load_sweep
 from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
@@ -124,7 +124,7 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, backend: Backen
                 if stops.reason is not None:
                     return
                 display.heading = f"case {number} of {len(cases)}, {case.name}: "
-                display.note(f"case {number} of {len(cases)}: {case.name} ({described(case.changes)})")
+                display.note(f"case {number} of {len(cases)}: {case.name} ({changes_text(case.changes)})")
                 decode_case(case, options, stops, display, backend, conditional=conditional, loads=loads)
             measure_cases(cases, options, stops, display, backend)
 

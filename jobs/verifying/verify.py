@@ -26,7 +26,7 @@ from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.samples import Sample
 from draftmill.actors.task import Score
-from draftmill.decoders.base import Decoder, Outcome, Request
+from draftmill.decoders.base import Decoder, Outcome
 from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from draftmill.jobs.formatting import counted
@@ -96,7 +96,7 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
 
         prepare(plan.spec, store)  # checks that model and inputs are the ones that were decoded
         share = check_invariance(store, plan, manifest, samples=invariance)
-        if share < 1 and manifest.exact:  # else the batch may change last bits, and the share alone is told
+        if share < 1 and manifest.exact:  # else the batch may change last bits, and only the share is reported
             findings.problems.append("the run is `exact: true`, but samples decoded alone differ from its results")
     _print_verdict(findings)
     return UNEXPECTED if findings.problems else OK
@@ -105,13 +105,13 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
 def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
     """Check a finished pass like a run, and its rows against the failed rows of the pass before; returns a line about it."""
     assert after.manifest is not None
-    found = check_run(after.store, after.plan, after.manifest)
+    own = check_run(after.store, after.plan, after.manifest)
     if after.plan.fingerprint != before.plan.fingerprint:
-        found.problems.append("its fingerprint differs from the run's")
-    if not found.problems and not findings.problems:
-        found.problems += _row_differences(before, after)
-    findings.problems += [f"pass {after.number}: {problem}" for problem in found.problems]
-    return f"pass {after.number}: {after.plan.rows:,} samples again, {_counted(found.statuses)}"
+        own.problems.append("its fingerprint differs from the run's")
+    if not own.problems and not findings.problems:
+        own.problems += _row_differences(before, after)
+    findings.problems += [f"pass {after.number}: {problem}" for problem in own.problems]
+    return f"pass {after.number}: {after.plan.rows:,} samples again, {_format_counts(own.statuses)}"
 
 
 def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
@@ -142,9 +142,8 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     places[numbers[inside]] = np.flatnonzero(inside)
     missing = np.flatnonzero(places < 0).tolist()
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
-    for (committed, names), file in parallel_map(
-        store, _planned(plan, manifest, places), lambda one: _read(store, one[0].object)
-    ):
+    units = _planned_units(plan, manifest, places)
+    for (committed, names), file in parallel_map(store, units, lambda unit: _read(store, unit[0].object)):
         findings.problems += check_unit(plan, committed, names, file, findings)
     surplus = np.union1d(numbers[~inside], np.flatnonzero(places >= 0)).tolist()
     findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in surplus]
@@ -154,7 +153,7 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     return findings
 
 
-def _planned(
+def _planned_units(
     plan: Plan, manifest: Manifest, places: NDArray[np.int64]
 ) -> Iterator[tuple[CommittedUnit, list[SampleName]]]:
     """The planned units that the manifest has, with the names of their samples; takes them out of `places`."""
@@ -207,25 +206,26 @@ def _unit_problems(
         return
     expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
     expected["schema_version"] = str(plan.results["schema_version"])
-    yield from _wrong_metadata(table, expected)
+    yield from _metadata_problems(table, expected)
     yield from _row_problems(committed, names, table, plan.pass_)
 
 
-def _wrong_metadata(table: pa.Table, expected: Mapping[str, str]) -> Iterator[str]:
-    found = parquet_metadata(table.schema)
+def _metadata_problems(table: pa.Table, expected: Mapping[str, str]) -> Iterator[str]:
+    metadata = parquet_metadata(table.schema)
     for key, value in expected.items():
-        if found.get(key) != value:
-            yield f"its {key} is {found.get(key)!r}, not {value!r}"
+        if metadata.get(key) != value:
+            yield f"its {key} is {metadata.get(key)!r}, not {value!r}"
 
 
 def _row_problems(committed: CommittedUnit, names: list[SampleName], table: pa.Table, pass_: int) -> Iterator[str]:
-    found = names_of(table)
-    if found != names:
-        missing, surplus = Counter(names) - Counter(found), Counter(found) - Counter(names)
+    own = names_of(table)
+    if own != names:
+        missing, surplus = Counter(names) - Counter(own), Counter(own) - Counter(names)
         if missing:
-            yield f"{missing.total()} planned rows are missing, first {_shown(next(iter(missing)))}"
+            yield f"{missing.total()} planned rows are missing, first {_format_name(next(iter(missing)))}"
         if surplus:
-            yield f"{surplus.total()} rows are duplicates or were never planned, first {_shown(next(iter(surplus)))}"
+            first = _format_name(next(iter(surplus)))
+            yield f"{surplus.total()} rows are duplicates or were never planned, first {first}"
         if not missing and not surplus:
             yield "its rows are not in the order of the plan"
     statuses = Counter(table.column("status").to_pylist())
@@ -238,22 +238,22 @@ def _row_problems(committed: CommittedUnit, names: list[SampleName], table: pa.T
         yield "rows name another pass"
 
 
-def _shown(name: SampleName) -> str:
+def _format_name(name: SampleName) -> str:
     return f"{name[0]!r}" if name[1] == 0 else f"{name[0]!r}, sample {name[1]}"
 
 
 def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     """Check the totals and `_SUCCESS`, and find data files that the manifest does not list."""
     problems = []
-    held = (len(manifest.units), manifest.total("rows"))
-    if held != (plan.units, plan.rows):
-        problems.append(f"the manifest holds {held[0]} units and {held[1]} rows, the plan {plan.units} and {plan.rows}")
-    summed = {"units": held[0]} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
-    if manifest.said != summed:
+    units, rows = len(manifest.units), manifest.total("rows")
+    if (units, rows) != (plan.units, plan.rows):
+        problems.append(f"the manifest holds {units} units and {rows} rows, the plan {plan.units} and {plan.rows}")
+    sums = {"units": units} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
+    if manifest.said != sums:
         problems.append("the manifest's totals differ from the sums over its units")
     if not store.exists(SUCCESS):
         problems.append("there is no _SUCCESS")
-    elif _said_in(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
+    elif _read_json(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
         problems.append("_SUCCESS is damaged or belongs to another job")
     objects = DoneUnits()
     for unit in manifest.units:
@@ -265,22 +265,20 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _said_in(store: Store, name: str) -> dict[str, Any]:
-    """Read a JSON object; {} if the file holds anything else."""
+def _read_json(store: Store, name: str) -> Any:
     try:
-        found = json.loads(store.get(name))
+        return json.loads(store.get(name))
     except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
 
 
-def _counted(statuses: Counter[str]) -> str:
+def _format_counts(statuses: Counter[str]) -> str:
     return ", ".join(f"{statuses[status]:,} {status}" for status in ("ok", "failed", "skipped"))
 
 
 def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence[str]) -> None:
     print(f"{store.url}: {counted(plan.rows, 'planned sample')} in {counted(plan.units, 'unit')}")
-    print(f"  read {findings.units:,} unit files, {findings.bytes:,} bytes: {_counted(findings.statuses)}")
+    print(f"  read {findings.units:,} unit files, {findings.bytes:,} bytes: {_format_counts(findings.statuses)}")
     for line in more:
         print(f"  {line}")
     print("  checked: every planned sample exactly once and in order, SHA-256 and etag against the manifest,")
@@ -312,57 +310,51 @@ def check_metrics(store: Store, passes: Sequence[Pass]) -> tuple[str | None, lis
         return None, []
     fingerprint = passes[0].plan.fingerprint
     objects = {
-        (one.number, unit.unit): (one.store, unit.object)
-        for one in passes
-        if one.manifest
-        for unit in one.manifest.units
+        (pass_.number, unit.unit): (pass_.store, unit.object)
+        for pass_ in passes
+        if pass_.manifest
+        for unit in pass_.manifest.units
     }
     problems: list[str] = []
-    for place, names in measured.items():
-        problems += _metric_problems(store, fingerprint, place, names, sets, objects.get(place))
+    for (number, unit), names in measured.items():
+        results = _keys(*objects[number, unit]) if (number, unit) in objects else None
+        for name in names:
+            file = metrics_name(number, unit, name)
+            expected = {"fingerprint": fingerprint, "metrics": name, "unit": str(unit), "pass": str(number)}
+            own = _metric_problems(store, file, expected, sets.get(name), results)
+            problems += [f"{file}: {problem}" for problem in own]
     files = sum(map(len, measured.values()))
     return f"metrics: {counted(files, 'file')} of {counted(len(measured), 'unit')}", problems
 
 
 def _metric_problems(
-    store: Store,
-    fingerprint: str,
-    place: tuple[int, int],
-    names: Sequence[str],
-    sets: dict[str, MetricSet],
-    results_at: tuple[Store, str] | None,
+    store: Store, file: str, expected: Mapping[str, str], metric_set: MetricSet | None, results: Sequence[Any] | None
 ) -> Iterator[str]:
-    number, unit = place
-    results = None if results_at is None else _keys(*results_at)
-    for name in names:
-        file = metrics_name(number, unit, name)
-        if results is None:
-            yield f"{file}: there is no such unit"
-            continue
-        try:
-            table = read_parquet(store.get(file))
-        except (StoreError, pa.ArrowInvalid, OSError) as error:
-            yield f"{file}: can't be read: {' '.join(str(error).split())}"
-            continue
-        expected = {"fingerprint": fingerprint, "metrics": name, "unit": str(unit), "pass": str(number)}
-        yield from (f"{file}: {problem}" for problem in _wrong_metadata(table, expected))
-        if name not in sets:
-            yield f"{file}: metrics/set-{name}.json is missing"
-        elif table.column_names != [*KEYS.names, *sets[name].columns]:
-            yield f"{file}: its columns differ from those of its set"
-        if table.select(KEYS.names).to_pylist() != results:
-            yield f"{file}: its rows differ from those of the unit's results"
+    if results is None:
+        yield "there is no such unit"
+        return
+    try:
+        table = read_parquet(store.get(file))
+    except (StoreError, pa.ArrowInvalid, OSError) as error:
+        yield f"can't be read: {' '.join(str(error).split())}"
+        return
+    yield from _metadata_problems(table, expected)
+    if metric_set is None:
+        yield f"metrics/set-{expected['metrics']}.json is missing"
+    elif table.column_names != [*KEYS.names, *metric_set.columns]:
+        yield "its columns differ from those of its set"
+    if table.select(KEYS.names).to_pylist() != results:
+        yield "its rows differ from those of the unit's results"
 
 
 def _keys(store: Store, name: str) -> list[dict[str, object]]:
-    """The ids and samples of a unit's results."""
     [table] = read_results(store, objects=[name], columns=KEYS.names)
     samples = table["sample"].to_pylist() if "sample" in table.column_names else [0] * table.num_rows
     pairs = zip(table["id"].to_pylist(), samples, strict=True)
     return [{"id": name, "sample": sample or 0} for name, sample in pairs]
 
 
-Said = tuple[list[int], list[float] | None, float | None]
+Result = tuple[list[int], list[float] | None, float | None]
 """The tokens of a sample; if they were scored also the log-probability of each, where it is known, and of all together."""
 
 
@@ -371,18 +363,18 @@ def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: i
     job = replace(make_job(plan.spec, plan, conditional=True), store_url=store.url, max_rows=1, trace=False)
     decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
-    for unit, index, stored in pick(store, manifest, samples, scores=isinstance(plan.spec.task, Score)):
+    scores = isinstance(plan.spec.task, Score)
+    for unit, index, stored in pick(store, manifest, samples, scores=scores):
         (sample,) = unit_io.open_unit(alone(unit, index))
-        if sample.canvas is None:
-            continue
-        compared += 1
-        equal += said(decode_alone(decoder, sample), scores=isinstance(plan.spec.task, Score)) == stored
+        if sample.canvas is not None:
+            compared += 1
+            equal += result_of(decode_alone(decoder, sample), scores=scores) == stored
     share = equal / compared if compared else 1.0
     print(f"  decoded {compared} samples again, each alone: {equal} equal ({share:.1%})")
     return share
 
 
-def said(outcome: Outcome, *, scores: bool = False) -> Said:
+def result_of(outcome: Outcome, *, scores: bool = False) -> Result:
     """An outcome in the form that `pick` yields for a stored row; `scores` says that the job's task is to score."""
     each = outcome.token_logprobs
     return outcome.tokens.tolist(), None if each is None else each.tolist(), outcome.logprob if scores else None
@@ -390,7 +382,7 @@ def said(outcome: Outcome, *, scores: bool = False) -> Said:
 
 def pick(
     store: Store, manifest: Manifest, samples: int, *, scores: bool = False
-) -> Iterator[tuple[CommittedUnit, int, Said]]:
+) -> Iterator[tuple[CommittedUnit, int, Result]]:
     """Yield (unit, row in it, stored result) of `samples` evenly spread ok samples, or of all if there are fewer."""
     total = manifest.total("ok")
     wanted = sorted({(2 * n + 1) * total // (2 * samples) for n in range(samples)}) if total else []
@@ -411,28 +403,17 @@ def pick(
 def alone(unit: CommittedUnit, index: int) -> WorkUnit:
     """A work unit for a single row of a unit."""
     return WorkUnit(
-        lease=0,
-        unit=unit.unit,
-        rows=unit.rows,
-        tokens=0,
-        attempt=1,
-        pass_=1,
-        start=index,
-        stop=index + 1,
-        probe=True,
+        lease=0, unit=unit.unit, rows=unit.rows, tokens=0, attempt=1, pass_=1, start=index, stop=index + 1, probe=True
     )
 
 
 def decode_alone(decoder: Decoder, sample: Sample) -> Outcome:
     """The outcome of one sample in an empty decoder; if its holes need several requests, of all of them."""
-    while sample.take(_decoded(decoder, sample.request(0))):
-        pass
+    has_next = True
+    while has_next:
+        decoder.admit([sample.request(0)])
+        while not (outcomes := decoder.step()):
+            pass
+        has_next = sample.take(outcomes[0])
     assert sample.outcome is not None
     return sample.outcome
-
-
-def _decoded(decoder: Decoder, request: Request) -> Outcome:
-    decoder.admit([request])
-    while True:
-        for outcome in decoder.step():
-            return outcome

@@ -102,7 +102,7 @@ def ray_metric(metric: Metric) -> Any:
 class Slots:
     """The slots of one worker: their number and those in use, of the last second in which it decoded."""
 
-    heard_s: float = 0.0
+    updated_s: float = 0.0
     slots: float = 0.0
     used: float = 0.0
 
@@ -125,7 +125,7 @@ class MetricsWatcher(Watcher):
         self._commits_s: list[float] = []
         self._steps: dict[str, Counter[str]] = {}
         self._slots: dict[str, Slots] = {}
-        self._told: defaultdict[str, float] = defaultdict(float)
+        self._reported: defaultdict[str, float] = defaultdict(float)
 
     def reported(self, worker: str, report: TurnReport) -> None:
         engine = report.effort.engine
@@ -140,8 +140,8 @@ class MetricsWatcher(Watcher):
         self._moved_s = self._clock()
         for status in ("ok", "failed", "skipped"):
             self._add("draftmill_samples", getattr(tally, status), status=status)
-        for name, counted in COUNTED.items():
-            self._add(name, getattr(tally, counted))
+        for name, field in COUNTED.items():
+            self._add(name, getattr(tally, field))
         for kind, count in receipt.error_kinds.items():
             self._add("draftmill_errors", count, error_class=kind)
         self._commits_s.append(receipt.commit_s)
@@ -180,8 +180,8 @@ class MetricsWatcher(Watcher):
         self._set("draftmill_samples_done", totals.rows_done)
         self._set("draftmill_seconds_without_progress", self._clock() - self._moved_s if running else 0.0)
         self._count_slots()
-        self._set("draftmill_slots", sum(one.slots for one in self._slots.values()))
-        self._set("draftmill_slots_used", sum(one.used for one in self._slots.values()))
+        self._set("draftmill_slots", sum(worker.slots for worker in self._slots.values()))
+        self._set("draftmill_slots_used", sum(worker.used for worker in self._slots.values()))
         for status, count in {"up": totals.workers if running else 0, "loading": totals.loading}.items():
             self._set("draftmill_workers", count, status=status)
         for status, count in scheduler.state.states().items():
@@ -191,8 +191,8 @@ class MetricsWatcher(Watcher):
         """Counters of sums that the totals already have: report how much they have grown."""
         sums = totals.devices.sums
         for name, total in {"draftmill_device_seconds": sums.up_s, "draftmill_cost": sums.cost}.items():
-            self._add(name, total - self._told[name])
-            self._told[name] = total
+            self._add(name, total - self._reported[name])
+            self._reported[name] = total
 
     def _count_slots(self) -> None:
         now_s = self._clock()
@@ -202,7 +202,7 @@ class MetricsWatcher(Watcher):
                 self._slots[worker] = Slots(now_s, steps["slots"] / number, steps["used"] / number)
         self._steps.clear()
         for slots in self._slots.values():
-            slots.used = slots.used if now_s - slots.heard_s < SILENT_S else 0.0
+            slots.used = slots.used if now_s - slots.updated_s < SILENT_S else 0.0
 
     def _set(self, name: str, value: float, **labels: str) -> None:
         self._metrics[name].set(value, tags=self._base | labels)

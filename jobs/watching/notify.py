@@ -1,4 +1,4 @@
-"""Sends notices about a run to commands and webhooks: at its end, and when it stands still. Best effort.
+"""Sends notices about a run to commands and webhooks: at its end, and when it stalls. Best effort.
 
 A notice changes no exit code. It delays the end by at most its `timeout_s`: then a command is killed with all its processes, and
 a webhook is given up. Environment variables are put in when it is sent; their values are in no message.
@@ -37,7 +37,7 @@ SLACK_S = 1.0
 """Seconds beyond `timeout_s` to wait for a receiver's thread: it has to kill and to report."""
 
 MOST_GAP_S = 10.0
-"""Seconds between two looks that count as standing still, at most: in a longer gap the driver itself was suspended."""
+"""Seconds between two looks that count as a stall, at most: in a longer gap the driver itself was suspended."""
 
 SHOWN_CHARS = 200
 SHOWN_COMMAND_CHARS = 60
@@ -48,23 +48,26 @@ Tell = Callable[[str], None]
 
 def check_receivers(receivers: Sequence[NotifySettings]) -> None:
     """Raise UserError if a command is not there or an environment variable is not set."""
-    for number, one in enumerate(receivers):
-        if one.command is not None and shutil.which(one.command[0]) is None:
-            hint = "; write its words as a list" if len(one.command) == 1 and " " in one.command[0] else ""
-            raise UserError(f"{one.command[0]!r} is not a command here{hint}", field=f"notify.{number}.command")
-        for place, text in places_of(one):
+    for number, receiver in enumerate(receivers):
+        if receiver.command is not None and shutil.which(receiver.command[0]) is None:
+            hint = "; write its words as a list" if len(receiver.command) == 1 and " " in receiver.command[0] else ""
+            raise UserError(f"{receiver.command[0]!r} is not a command here{hint}", field=f"notify.{number}.command")
+        for place, text in places_of(receiver):
             for name in VARIABLE.findall(text):
                 if not os.environ.get(name):
                     raise UserError(f"the environment variable {name} is not set", field=f"notify.{number}.{place}")
 
 
-def places_of(one: NotifySettings) -> list[tuple[str, str]]:
+def places_of(receiver: NotifySettings) -> list[tuple[str, str]]:
     """The texts of a receiver in which environment variables are put in, each with its key."""
-    return [("webhook", one.webhook or ""), *((f"headers.{name}", value) for name, value in one.headers.items())]
+    return [
+        ("webhook", receiver.webhook or ""),
+        *((f"headers.{name}", value) for name, value in receiver.headers.items()),
+    ]
 
 
 def send(receivers: Sequence[NotifySettings], event: str, notice: Notice, tell: Tell, *, most_s: float = 300.0) -> None:
-    """Send a notice to all that want this event, side by side; returns when they have it, or their time is over.
+    """Send a notice to all that ask for this event, side by side; returns when they have it, or their time is over.
 
     `tell` gets a message for each that failed. `most_s` bounds every timeout.
     """
@@ -74,57 +77,57 @@ def send(receivers: Sequence[NotifySettings], event: str, notice: Notice, tell: 
     def tell_hidden(message: str) -> None:
         tell(presentable(_without_values(receivers, message)))
 
-    for one in receivers:
-        if event in one.on:
-            allowed_s = min(one.timeout_s, most_s)
+    for receiver in receivers:
+        if event in receiver.on:
+            allowed_s = min(receiver.timeout_s, most_s)
             thread = threading.Thread(
-                target=_send_one, args=(one, data, allowed_s, tell_hidden), name="notify", daemon=True
+                target=_send_one, args=(receiver, data, allowed_s, tell_hidden), name="notify", daemon=True
             )
             thread.start()
-            threads.append((thread, one, time.monotonic() + allowed_s + SLACK_S))
-    for thread, one, until_s in threads:
+            threads.append((thread, receiver, time.monotonic() + allowed_s + SLACK_S))
+    for thread, receiver, until_s in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
         if thread.is_alive():
-            tell(f"notify: {shown(one)} did not take the notice in time")
+            tell(f"notify: {text_of(receiver)} did not take the notice in time")
 
 
-def _send_one(one: NotifySettings, data: bytes, allowed_s: float, tell: Tell) -> None:
+def _send_one(receiver: NotifySettings, data: bytes, allowed_s: float, tell: Tell) -> None:
     try:
-        problem = _run(one, data, allowed_s) if one.command is not None else _post(one, data, allowed_s)
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong with a notice, the run's end stays the same
+        problem = _run(receiver, data, allowed_s) if receiver.command is not None else _post(receiver, data, allowed_s)
+    except Exception as error:  # noqa: BLE001 - whatever error a notice has, the run's end stays the same
         problem = reason_of(error)
     if problem:
-        tell(f"notify: {shown(one)}: {problem}")
+        tell(f"notify: {text_of(receiver)}: {problem}")
 
 
-def shown(one: NotifySettings) -> str:
+def text_of(receiver: NotifySettings) -> str:
     """The receiver as messages name it: as in the spec, without the values of variables."""
-    if one.command is None:
-        return f"webhook {one.webhook}"
-    text = shlex.join(one.command)
+    if receiver.command is None:
+        return f"webhook {receiver.webhook}"
+    text = shlex.join(receiver.command)
     return f"command {text if len(text) <= SHOWN_COMMAND_CHARS else text[:SHOWN_COMMAND_CHARS] + '...'}"
 
 
 def _without_values(receivers: Sequence[NotifySettings], text: str) -> str:
     """The text without the values of the receivers' variables: a command may print that of a webhook, too."""
-    places = [place for one in receivers for _, place in places_of(one)]
+    places = [place for receiver in receivers for _, place in places_of(receiver)]
     for name in (name for place in places for name in VARIABLE.findall(place)):
         text = text.replace(os.environ.get(name) or HIDDEN, HIDDEN)
     return text
 
 
-def _filled(text: str) -> str:
-    return VARIABLE.sub(lambda found: os.environ.get(found[1], ""), text)
+def _fill(text: str) -> str:
+    return VARIABLE.sub(lambda variable: os.environ.get(variable[1], ""), text)
 
 
-def _run(one: NotifySettings, data: bytes, allowed_s: float) -> str | None:
-    """Run a command with the notice as its input; returns what went wrong."""
-    assert one.command is not None
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:  # pipes would wait for its children
-        given.write(data)
-        given.seek(0)
+def _run(receiver: NotifySettings, data: bytes, allowed_s: float) -> str | None:
+    """Run a command with the notice as its input; returns why it failed."""
+    assert receiver.command is not None
+    with tempfile.TemporaryFile() as notice, tempfile.TemporaryFile() as errors:  # pipes would wait for its children
+        notice.write(data)
+        notice.seek(0)
         process = subprocess.Popen(
-            one.command, stdin=given, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            receiver.command, stdin=notice, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
         )
         try:
             code = process.wait(allowed_s)
@@ -140,19 +143,19 @@ def _run(one: NotifySettings, data: bytes, allowed_s: float) -> str | None:
         return f"exit code {code}" + (f": {last}" if last else "")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it might hand the notice and its headers to another host."""
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it might hand what is sent, and its headers, to another host."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
-def _post(one: NotifySettings, data: bytes, allowed_s: float) -> str | None:
-    """Post a notice; returns what went wrong the last time."""
+def _post(receiver: NotifySettings, data: bytes, allowed_s: float) -> str | None:
+    """Post a notice; returns why the last try failed."""
     headers = {"Content-Type": "application/json", "User-Agent": "draftmill"}
-    headers |= {name: _filled(value) for name, value in one.headers.items()}
-    request = urllib.request.Request(_filled(one.webhook or ""), data=data, headers=headers, method="POST")
-    opener = urllib.request.build_opener(_NoRedirect)
+    headers |= {name: _fill(value) for name, value in receiver.headers.items()}
+    request = urllib.request.Request(_fill(receiver.webhook or ""), data=data, headers=headers, method="POST")
+    opener = urllib.request.build_opener(NoRedirect)
     until_s = time.monotonic() + allowed_s
     problem: str | None = None
     for number in range(TRIES):
@@ -174,7 +177,7 @@ def _post(one: NotifySettings, data: bytes, allowed_s: float) -> str | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a receiver was not told, without the texts of errors that quote parts of a URL, which may be secret."""
+    """Why a receiver was not notified, without the texts of errors that quote parts of a URL, which may be secret."""
     reason = getattr(error, "reason", error)
     if isinstance(reason, TimeoutError):
         return "no answer in time"
@@ -196,12 +199,12 @@ class StallWatcher(Watcher):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._receivers = [one for one in receivers if "stall" in one.on]
+        self._receivers = [receiver for receiver in receivers if "stall" in receiver.on]
         self._notice, self._tell, self._clock = notice, tell, clock
         self._looked_s = clock()
         self._still_s = 0.0
         self._before: tuple[int, ...] = ()
-        self._told: set[int] = set()
+        self._notified: set[int] = set()
 
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
         now_s = self._clock()
@@ -210,12 +213,14 @@ class StallWatcher(Watcher):
         moved = (totals.tokens, totals.rows_done, totals.units_done)
         if moved != self._before:
             self._before, self._still_s = moved, 0.0
-            self._told.clear()
-        for number, one in enumerate(self._receivers):
-            if self._still_s >= one.stall_s and number not in self._told:
-                self._told.add(number)
-                self._send(one, self._notice(totals, self._still_s))
+            self._notified.clear()
+        for number, receiver in enumerate(self._receivers):
+            if self._still_s >= receiver.stall_s and number not in self._notified:
+                self._notified.add(number)
+                self._send(receiver, self._notice(totals, self._still_s))
 
-    def _send(self, one: NotifySettings, notice: Notice) -> None:
-        sending = threading.Thread(target=send, args=([one], "stall", notice, self._tell), name="notify", daemon=True)
+    def _send(self, receiver: NotifySettings, notice: Notice) -> None:
+        sending = threading.Thread(
+            target=send, args=([receiver], "stall", notice, self._tell), name="notify", daemon=True
+        )
         sending.start()

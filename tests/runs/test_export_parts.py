@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.exporting.export import checked_columns, export_parts, parquet_format
+from draftmill.jobs.exporting.export import columns_of, export_parts, parquet_format
 from draftmill.jobs.exporting.formats import PartsSink
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.storage.errors import StoreError
@@ -85,7 +85,7 @@ def test_an_earlier_export_is_replaced_only_if_asked_and_none_of_it_stays(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = passes_of(open_store(str(run)))[0].plan
-    schema, metadata = parquet_format(plan, checked_columns(plan, "parquet", []))
+    schema, metadata = parquet_format(plan, columns_of(plan, "parquet", []))
     store = LocalStore(str(tmp_path / "out"))
     for number in range(3):
         sink = PartsSink(store, schema, metadata, 2**20)
@@ -144,7 +144,7 @@ def test_the_old_command_says_what_to_use(run: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.s3
 def test_on_s3_they_are_those_of_a_disk(run: Path, tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
     passes = passes_of(open_store(str(run)))
-    columns = checked_columns(passes[0].plan, "parquet", [])
+    columns = columns_of(passes[0].plan, "parquet", [])
     for out in (str(tmp_path / "out"), f"{s3_url}/out"):
         assert export_parts(passes, columns, out, file_bytes=2**20, overwrite=False, order="plan", s3=s3_options) == 0
     store = open_store(f"{s3_url}/out", s3=s3_options)

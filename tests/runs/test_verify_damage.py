@@ -310,14 +310,14 @@ def test_a_sample_that_differs_when_it_is_decoded_alone_breaks_the_promise_of_an
 ) -> None:
     run = copied(sound, tmp_path / "run")
     edited("_manifest.json", lambda found: [one.update(exact=exact) for one in found["units"]])(run)
-    real, asked = verify.said, list[int]()
+    real, asked = verify.result_of, list[int]()
 
-    def other_date(outcome: Outcome, *, scores: bool = False) -> verify.Said:
+    def other_date(outcome: Outcome, *, scores: bool = False) -> verify.Result:
         tokens, each, together = real(outcome, scores=scores)
         asked.append(len(tokens))
         return [*tokens, 1] if len(asked) == 2 else tokens, each, together
 
-    monkeypatch.setattr(verify, "said", other_date)
+    monkeypatch.setattr(verify, "result_of", other_date)
     assert main(["verify", str(run), "--invariance", "4"]) == code
     out = capsys.readouterr().out
     assert "decoded 4 samples again, each alone: 3 equal (75.0%)" in out

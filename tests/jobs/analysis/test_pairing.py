@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from draftmill.jobs.analysis.comparison import pair
-from draftmill.jobs.analysis.rows import RunRows, mapped
+from draftmill.jobs.analysis.rows import RunRows, columns_in
 
 
 def rows(keys: list[tuple[str, int]], failed: Collection[tuple[str, int]] = ()) -> RunRows:
@@ -57,7 +57,7 @@ def test_pairs_are_those_of_a_plain_loop(seed: int) -> None:
 def test_metrics_of_a_map_column_become_columns() -> None:
     values = [[("a", 1.0)], None, [], [("b", 2.0), ("a", None)], [("a", -3.0)]]
     column = pa.array(values, pa.map_(pa.string(), pa.float64()))
-    found = mapped(column.slice(1))
+    found = columns_in(column.slice(1))
     assert sorted(found) == ["a", "b"]
     np.testing.assert_array_equal(found["a"], [np.nan, np.nan, np.nan, -3.0])
     np.testing.assert_array_equal(found["b"], [np.nan, np.nan, 2.0, np.nan])
@@ -65,6 +65,6 @@ def test_metrics_of_a_map_column_become_columns() -> None:
 
 def test_metrics_of_a_struct_column_become_columns() -> None:
     column = pa.array([{"a": 1.0}, None, {"a": None}, {"a": -3.0}], pa.struct([("a", pa.float64())]))
-    found = mapped(column.slice(1))
+    found = columns_in(column.slice(1))
     np.testing.assert_array_equal(found.pop("a"), [np.nan, np.nan, -3.0])
     assert not found

@@ -32,7 +32,7 @@ from draftmill.jobs.analysis.plots import (
     quality_plot,
     times_plot,
 )
-from draftmill.jobs.analysis.run_statistics import _added, at_least, course_of, read_statistics, spread_of
+from draftmill.jobs.analysis.run_statistics import _add_histograms, at_least, course_of, read_statistics, spread_of
 from draftmill.jobs.analysis.runs import find_runs, open_run
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.cost import DeviceTime
@@ -271,7 +271,7 @@ def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
     tokens, iterations = (sum(one[name] for one in good) for name in ("new_tokens", "iterations"))
     assert case.figures.tokens == tokens and case.figures.tokens_per_iteration == pytest.approx(tokens / iterations)
     assert sum(j * count for j, count in enumerate(case.accept_hist)) == tokens
-    assert case.points.nfe.tolist() == [one["nfe"] for one in good] and case.every == 1
+    assert case.nfe_M.tolist() == [one["nfe"] for one in good] and case.every == 1
     assert case.course is not None and sum(case.course.tokens_per_s) * case.course.edges_s[1] == pytest.approx(tokens)
     resident = sum(one["prefill_s"] + one["decode_s"] for one in good)
     assert sum(case.course.active) * case.course.edges_s[1] == pytest.approx(resident, rel=1e-6)
@@ -279,8 +279,8 @@ def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
 
 def test_histograms_of_lists_add_up_position_by_position() -> None:
     column = pa.chunked_array([[[0, 2], None, []], [[1, 0, 5], [7]]], type=pa.list_(pa.int32()))
-    assert _added(np.array([1, 1], np.int64), column).tolist() == [9, 3, 5]
-    assert _added(np.zeros(0, np.int64), pa.chunked_array([[None]], type=pa.list_(pa.int32()))).tolist() == []
+    assert _add_histograms(np.array([1, 1], np.int64), column).tolist() == [9, 3, 5]
+    assert _add_histograms(np.zeros(0, np.int64), pa.chunked_array([[None]], type=pa.list_(pa.int32()))).tolist() == []
     assert at_least(np.array([1, 2, 0, 1])).tolist() == [0.75, 0.25, 0.25]
     assert len(at_least(np.zeros(0, np.int64))) == 0
 
@@ -364,9 +364,9 @@ def written_with(place: Path, out: Path, *options: str) -> str:
 @pytest.mark.parametrize("long", [0, 60])
 @pytest.mark.slow
 def test_legends_stand_below_the_plots_and_no_words_overlap(grid: Path, long: int) -> None:
-    names = [run.short + "x-" * (long // 2) for run in find_runs([str(grid)]).runs]
+    names = [run.short + "x-" * (long // 2) for run in find_runs([str(grid)])[0]]
     with plotting():
-        runs = zip(find_runs([str(grid)]).runs, names, strict=True)
+        runs = zip(find_runs([str(grid)])[0], names, strict=True)
         cases = [read_statistics(replace(run, name=name)) for run, name in runs]
         bare = [replace(case, metrics={}) for case in cases]
         for plot in (quality_plot(cases), quality_plot(bare), acceptance_plot(cases), course_plot(cases)):

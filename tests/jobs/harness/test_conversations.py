@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.jobs.harness.model import rendered
+from draftmill.jobs.harness.model import render
 from draftmill.storage.errors import UserError
 from tests.actors.rows.test_prompts import chat_folder, chatting
 
@@ -23,15 +23,15 @@ def test_a_conversation_ends_where_the_answer_begins_or_goes_on(chat_folder: Pat
     assert chatting.chat is not None
     asked = theirs.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     begun = theirs.apply_chat_template(TALK, tokenize=False, continue_final_message=True)
-    assert rendered(chatting.chat, TALK[:1], begun=False) == asked
-    assert rendered(chatting.chat, TALK, begun=True) == begun and begun.endswith("The answer is ")
+    assert render(chatting.chat, TALK[:1], begun=False) == asked
+    assert render(chatting.chat, TALK, begun=True) == begun and begun.endswith("The answer is ")
 
 
 def test_a_template_that_trims_gets_no_trailing_space() -> None:
     def chat(messages: list[dict[str, str]]) -> str:
         return "".join(f"[{one['role']}]{one['content'].strip()}!" for one in messages)
 
-    assert rendered(chat, TALK, begun=True) == "[user]Is 7 odd?![assistant]The answer is"
+    assert render(chat, TALK, begun=True) == "[user]Is 7 odd?![assistant]The answer is"
 
 
 def test_a_template_without_system_messages_gets_none_and_other_refusals_are_said(chatting: Tokenizer) -> None:
@@ -40,9 +40,9 @@ def test_a_template_without_system_messages_gets_none_and_other_refusals_are_sai
             raise ValueError("no system")
         return messages[0]["content"]
 
-    assert rendered(chat, [{"role": "system", "content": "s"}, *TALK[:1]], begun=False) == "Is 7 odd?"
+    assert render(chat, [{"role": "system", "content": "s"}, *TALK[:1]], begun=False) == "Is 7 odd?"
     assert chatting.chat is not None
     with pytest.raises(
         UserError, match="--apply_chat_template: the tokenizer's chat template refuses a conversation: no such"
     ):
-        rendered(chatting.chat, [{"role": "odd", "content": "x"}], begun=False)
+        render(chatting.chat, [{"role": "odd", "content": "x"}], begun=False)

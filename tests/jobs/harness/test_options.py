@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftmill.jobs.cli import main, parser
-from draftmill.jobs.harness.options import REFUSED, EvalOptions, documents, named, seeds
+from draftmill.jobs.harness.options import REFUSED, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
 
 
@@ -23,13 +23,13 @@ def test_settings_are_read_as_lm_eval_reads_them(given: list[str]) -> None:
 
     theirs = argparse.ArgumentParser()
     theirs.add_argument("--x", nargs="+", action=MergeDictAction)
-    assert named(given, "--x") == theirs.parse_args(["--x", *given]).x
+    assert parse_settings(given, "--x") == theirs.parse_args(["--x", *given]).x
 
 
 def test_settings_of_another_form_are_refused() -> None:
     for bad in (["temperature"], ["=3"], ["{a: 1"]):
         with pytest.raises(UserError, match="--gen_kwargs: "):
-            named(bad, "--gen_kwargs")
+            parse_settings(bad, "--gen_kwargs")
 
 
 def test_documents_come_as_json_or_in_a_file(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from draftmill.jobs.spec.dated_path import (
     date_in,
     date_problem,
     depth_of,
-    floored,
+    floor_date,
     following,
+    format_date,
     period_of,
     read_date,
     with_date,
-    written,
 )
 from draftmill.jobs.spec.job_spec import at_date, check_spec, with_logical_date
 from draftmill.jobs.spec.sweep_spec import load_sweep
@@ -76,7 +76,7 @@ def test_every_day_of_years_has_a_folder_of_its_own_that_gives_the_day_back() ->
         assert [date_in(path, place) for place in places] == days
         assert all(following(a, "day") == b for a, b in pairwise(days))
     assert date_in("r/{date:%F}", "r/2026-02-30") is None
-    assert floored(NOW, "r/{date:%Y-%m}") == datetime(2026, 11, 1, tzinfo=UTC)
+    assert floor_date(NOW, "r/{date:%Y-%m}") == datetime(2026, 11, 1, tzinfo=UTC)
     assert following(datetime(2026, 12, 1, tzinfo=UTC), "month") == datetime(2027, 1, 1, tzinfo=UTC)
 
 
@@ -163,4 +163,4 @@ def test_sweeps_and_evaluations_take_no_dates(tmp_path: Path) -> None:
     ],
 )
 def test_dates_are_read_as_schedulers_write_them(text: str, utc: str) -> None:
-    assert written(read_date(text)) == utc
+    assert format_date(read_date(text)) == utc

@@ -16,9 +16,10 @@ from draftmill.jobs.submitting.request import (
     SubmitOptions,
     code_files,
     folder_files,
+    package_files,
     request_of,
     requirements,
-    shipment,
+    write_package,
 )
 from draftmill.storage.errors import UserError
 
@@ -55,8 +56,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shipped_spec(request: Any) -> dict[str, Any]:
-    check_spec(yaml.safe_load(request.spec))
-    return dict(yaml.safe_load(request.spec))
+    """The checked mapping of the spec in the job's command, which stands between two lines."""
+    data = dict(yaml.safe_load(request.entrypoint.split("\n", 1)[1].rpartition("\n")[0]))
+    check_spec(dict(data))
+    return data
 
 
 def test_a_folder_travels_without_what_is_ignored_or_secret(folder: Path):
@@ -88,7 +91,7 @@ def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder: Path):
     )
     request = request_of(data, SubmitOptions(shared=("/mnt/all",), code="installed"))
     assert shipped_spec(request)["output"]["path"] == "/mnt/all/runs/one"
-    assert not request.shipment.files
+    assert not request.files
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def test_the_command_writes_the_spec_and_becomes_the_driver(folder: Path, tmp_pa
     parent, _, rest = output.partition("\n")
     text, _, options = rest.rpartition(" [")
     assert int(parent) != shell.pid, "the shell has become the driver"
-    assert yaml.safe_load(text) == yaml.safe_load(request.spec)
+    assert yaml.safe_load(text) == shipped_spec(request)
     assert options.strip("]\n") == "'--ray-address', 'auto', '--grace-seconds', '20', '--if-running', 'skip'"
 
 
@@ -147,45 +150,45 @@ def test_an_image_comes_with_its_own_code_and_nothing_beside_it():
     request = request_of(spec(input={"path": "s3://b/a.jsonl"}), SubmitOptions(image="registry/draftmill:1"))
     assert set(request.environment) == {"image_uri", "env_vars"}
     assert "exec draftmill run" in request.entrypoint
-    assert not request.shipment.files
+    assert not request.files
 
 
 def test_the_code_travels_with_the_models_that_the_spec_names_and_no_others():
     names = set(code_files(spec()))
     assert {"draftmill/jobs/cli.py", "draftmill/decoders/builtin/ar-tiny/model.safetensors"} <= names
     assert not any(name.startswith("draftmill/decoders/builtin/mdm-tiny") or "__pycache__" in name for name in names)
-    assert shipment(code_files(spec()), {}).num_bytes < 12 * 2**20
+    assert sum(path.stat().st_size for path in code_files(spec()).values()) < 12 * 2**20
 
 
 def test_a_shipped_package_has_the_same_bytes_for_the_same_content(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ):
     out = tmp_path_factory.mktemp("out")
-    shipment({}, folder_files(folder)).write(out / "a.zip")
+    write_package(folder_files(folder), out / "a.zip")
     os.utime(folder / "rows" / "a.jsonl", (1.0, 1.0))
-    shipment({}, folder_files(folder)).write(out / "b.zip")
+    write_package(folder_files(folder), out / "b.zip")
     assert (out / "a.zip").read_bytes() == (out / "b.zip").read_bytes()
 
 
 def test_too_much_is_refused_with_the_largest_files(folder: Path):
     with pytest.raises(UserError, match=r"maximum is 10 bytes; the largest are model/config.json \(17 bytes\), "):
-        shipment({}, folder_files(folder), max_bytes=10)
+        package_files({}, folder_files(folder), max_bytes=10)
 
 
 def test_a_folder_with_a_package_of_the_same_name_is_refused_and_our_own_checkout_is_not(folder: Path):
     (folder / "draftmill").mkdir()
     (folder / "draftmill" / "mine.py").write_text("x = 1")
     with pytest.raises(UserError, match=r"'draftmill/mine.py' would mix"):
-        shipment(code_files(spec()), folder_files(folder))
+        package_files(code_files(spec()), folder_files(folder))
     name = "draftmill/jobs/cli.py"
-    assert shipment(code_files(spec()), {name: ROOT / "jobs" / "cli.py"}).files[name] == ROOT / name
+    assert package_files(code_files(spec()), {name: ROOT / "jobs" / "cli.py"})[name] == ROOT / name
 
 
 def test_a_folder_may_have_files_named_as_our_folders(folder: Path):
     (folder / "jobs").mkdir()
     (folder / "jobs" / "mine.py").write_text("x = 1")
     (folder / "storage.py").write_text("x = 1")
-    files = shipment(code_files(spec()), folder_files(folder)).files
+    files = package_files(code_files(spec()), folder_files(folder))
     assert {"jobs/mine.py", "storage.py", "draftmill/jobs/cli.py", "draftmill/storage/errors.py"} <= files.keys()
 
 

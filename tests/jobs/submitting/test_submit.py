@@ -16,13 +16,12 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.jobs.submitting import submit as submit_module
 from draftmill.jobs.submitting.cluster import RUN, Unreachable, stem_of
-from draftmill.jobs.submitting.request import Request, Shipment
-from draftmill.jobs.submitting.stop import jobs_of, stop_jobs
-from draftmill.jobs.submitting.submit import Follower, LogTail, end_of, follow, start
+from draftmill.jobs.submitting.request import Request
+from draftmill.jobs.submitting.submit import Follower, LogTail, end_of, follow, jobs_of, start, stop_jobs
 from draftmill.storage.errors import UserError
 from tests.jobs.submitting.fake_cluster import FakeCluster, FakeJob
 
-REQUEST = Request("spec", "command", {}, Shipment({}))
+REQUEST = Request("command", {}, {})
 
 
 def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:
@@ -180,13 +179,13 @@ def test_an_interrupt_ends_the_following_and_not_the_job(capsys: pytest.CaptureF
     assert cluster.known["draftmill-x-1"].status == "RUNNING"
 
 
-def test_a_job_is_stopped_by_its_name_or_its_run_directory():
+def test_a_job_is_stopped_by_its_name_or_its_run_directory(capsys: pytest.CaptureFixture[str]):
     jobs = [FakeJob("a-1", metadata={RUN: "/runs/a"}, status="FAILED"), FakeJob("a-2", metadata={RUN: "/runs/a"})]
-    cluster, said = FakeCluster(*jobs, FakeJob("b-1", metadata={RUN: "/runs/b"})), list[str]()
-    assert stop_jobs(cluster, jobs_of(cluster, "runs/a", "/runs/a"), said.append, wait=True)
+    cluster = FakeCluster(*jobs, FakeJob("b-1", metadata={RUN: "/runs/b"}))
+    assert stop_jobs(cluster, jobs_of(cluster, "runs/a", "/runs/a"), wait=True)
     assert [cluster.known[name].status for name in ("a-1", "a-2", "b-1")] == ["FAILED", "STOPPED", "RUNNING"]
-    assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), said.append, wait=True)
-    assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), said.append, wait=True)
-    assert said[-1] == "nothing to stop: b-1 has ended (STOPPED)"
+    assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), wait=True)
+    assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), wait=True)
+    assert capsys.readouterr().err.endswith("draftmill: nothing to stop: b-1 has ended (STOPPED)\n")
     with pytest.raises(UserError, match="TARGET: 'c' is no job"):
         jobs_of(cluster, "c", "/runs/c")

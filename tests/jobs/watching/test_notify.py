@@ -24,7 +24,7 @@ from draftmill.jobs.spec.job_spec import check_spec, load_spec
 from draftmill.jobs.spec.notify_settings import NotifySettings
 from draftmill.jobs.spec.spec_file import parse
 from draftmill.jobs.watching import notify
-from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send, shown
+from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send, text_of
 from draftmill.storage.errors import UserError
 from tests.jobs.driving.test_cost import Hand
 
@@ -114,8 +114,8 @@ def test_a_command_that_fails_is_told_with_its_last_line_and_without_secrets(
 
 
 def test_messages_name_a_command_by_its_words() -> None:
-    assert shown(receiver(command=["sh", "-c", "exit 1"])) == "command sh -c 'exit 1'"
-    long = shown(receiver(command=["sh", "-c", "x" * 100]))
+    assert text_of(receiver(command=["sh", "-c", "exit 1"])) == "command sh -c 'exit 1'"
+    long = text_of(receiver(command=["sh", "-c", "x" * 100]))
     assert len(long) < 80 and long.endswith("xx...")
 
 

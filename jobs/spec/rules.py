@@ -1,13 +1,14 @@
-"""Checks that a task fits the columns of its rows and its decoder. Pure.
+"""Checks that a task fits the columns of its rows and its decoder, and that metrics fit the job. Pure.
 
-A problem is a sentence that starts with the path of the key to change.
+A problem of a task is a sentence that starts with the path of the key to change; one of metrics is a pair of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import get_args
 
+from draftmill.actors.metrics.settings import Metric, PassAtK, clashing, expand_metrics, needs_reference
 from draftmill.actors.task import (
     Columns,
     Complete,
@@ -67,7 +68,7 @@ def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings
         )
     for name in ("temperature", "top_p"):
         if getattr(columns, name) is not None and not decoder.draws_by_row:
-            allowed = sorted(kind for kind, one in DECODERS.items() if one.draws_by_row)
+            allowed = sorted(kind for kind, choice in DECODERS.items() if choice.draws_by_row)
             return (
                 f"input.columns.{name}: decoder {decoder.kind!r} uses sampling.{name} for all rows; "
                 f"decoders that use each row's own: {', '.join(allowed)}"
@@ -160,7 +161,7 @@ def score_problem(task: Score, columns: Columns, decoder: DecoderSettings) -> st
         if not decoder.scores_any:
             return (
                 f"task.mask: the decoder {decoder.kind!r} scores a text from left to right, so it can't see what follows a hole; "
-                f"allowed: null, or one of the decoders {_scoring(lambda one: one.scores_any)}"
+                f"allowed: null, or one of the decoders {_scoring(lambda choice: choice.scores_any)}"
             )
         if task.chat:
             return "task.chat: true scores the answer to a prompt, task.mask what it hides of a text; allowed: only one of them"
@@ -174,7 +175,7 @@ def score_problem(task: Score, columns: Columns, decoder: DecoderSettings) -> st
     if not decoder.estimates:
         return (
             f"task.estimate: the decoder {decoder.kind!r} gives exact scores; allowed: null, or one of the decoders "
-            f"{_scoring(lambda one: bool(one.estimates))}"
+            f"{_scoring(lambda choice: bool(choice.estimates))}"
         )
     if task.estimate.kind not in {"auto", *decoder.estimates}:
         return (
@@ -186,7 +187,7 @@ def score_problem(task: Score, columns: Columns, decoder: DecoderSettings) -> st
 
 def _scoring(has: Callable[[type[DecoderChoice]], bool]) -> str:
     """The decoders that score texts and have a property."""
-    return ", ".join(kind for kind, one in DECODERS.items() if "score" in one.tasks and has(one))
+    return ", ".join(kind for kind, choice in DECODERS.items() if "score" in choice.tasks and has(choice))
 
 
 # ---- complete and score
@@ -199,27 +200,102 @@ def prompt_problem(task: Complete | Score, columns: Columns, *, has_tokenizer: b
         return "input.columns.messages: only a chat has messages; set task.chat: true, or name input.columns.prompt"
     if "tokens" in named and task.chat:
         return "task.chat: a chat is made of text, but the rows give tokens"
-    if not has_tokenizer and columns.stop is not None:
-        return (
-            "input.columns.stop: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
-        )
-    if not has_tokenizer and isinstance(task, Complete) and task.stop:
-        return "task.stop: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
-    return _one_of(_exclusive(task, named))
-
-
-def _exclusive(task: Complete | Score, named: dict[str, str]) -> list[list[str]]:
-    """Groups of named columns; a row can have only one column of each group."""
+    if not has_tokenizer and (columns.stop is not None or getattr(task, "stop", None)):
+        key = "task.stop" if columns.stop is None else "input.columns.stop"
+        return f"{key}: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
+    # A row can have only one column of each group.
+    groups: list[tuple[str, ...]] = [("prompt", "messages"), ("text", "completion")]
     if "tokens" in named:
-        return [[name for name in named if name in {"tokens", *_SCORE_COLUMNS}]]
-    if isinstance(task, Complete):
-        return [[name for name in named if name in _COMPLETE_COLUMNS]]
-    before, scored = ("prompt", "messages"), ("text", "completion")
-    return [[name for name in named if name in group] for group in (before, scored)]
-
-
-def _one_of(groups: list[list[str]]) -> str | None:
-    for names in groups:
-        if len(names) > 1:
+        groups = [("tokens", *_SCORE_COLUMNS)]
+    elif isinstance(task, Complete):
+        groups = [_COMPLETE_COLUMNS]
+    for group in groups:
+        if len(names := [name for name in named if name in group]) > 1:
             return f"input.columns: {' and '.join(names)} each give a row's content; name only one of them"
+    return None
+
+
+# ---- metrics
+
+
+Problem = tuple[str, str]
+
+
+def kept_names(keep: Sequence[str], columns: Columns, task: Task, metrics: Sequence[Metric]) -> tuple[str, ...]:
+    """The input columns that travel into the results: those of `input.keep`, and the references.
+
+    Without a column of references, metrics that need one compare a filled text with the text itself, which then travels, too.
+    """
+    names = list(keep)
+    reference = columns.reference
+    if reference is None and any(needs_reference(metric) for metric in metrics):
+        reference = original_column(columns, task)
+    if reference is not None and reference not in names:
+        names.append(reference)
+    return tuple(names)
+
+
+def original_column(columns: Columns, task: Task) -> str | None:
+    """The column with the text as it was before its tokens were hidden; None if the rows do not have it."""
+    if not isinstance(task, Infill) or isinstance(task.mask, Marker) or columns.tokens is not None:
+        return None
+    return columns.sentences or columns.text or "text"
+
+
+def reference_of(
+    columns: Columns, task: Task, kept: Collection[str], named: str | None = None
+) -> tuple[str | None, str | None]:
+    """The kept column with the references, None if there is none, and what joins a text that is a list of sentences."""
+    column = named or columns.reference
+    if column is not None:
+        return (column if column in kept else None), None
+    column = original_column(columns, task)
+    if column is None or column not in kept:
+        return None, None
+    mask = getattr(task, "mask", None)
+    return column, mask.separator if column == columns.sentences and isinstance(mask, Sentences) else None
+
+
+def metric_problem(
+    metrics: Sequence[Metric],
+    fields: Sequence[str],
+    *,
+    kept: Collection[str],
+    has_reference: bool,
+    has_tokenizer: bool,
+    samples: int | None,
+) -> Problem | None:
+    """Why these metrics can't be measured on a job's results; None if they can. `fields` are the metrics' own paths."""
+    parts = expand_metrics(metrics)
+    if clash := clashing([part for _, part in parts]):
+        index, column = clash
+        place = fields[parts[index][0]]
+        return place, f"the column {column!r} is already that of an earlier metric; give this one another `name`"
+    for metric, place in zip(metrics, fields, strict=True):
+        if not has_reference and needs_reference(metric):
+            return (
+                "input.columns.reference",
+                f"the metric {metric.shown!r} needs references, and the results have none; name their column here before the run",
+            )
+        if missing := [name for name in metric.kept_columns() if name not in kept]:
+            names = ", ".join(kept) or "none"
+            return (
+                "input.keep",
+                f"the metric {metric.shown!r} reads {', '.join(missing)}; columns in the results: {names}",
+            )
+        if metric.needs_text and not has_tokenizer:
+            return place, f"{metric.shown} needs texts, and the results have none: model.tokenizer is none"
+        if isinstance(metric, PassAtK) and (problem := _code_problem(metric, place, samples)):
+            return problem
+    return None
+
+
+def _code_problem(metric: PassAtK, place: str, samples: int | None) -> Problem | None:
+    if not metric.allow_code_execution:
+        return (
+            f"{place}.allow_code_execution",
+            "pass_at_k runs code that a model wrote, in a sandbox (docs/security.md); allowed: true",
+        )
+    if samples is not None and max(metric.k) > samples:
+        return f"{place}.k", f"{max(metric.k)} is more than the samples of a row (sampling.n: {samples})"
     return None
