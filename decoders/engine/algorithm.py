@@ -39,7 +39,7 @@ class Algorithm:
     (p/q)^temper), by default if the sampling settings say so. `keeps_laws`: its drafts have a distribution, which the rejection
     rule reads, kept in `banks` of a window each; `names_laws`: the decoder names it. `knows_logprob`: the log-probabilities of
     its tokens add up to that of the text. With `scores` the samples have tokens to score where others have holes; `estimates`: by
-    several canvases each (score_engine.py).
+    several canvases each (engine.py, `ScoreEngine`).
 
     Lengths `auto`: `most_auto` is the most drafts of a sample if their number is chosen by time, else 0; `auto_rows` and
     `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` those of a drafting model (budget.py).

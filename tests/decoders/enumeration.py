@@ -33,8 +33,7 @@ from draftmill.decoders.draws.sampling import log_law
 from draftmill.decoders.engine.asks import Answer, Ask, SampleFrom
 from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.noise_cache import NoiseCache
-from draftmill.decoders.engine.sampler import Logits, Sampler
+from draftmill.decoders.engine.sampler import Logits, NoiseCache, Sampler
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import Canvas
