@@ -294,31 +294,11 @@ def _log_scores(logits, mask, V, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R"])
 def sample_rows(
-    logits,
-    suppressed,
-    own,
-    keys,
-    positions,
-    draws,
-    scored,
-    out,
-    logits_r,
-    R,
-    V,
-    K,
-    mask,
-    PURPOSE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    F: tl.constexpr,
-    WARPED: tl.constexpr,
-    AT_TOP1: tl.constexpr,
-    AT_MARGIN: tl.constexpr,
-    AT_ENTROPY: tl.constexpr,
-    AT_SQUARES: tl.constexpr,
-    AT_SCORES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, suppressed, own, keys, positions, draws, scored, out, logits_r, R, V, K, mask,
+    PURPOSE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, F: tl.constexpr, WARPED: tl.constexpr,
+    AT_TOP1: tl.constexpr, AT_MARGIN: tl.constexpr, AT_ENTROPY: tl.constexpr, AT_SQUARES: tl.constexpr,
+    AT_SCORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """See the module's docstring. AT_ says in which row of `out` a note goes; 0, which is the token's, that it is not wanted.
     `own` are temperatures, then top-p. `draws` and `scored` may be None."""
     row, step = tl.program_id(0), tl.program_id(1)
@@ -410,24 +390,14 @@ def sample(
     (num_rows, vocab_size), top_k = logits_RV.shape, warp.job.top_k
     told_AFR = torch.empty(1 + ahead, 2 + len(wanted), num_rows, dtype=torch.float64, device=logits_RV.device)
     if num_rows:
+        asked = (warp.own_2R, key_R2, position_R, draw_R, scored_R)
         sample_rows[(num_rows, 1 + ahead)](
-            logits_RV,
-            warp.suppressed_V.view(torch.int8),
-            *(None if one is None else one.contiguous() for one in (warp.own_2R, key_R2, position_R, draw_R, scored_R)),
-            told_AFR,
-            logits_RV.stride(0),
-            num_rows,
-            vocab_size,
-            top_k or 0,
-            mask_id,
-            PURPOSE=TARGET,
-            TOP_K=top_k is not None and top_k < vocab_size,
-            TOP_P=warp.cuts,
-            F=len(wanted),
-            WARPED=warped and bool(wanted),
+            logits_RV, warp.suppressed_V.view(torch.int8),
+            *(None if tensor is None else tensor.contiguous() for tensor in asked),
+            told_AFR, logits_RV.stride(0), num_rows, vocab_size, top_k or 0, mask_id,
+            PURPOSE=TARGET, TOP_K=top_k is not None and top_k < vocab_size, TOP_P=warp.cuts,
+            F=len(wanted), WARPED=warped and bool(wanted),
             **{f"AT_{name.upper()}": 2 + wanted.index(name) if name in wanted else 0 for name in WANTED},
-            BLOCK=max(16, min(_BLOCK, 1 << (vocab_size - 1).bit_length())),
-            num_warps=8,
-            enable_fp_fusion=False,
-        )
+            BLOCK=max(16, min(_BLOCK, 1 << (vocab_size - 1).bit_length())), num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
     return told_AFR
