@@ -7,7 +7,8 @@ compared with transformers in tests/decoders/backbones/test_causal_config.py. Un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -336,6 +337,17 @@ _DERIVE: Final[dict[str, Callable[[Any], None]]] = {
 
 
 # ---- single fields ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fitting(family: str, *errors: type[Exception]) -> Iterator[None]:
+    """Within the `with` block, a ValueError, or one of these errors, becomes a ValueError that names config.json and the
+    family."""
+    try:
+        yield
+    except (ValueError, *errors) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"model.path: config.json does not fit family {family!r}: {reason}") from error
 
 
 def numbers(config: Config, names: Mapping[str, str], family: str) -> dict[str, int]:
