@@ -28,6 +28,8 @@ from torch.nn import functional
 
 EXACT_DTYPES: Final = (torch.float32, torch.float64)
 """The dtypes with our own attention products on a CPU; half precision uses torch's fused ones, without guarantees."""
+VECTOR: Final = 32
+"""Elementwise kernels compute the last few numbers of a tensor or a line differently; whole blocks of these leave none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,8 +164,7 @@ def token_rows(
     sigma_B: Tensor | None = None,
 ) -> TokenRows:
     """Rows of slots that have `counts` rows each; `sight` is (`low_IN`, `high_IN`). For callers outside of the engine: it waits
-    for the device.
-    """
+    for the device."""
     low_IN, high_IN = sight
     owner_N, line_N = numbered(counts, token_N.device)
     slots_B = torch.tensor(list(slots), dtype=torch.int64, device=token_N.device)
@@ -188,3 +187,13 @@ def token_rows(
         ),
         sigma_B=sigma_B,
     )
+
+
+def causal_rows(slots: Sequence[int], counts: Sequence[int], firsts: Sequence[int], token_N: Tensor) -> TokenRows:
+    """Rows of slots from the columns `firsts` on, which are their positions; each sees its own column and those before it. The
+    noise of every canvas is 1."""
+    columns = [torch.arange(first, first + count) for count, first in zip(counts, firsts, strict=True)]
+    column_N = torch.cat(columns).to(token_N.device)
+    sight = torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)
+    sigma_B = torch.ones(len(slots), device=token_N.device)
+    return token_rows(slots, counts, token_N, column_N, column_N, sight, sigma_B=sigma_B)

@@ -30,7 +30,7 @@ from draftmill.decoders.backbones.invariance import (
 )
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import PackedLinear, is_conv1d
-from draftmill.decoders.backbones.rows import TokenRows, token_rows
+from draftmill.decoders.backbones.rows import causal_rows
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.transformer import ModuleBackbone
@@ -136,19 +136,7 @@ def _decode_among(backbone: ModuleBackbone, junk: float | None, neighbours: int)
     parts = []
     # Columns 3..5 are written, rejected, and written again with the final tokens; columns from 6 on are never seen.
     for first, last, shift in ((0, 3, 0), (3, 6, 1), (3, 7, 0)):
-        hidden = backbone.forward(_rows(backbone, slots, (tokens + shift)[:, first:last], first))
-        parts.append(hidden.unflatten(0, (len(slots), -1))[slots.index(1)])
+        token_N = ((tokens + shift)[:, first:last].flatten() % backbone.vocab_size).to(backbone.device)
+        rows = causal_rows(slots, [last - first] * len(slots), [first] * len(slots), token_N)
+        parts.append(backbone.forward(rows).unflatten(0, (len(slots), -1))[slots.index(1)])
     return torch.cat([parts[0], parts[2]])
-
-
-def _rows(backbone: ModuleBackbone, slots: list[int], tokens_BT: Tensor, first: int) -> TokenRows:
-    column_N = torch.arange(first, first + tokens_BT.shape[1], device=backbone.device).repeat(len(slots))
-    return token_rows(
-        slots,
-        [tokens_BT.shape[1]] * len(slots),
-        (tokens_BT.flatten() % backbone.vocab_size).to(backbone.device),
-        column_N,
-        column_N,
-        (torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)),
-        sigma_B=torch.ones(len(slots), device=backbone.device),
-    )
