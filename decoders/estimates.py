@@ -245,10 +245,10 @@ def estimate_score(s: Text, rows_of: Callable[[Text, list[Draw]], ScoredRows]) -
         answer = yield ask_about(rows)
         if answer is None:
             continue  # too many for the memory: they are offered again
-        ends = np.cumsum([len(one.wanted) for one in rows])[:-1]
-        is_first_R = answer.tokens[0] == np.concatenate([one.wanted for one in rows])
-        told = zip(np.split(answer.log_ps[0], ends), np.split(is_first_R, ends), strict=True)
-        for canvas, (log_p_R, first_R) in zip(canvases, told, strict=True):
+        ends = np.cumsum([len(part.wanted) for part in rows])[:-1]
+        is_first_R = answer.tokens[0] == np.concatenate([part.wanted for part in rows])
+        readings = zip(np.split(answer.log_ps[0], ends), np.split(is_first_R, ends), strict=True)
+        for canvas, (log_p_R, first_R) in zip(canvases, readings, strict=True):
             s.take(canvas, log_p_R, first_R)
 
 

@@ -122,8 +122,8 @@ class SlotCache:
         num_heads, width = held_2SKWd.shape[2], held_2SKWd.shape[4]
         head_BK = slots_B.unsqueeze(1) * num_heads + torch.arange(num_heads, device=slots_B.device)
         cell_BKW = head_BK.unsqueeze(2) * self.num_columns + column_BW.unsqueeze(1)
-        found_2Xd = held_2SKWd.view(2, -1, width).index_select(1, cell_BKW.flatten())
-        key, value = found_2Xd.view(2, *cell_BKW.shape, width).unbind(0)
+        cells_2Xd = held_2SKWd.view(2, -1, width).index_select(1, cell_BKW.flatten())
+        key, value = cells_2Xd.view(2, *cell_BKW.shape, width).unbind(0)
         return key, value
 
     def read(self, layer: int, slots: Tensor | slice, num_columns: int) -> tuple[Tensor, Tensor]:

@@ -70,14 +70,14 @@ def inspect_model(
     ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a tensor is
     missing, unexpected, or of another shape."""
     config = read_config(folder)
-    found = find_family(config, family)
+    entry = find_family(config, family)
     if mask_id is None:
-        mask_id = _mask_by_name(found, config, folder)
+        mask_id = _mask_by_name(entry, config, folder)
     shapes = header_shapes(folder)
     check_counts(config, shapes, folder)
-    info = describe(found, config, mask_id=mask_id, max_length=max_length)
-    check_names(found, config, shapes, folder)
-    if found.rows_are_tokens:
+    info = describe(entry, config, mask_id=mask_id, max_length=max_length)
+    check_names(entry, config, shapes, folder)
+    if entry.rows_are_tokens:
         without = ids_without_token(folder, info.vocab_size)
         info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
     return info
@@ -132,11 +132,11 @@ def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
         "experts": max([len(shapes), *(size for shape in shapes.values() for size in shape)]),
     }
     for key, value in _counts(config):
-        what = "experts" if "expert" in key else "layers"
-        if isinstance(value, int) and value > most[what]:
+        part = "experts" if "expert" in key else "layers"
+        if isinstance(value, int) and value > most[part]:
             raise ValueError(
                 f"model.path: {folder}: config.json says {key} = {value:,}, but the weights have {len(shapes):,} tensors, "
-                f"which is too few for so many {what}"
+                f"which is too few for so many {part}"
             )
 
 
@@ -160,10 +160,10 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
     missing = sorted(expected.keys() - shapes.keys())
     surplus = sorted(shapes.keys() - expected.keys() - optional)
     wrong = sorted(name for name in expected.keys() & shapes.keys() if shapes[name] != expected[name])
-    for names, what in ((missing, "lacks the tensors"), (surplus, "has tensors unknown to the family:")):
+    for names, problem in ((missing, "lacks the tensors"), (surplus, "has tensors unknown to the family:")):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"model.path: {folder} (family {family.name!r}) {what} {', '.join(names[:5])}{more}")
+            raise ValueError(f"model.path: {folder} (family {family.name!r}) {problem} {', '.join(names[:5])}{more}")
     if wrong:
         name = wrong[0]
         raise ValueError(

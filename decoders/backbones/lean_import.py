@@ -102,9 +102,9 @@ def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) ->
 
 def _models() -> ModuleType:
     """A package in which the models of transformers are found; the real one lists what each of them exports."""
-    found = importlib.util.find_spec("transformers")
+    spec = importlib.util.find_spec("transformers")
     module = ModuleType("transformers.models")
-    module.__path__ = [f"{folder}/models" for folder in (found.submodule_search_locations or ())] if found else []
+    module.__path__ = [f"{folder}/models" for folder in (spec.submodule_search_locations or ())] if spec else []
     return module
 
 

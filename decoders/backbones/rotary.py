@@ -96,10 +96,10 @@ def can_join(products: Sequence[Any]) -> bool:
     biases = [product.bias_M is not None for product in products]
     if any(biases) != all(biases) or any(product.out_features % VECTOR for product in products):
         return False
-    one = joined(products)
-    rows_PD = normal(0, max(_COUNTS), one.in_features)
+    joint = joined(products)
+    rows_PD = normal(0, max(_COUNTS), joint.in_features)
     return all(
-        torch.equal(one(rows_PD[:count]), torch.cat([product(rows_PD[:count]) for product in products], 1))
+        torch.equal(joint(rows_PD[:count]), torch.cat([product(rows_PD[:count]) for product in products], 1))
         for count in _COUNTS
     )
 

@@ -42,7 +42,7 @@ Product = tuple[nn.Module, int, int, torch.dtype]
 
 @torch.no_grad()
 def model_rules(
-    found: Sequence[Product],
+    all_products: Sequence[Product],
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
@@ -53,12 +53,12 @@ def model_rules(
     are torch's own."""
     if device.type != "cpu":
         return NO_RULES
-    each = {(type(one[0]), *one[1:]): one for one in found}
+    by_kind = {(type(product[0]), *product[1:]): product for product in all_products}
 
     def rows_exact_from(min_rows: int) -> bool:
         return all(
             rows_exact(module, normal(0, NUM_PROBE_ROWS, width).to(number), min_rows)
-            for module, width, _, number in each.values()
+            for module, width, _, number in by_kind.values()
         )
 
     rules = find_rules(rows_exact_from, _grouped_attention(heads, dtype, longest), longest=longest, least_rows=1)
@@ -117,10 +117,10 @@ def check_masking(backbone: ModuleBackbone) -> None:
         raise RuntimeError("self-test of the model: a row decoded alone differs from the same row in a batch")
 
 
-def _agree(one: Tensor, other: Tensor, *, exact: bool) -> bool:
+def _agree(first: Tensor, second: Tensor, *, exact: bool) -> bool:
     """Whether two results are the same: bit by bit, or within a tolerance that a wrong mask would exceed."""
-    near = bool((one - other).abs().max() <= _TOLERANCE * one.abs().max())
-    return near and (not exact or torch.equal(one, other))
+    near = bool((first - second).abs().max() <= _TOLERANCE * first.abs().max())
+    return near and (not exact or torch.equal(first, second))
 
 
 def _decode_among(backbone: ModuleBackbone, junk: float | None, neighbours: int) -> Tensor:

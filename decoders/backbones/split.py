@@ -110,10 +110,10 @@ class SplitBackbone(TransformerBackbone):
             for name, child in list(parent.named_children()):
                 if kind_of(f".{name}.weight") == "rows":
                     setattr(parent, name, Summed(child, share.count))
-        found: list[Any] = [None] * share.count
-        distributed.all_gather_object(found, (self.rules, self._row_multiple))
-        if any(one != found[0] for one in found):
-            raise RuntimeError(f"the processes of this model need different shape rules: {found}")
+        rules: list[Any] = [None] * share.count
+        distributed.all_gather_object(rules, (self.rules, self._row_multiple))
+        if any(own != rules[0] for own in rules):
+            raise RuntimeError(f"the processes of this model need different shape rules: {rules}")
 
     def lead(self) -> None:
         """From now on, tell the other ranks each call; they must `follow`."""
@@ -132,7 +132,7 @@ class SplitBackbone(TransformerBackbone):
     def tell(self, name: str, *arguments: Any) -> None:
         """If this rank leads, tell the others a call, which they repeat."""
         if self._leads:
-            _tell((name, [_moved(one, torch.device("cpu")) for one in arguments]))
+            _tell((name, [_moved(argument, torch.device("cpu")) for argument in arguments]))
 
 
 def _told(name: str) -> Callable[..., None]:
@@ -165,7 +165,7 @@ def follow(backbone: SplitBackbone) -> None:
             return
         name, arguments = box[0]
         method: Callable[..., Any] = getattr(backbone, name)
-        method(*(_moved(one, backbone.device) for one in arguments))
+        method(*(_moved(argument, backbone.device) for argument in arguments))
 
 
 def dismiss() -> None:

@@ -68,8 +68,8 @@ class ModuleBackbone(OnSlots, ABC):
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         heads = key_value_heads(parsed), parsed.num_attention_heads // key_value_heads(parsed), head_width(parsed)
         longest = getattr(parsed, "max_position_embeddings", None) or getattr(parsed, "max_length", None)
-        found = [*products(self.base), *products(self.head)]
-        self.rules = model_rules(found, heads, dtype, self.device, longest)
+        all_products = [*products(self.base), *products(self.head)]
+        self.rules = model_rules(all_products, heads, dtype, self.device, longest)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner)
         mixtures = [part for part in self.base.modules() if isinstance(part, Mixture)]

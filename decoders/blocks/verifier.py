@@ -263,8 +263,8 @@ class SelfVerifier:
             spans += Span(copied, block.end, first, 0, block.end + 1 - first, own=SELF)
         rows = [end - start + j if j < copied else run[j] - shift for j in range(count)]
         tokens = s.tokens[start:first] + drafts + [self._rules.mask] * copied
-        told = yield s.forward(VERIFY, tokens, spans, s.runs(JUDGE, rows, range(first, end)), drafts)
+        answer = yield s.forward(VERIFY, tokens, spans, s.runs(JUDGE, rows, range(first, end)), drafts)
         s.proposed += count
-        s.accepted += told.accepted
-        judged = min(told.accepted + 1, count)
-        return [Revealed(first + j, told.tokens[j], told.log_ps[j]) for j in range(judged)]
+        s.accepted += answer.accepted
+        judged = min(answer.accepted + 1, count)
+        return [Revealed(first + j, answer.tokens[j], answer.log_ps[j]) for j in range(judged)]

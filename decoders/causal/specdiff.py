@@ -94,11 +94,11 @@ def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
             s.nfe_draft += 1
             if r.has_head:
                 yield ask(runs=(), drafts=())
-                told = yield Roll(MARKOV, n + now[0], len(now), n + now[0] - start - r.shift, n + now[0])
+                answer = yield Roll(MARKOV, n + now[0], len(now), n + now[0] - start - r.shift, n + now[0])
             else:
                 runs = [Run(n + at - start - r.shift, size, n + at, DRAFT) for at, size in runs_of(now)]
-                told = yield ask(runs=[number for run in runs for number in run], drafts=[NO_DRAFT] * len(now))
-            for offset, token in zip(now, told.tokens, strict=True):
+                answer = yield ask(runs=[number for run in runs for number in run], drafts=[NO_DRAFT] * len(now))
+            for offset, token in zip(now, answer.tokens, strict=True):
                 drafts[offset] = s.tokens[n + offset] = token
         return s.tokens[n : n + count]
 

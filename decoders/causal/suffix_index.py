@@ -94,14 +94,14 @@ class Reader:
         own = shortened(young, self._last, young.length[self._last])
         other = shortened(old, self._match, self._length)
         automaton, (state, length) = (young, own) if own[1] >= other[1] else (old, other)
-        most, found, sure = min(most, int(length * index.factor)), list[int](), 1.0
-        while len(found) < most and length:
+        most, tokens, sure = min(most, int(length * index.factor)), list[int](), 1.0
+        while len(tokens) < most and length:
             sure *= automaton.count[state] / automaton.total[state]  # the probability that all so far hold
             if sure < index.least:
                 break
-            found.append(automaton.best[state])
+            tokens.append(automaton.best[state])
             state, length = shortened(automaton, automaton.target[state], length + 1)
-        return found
+        return tokens
 
 
 def shortened(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
@@ -114,12 +114,12 @@ def shortened(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
 
 def advanced(automaton: Automaton, state: int, length: int, token: int) -> tuple[int, int]:
     """The state of the longest end that the automaton knows, and its length, after one more token of a text."""
-    while (found := automaton.step(state, token)) == NOWHERE:
+    while (target := automaton.step(state, token)) == NOWHERE:
         if state == ROOT:
             return ROOT, 0
         state = automaton.link[state]
         length = automaton.length[state]
-    return found, length + 1
+    return target, length + 1
 
 
 class Automaton:
@@ -146,21 +146,21 @@ class Automaton:
 
     def extend(self, state: int, token: int) -> int:
         """Let a text whose last state this is go on with a token; returns its new last state."""
-        found = self.step(state, token)
-        if found >= 0:
+        target = self.step(state, token)
+        if target >= 0:
             self._followed(state, token)
-            if self.length[found] == self.length[state] + 1:
-                return found
+            if self.length[target] == self.length[state] + 1:
+                return target
             self.size += 1
-            return self._split(state, token, found)
+            return self._split(state, token, target)
         self.size += 1
         new, link = self._new(self.length[state] + 1, ROOT), self.link
-        while state >= 0 and (found := self.step(state, token)) < 0:
+        while state >= 0 and (target := self.step(state, token)) < 0:
             self._lead(state, token, new)
             state = link[state]
         if state >= 0:
             self._followed(state, token)
-            link[new] = found if self.length[found] == self.length[state] + 1 else self._split(state, token, found)
+            link[new] = target if self.length[target] == self.length[state] + 1 else self._split(state, token, target)
         return new
 
     def _new(self, length: int, link: int) -> int:
@@ -173,15 +173,15 @@ class Automaton:
         self._others.append(None)
         return len(self.length) - 1
 
-    def _split(self, state: int, token: int, found: int) -> int:
+    def _split(self, state: int, token: int, target: int) -> int:
         """Give the shorter contexts of `found`, up to those that end `state` and the token, a state of their own."""
-        new = self._new(self.length[state] + 1, self.link[found])
+        new = self._new(self.length[state] + 1, self.link[target])
         for column in (self.best, self.target, self.count, self.total):
-            column[new] = column[found]
-        others = self._others[found]
+            column[new] = column[target]
+        others = self._others[target]
         self._others[new] = None if others is None else others.copy()
-        self.link[found] = new
-        while state >= 0 and self.step(state, token) == found:
+        self.link[target] = new
+        while state >= 0 and self.step(state, token) == target:
             self._redirect(state, token, new)
             state = self.link[state]
         return new

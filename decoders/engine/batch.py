@@ -168,8 +168,10 @@ class Batch:
     def counts(self) -> dict[str, int]:
         """How long each axis is; with one sampled row more where dead drafts need one."""
         lengths = {"G": self.num_groups, "N": self.owner_N, "Q": self.owner_Q, "D": self.row_D, "B": self.num_samples}
-        found = {axis: one if isinstance(one, int) else 0 if one is None else len(one) for axis, one in lengths.items()}
-        return found | {"R": self.num_sampled + self.by_ratio}
+        sizes = {
+            axis: rows if isinstance(rows, int) else 0 if rows is None else len(rows) for axis, rows in lengths.items()
+        }
+        return sizes | {"R": self.num_sampled + self.by_ratio}
 
     # ---- on its way to the device --------------------------------------------------------------------------------
 
@@ -208,9 +210,9 @@ class Batch:
 
         def view(array: NDArray[Any]) -> Tensor:
             nonlocal first
-            found = buffer[first : first + array.size]
+            part = buffer[first : first + array.size]
             first += array.size
-            return (found.view(torch.float64) if array.dtype == np.float64 else found).view(array.shape)
+            return (part.view(torch.float64) if array.dtype == np.float64 else part).view(array.shape)
 
         return self._with(view)
 
@@ -221,18 +223,18 @@ class Batch:
         return self.cut(put(self.flat(), device))
 
     def _with(self, tensor: Any) -> Batch:
-        made = Batch()
+        batch = Batch()
         for name in _FACTS:
-            setattr(made, name, getattr(self, name))
+            setattr(batch, name, getattr(self, name))
         for name in _ARRAYS:
             array = getattr(self, name)
             if array is not None:
-                setattr(made, name, tensor(array))
-        return made
+                setattr(batch, name, tensor(array))
+        return batch
 
 
-_ARRAYS: Final = tuple(one.name for one in fields(Batch))[: [one.name for one in fields(Batch)].index("layout")]
-_FACTS: Final = tuple(one.name for one in fields(Batch))[len(_ARRAYS) :]
+_ARRAYS: Final = tuple(field.name for field in fields(Batch))[: [field.name for field in fields(Batch)].index("layout")]
+_FACTS: Final = tuple(field.name for field in fields(Batch))[len(_ARRAYS) :]
 
 
 def put(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -457,32 +459,32 @@ def answers(b: Batch, record: NDArray[np.float64] | None) -> list[Answer]:
     if record is None:
         nothing: Any = np.zeros((1 + b.rule.ahead, 0)) if b.rule.as_arrays else []
         return [Answer(0, nothing, nothing)] * b.num_samples
-    told_AFR, accepted_B = _told(b, record)
-    ends, found = b.sampled_B.cumsum().tolist(), list[Answer]()
+    fields_AFR, accepted_B = _told(b, record)
+    ends, replies = b.sampled_B.cumsum().tolist(), list[Answer]()
     if b.rule.as_arrays:
-        token_AR = told_AFR[:, 0].astype(np.int64)
+        token_AR = fields_AFR[:, 0].astype(np.int64)
         for first, end in zip([0, *ends], ends, strict=False):
             part = slice(first, end)
-            found.append(Answer(0, token_AR[:, part], told_AFR[:, 1, part], told_AFR[:, 2:, part].swapaxes(0, 1)))
-        return found
-    tokens = told_AFR[0, 0].astype(np.int64).tolist()
-    log_ps, *notes = told_AFR[0, 1:].tolist()
+            replies.append(Answer(0, token_AR[:, part], fields_AFR[:, 1, part], fields_AFR[:, 2:, part].swapaxes(0, 1)))
+        return replies
+    tokens = fields_AFR[0, 0].astype(np.int64).tolist()
+    log_ps, *notes = fields_AFR[0, 1:].tolist()
     for accepted, first, end in zip(accepted_B, [0, *ends], ends, strict=False):
-        found.append(Answer(accepted, tokens[first:end], log_ps[first:end], [note[first:end] for note in notes]))
-    return found
+        replies.append(Answer(accepted, tokens[first:end], log_ps[first:end], [note[first:end] for note in notes]))
+    return replies
 
 
 def _told(b: Batch, record: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
     """What is told of each sampled row, [A, F, R], and how many leading drafts of each sample hold."""
-    num_told, num_rows = 2 + b.rule.num_notes, b.row_R.shape[-1]
-    count = (1 + b.rule.ahead) * num_told * num_rows
-    told_AFR = record[:count].reshape(-1, num_told, num_rows)[:, :, : b.num_sampled]
+    num_fields, num_rows = 2 + b.rule.num_notes, b.row_R.shape[-1]
+    count = (1 + b.rule.ahead) * num_fields * num_rows
+    fields_AFR = record[:count].reshape(-1, num_fields, num_rows)[:, :, : b.num_sampled]
     if b.by_ratio:
-        return told_AFR, record[count : count + b.num_samples].astype(np.int64).tolist()
+        return fields_AFR, record[count : count + b.num_samples].astype(np.int64).tolist()
     draft_R = b.asked_R
     if b.rule.as_arrays or not (draft_R != NO_DRAFT).any():
-        return told_AFR, [0] * b.num_samples
-    return told_AFR, count_leading(told_AFR[0, 0] == draft_R, b.sampled_B).tolist()
+        return fields_AFR, [0] * b.num_samples
+    return fields_AFR, count_leading(fields_AFR[0, 0] == draft_R, b.sampled_B).tolist()
 
 
 def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
@@ -495,8 +497,8 @@ def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
         bad_G = owner_N[~np.isfinite(record[len(record) - len(owner_N) :])]
         bad.update(b.sample_G[bad_G].tolist())
     if np.isnan(record).any():
-        told_AFR, _ = _told(b, record)
-        rows = np.flatnonzero(np.isnan(told_AFR).any((0, 1)))
+        fields_AFR, _ = _told(b, record)
+        rows = np.flatnonzero(np.isnan(fields_AFR).any((0, 1)))
         bad.update(np.searchsorted(b.sampled_B.cumsum(), rows, side="right").tolist())
     return sorted(bad)
 

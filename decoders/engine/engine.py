@@ -150,7 +150,7 @@ class Engine:
     @property
     def graphs(self) -> str:
         """Whether forwards are replayed as graphs: `on`, or `off: ` and why. `on` as long as nothing has failed."""
-        reasons = [one.graphs.stopped if one.graphs else why_no_graphs(one.backbone) for one in self.models]
+        reasons = [runner.graphs.stopped if runner.graphs else why_no_graphs(runner.backbone) for runner in self.models]
         return next((f"off: {reason}" for reason in reasons if reason), "on")
 
     def columns(self, length: int) -> int:
@@ -158,11 +158,11 @@ class Engine:
         count = self.algorithm.columns(length)
         if not self.algorithm.keeps:
             return self.algorithm.num_slots * rounded(count, self._multiple)
-        return count + any(one.graphs is not None for one in self.models)
+        return count + any(runner.graphs is not None for runner in self.models)
 
     def slot_bytes(self, num_columns: int) -> int:
         """Bytes of a sample with this many columns in its slot of each model's cache."""
-        return num_columns * sum(one.cell_bytes for one in self.models) + self.sampler.slot_bytes
+        return num_columns * sum(runner.cell_bytes for runner in self.models) + self.sampler.slot_bytes
 
     def room(self, length: int) -> int:
         """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
@@ -183,7 +183,7 @@ class Engine:
             self.backbone.device,
             free_bytes,
             row_bytes=int(getattr(self.backbone, "row_bytes", 0)),
-            captures=any(one.graphs is not None for one in self.models),
+            captures=any(runner.graphs is not None for runner in self.models),
         )
 
     def _longest_with(self, length: int) -> int:
@@ -228,11 +228,11 @@ class Engine:
 
     def _allocate(self, shape: Shape) -> None:
         self._shape = Shape()  # until the resize has succeeded
-        if any(one.graphs is not None for one in self.models):
+        if any(runner.graphs is not None for runner in self.models):
             drop_all()
         self.sampler.resize(min(shape.slots, self.max_rows))
-        for one in reversed(self.models):
-            one.resize(shape.slots, shape.columns, self._multiple)
+        for runner in reversed(self.models):
+            runner.resize(shape.slots, shape.columns, self._multiple)
         self.scheduler.prefixes.resize(shape.slots, shape.columns)
         self._shape = shape
 
@@ -251,7 +251,7 @@ class Engine:
 
     def clear(self) -> list[int]:
         """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
-        dropped = [sample.request.index for sample in self.samples] + [one.index for one in self._instant]
+        dropped = [sample.request.index for sample in self.samples] + [outcome.index for outcome in self._instant]
         for slot in range(len(self._slots)):
             self.slots.release(slot)
         self._slots, self._instant = [], []
@@ -304,9 +304,9 @@ class Engine:
                 # The drafting model's columns keep up with the target's.
                 asks = [sample.catch_up(sample.chunk) for sample in turn.chunks]
                 drafter.start(pack(turn.chunks, asks, self.slots, drafter.layout, drafter.rule))
-            if rolling := [one for one in turn.samples if isinstance(one.ask, Roll)]:
+            if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
                 self._roll_model(rolling, drafter, is_usual=is_usual)
-            while asking := [one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model]:
+            while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
                 self._draft_windows(asking, drafter, is_usual=is_usual)
         if self.budget is not None:
             self.budget.spent(time.perf_counter() - began_s)
@@ -323,7 +323,7 @@ class Engine:
     def _roll_model(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
         """Draft windows by the drafting model."""
         began_s = time.perf_counter()
-        found, ran = roll_model(samples, drafter, self.slots, self.algorithm.window, self.scheduler.prompt_rows)
+        replies, ran = roll_model(samples, drafter, self.slots, self.algorithm.window, self.scheduler.prompt_rows)
         laps = []
         for going, _, started in ran:
             laps.append(sum(started.seconds))
@@ -335,7 +335,7 @@ class Engine:
             for (_, num_columns, started), lap_s in zip(ran, laps, strict=True):
                 share_s = whole_s * lap_s / max(sum(laps), 1e-9)
                 self.budget.drafted(started.batch.num_rows, num_columns, share_s)
-        self._resume(samples, found)
+        self._resume(samples, replies)
 
     def _draft_windows(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
         """One forward of a drafting model over windows, and what a head drafts from its rows."""
@@ -376,7 +376,7 @@ class Engine:
         if self.budget is not None:
             seconds, is_usual = time.perf_counter() - began_s, not (turn.prefill_only or turn.mixed)
             self.budget.ran(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
-        if rolling := [one for one in samples if isinstance(one.ask, Roll) and one.ask.head != MODEL]:
+        if rolling := [sample for sample in samples if isinstance(sample.ask, Roll) and sample.ask.head != MODEL]:
             seconds = self._roll_rows(rolling, samples, batch, self.target)
             if self.budget is not None:
                 self.budget.spent(seconds)
@@ -386,9 +386,9 @@ class Engine:
         """Draft windows from rows of the forward that has just run; returns the seconds."""
         began_s = time.perf_counter()
         most = max(sample.ask.num_drafts for sample in rolling if isinstance(sample.ask, Roll))
-        found = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
+        replies = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
         self._charge(rolling, sum(runner.seconds()))
-        self._resume(rolling, found)
+        self._resume(rolling, replies)
         seconds = time.perf_counter() - began_s
         if self.budget is not None:
             self.budget.drew(len(rolling), most, seconds)
@@ -447,12 +447,12 @@ class Engine:
             for sample in bad:
                 self.scheduler.prefixes.forget(sample.slot)
         if bad:
-            self.target.wipe([one.slot for one in bad] if self.algorithm.keeps else batch.slots_G.tolist())
+            self.target.wipe([sample.slot for sample in bad] if self.algorithm.keeps else batch.slots_G.tolist())
 
-    def _resume(self, samples: Sequence[Sample], found: Iterable[Answer]) -> list[Sample]:
+    def _resume(self, samples: Sequence[Sample], replies: Iterable[Answer]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
         ended = []
-        for sample, answer in zip(samples, found, strict=True):
+        for sample, answer in zip(samples, replies, strict=True):
             if sample.is_bad:
                 sample.ask = None
                 ended.append(sample)

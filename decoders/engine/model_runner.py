@@ -74,14 +74,14 @@ def seconds_of(laps: Sequence[tuple[Any, Any]]) -> list[float]:
 class HostCopy:
     """Numbers on their way from the device to the host; other work may be started on the device before they are read."""
 
-    def __init__(self, found: Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
-        if found.device.type == "cpu":
+        if tensor.device.type == "cpu":
             # The memory may be a captured forward's, which the next one fills again.
-            self._host = found.clone()
+            self._host = tensor.clone()
             return
-        self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        self._host.copy_(found, non_blocking=True)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()
 
@@ -89,8 +89,8 @@ class HostCopy:
         """What has come; waits for it, and for nothing that was started later."""
         if self._copied is not None:
             self._copied.synchronize()
-        found: NDArray[np.float64] = self._host.numpy()
-        return found
+        numbers: NDArray[np.float64] = self._host.numpy()
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class ModelRunner:
         self._never: Tensor | None = None
         if self._info is not None:
             never = {*self._info.suppressed, *([] if self._info.mask_id is None else [self._info.mask_id])}
-            inside = sorted(one for one in never if one < vocab_size)
+            inside = sorted(token for token in never if token < vocab_size)
             self._never = torch.tensor(inside, dtype=torch.int64, device=self.device)
         self.hidden_ND: Tensor | None = None
         """Hidden states of all rows (query rows) of the last forward; a Roll reads them."""
@@ -205,15 +205,15 @@ class ModelRunner:
 
     def _record(self, sent: Batch, hidden_ND: Tensor) -> Tensor:
         hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
-        told = self._sampler.record(self.logits, hidden_RD, sent, is_target=self.is_target)
+        record = self._sampler.record(self.logits, hidden_RD, sent, is_target=self.is_target)
         if not self.layout.has_flags:
-            return told
+            return record
         sums_N = self.backbone.sums_N
         if sent.is_padded:
             # What fills up may be anything, another time something else: it counts for nobody.
             line_N = torch.cat([sent.line_N, sent.line_Q]) if self.layout.streams else sent.line_N
             sums_N = sums_N.where(line_N >= 0, 0.0)
-        return torch.cat([told, sums_N])
+        return torch.cat([record, sums_N])
 
     def size(self, count: int) -> int:
         """To how many rows of a captured forward so many are filled up."""

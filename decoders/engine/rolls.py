@@ -124,11 +124,11 @@ def _read(sample: Sample, ask: Roll, starts: Sequence[int], place: int) -> Ints:
         away = rank - other if sample.order is None else sample.order[rank] - sample.order[other]
         return max(-MAX_DISTANCE, min(MAX_DISTANCE, away)) + MAX_DISTANCE
 
-    found = []
+    columns = []
     for rank in range(ask.rank, ask.rank + ask.num_drafts):
         prev, before = max(rank - 1, 0), max(rank - 2, 0)
-        found.append((token(prev), token(before), distance(rank, prev), distance(rank, before), rank - ask.limit))
-    return np.array(found, dtype=np.int64).T
+        columns.append((token(prev), token(before), distance(rank, prev), distance(rank, before), rank - ask.limit))
+    return np.array(columns, dtype=np.int64).T
 
 
 def independent(runner: ModelRunner, sampler: Sampler, sent: Batch, hidden_ND: Tensor) -> Tensor:
@@ -193,8 +193,8 @@ def roll_model(
 def catch_up(samples: Sequence[Sample], runner: ModelRunner, slots: SlotTable, window: int, budget: int | None) -> None:
     """Run prompts by the drafting model, whose cache takes over nothing from other samples. See roll_model."""
     while budget is not None:
-        long = [one for one in samples if one.decided - one.cached_draft > window + 1]
-        if sum(one.decided - one.cached_draft for one in long) <= budget:
+        long = [sample for sample in samples if sample.decided - sample.cached_draft > window + 1]
+        if sum(sample.decided - sample.cached_draft for sample in long) <= budget:
             return
         going, asks, left = list[Sample](), list[Ask](), budget
         for sample in long:

@@ -95,10 +95,10 @@ class NoiseCache:
         near_R = slot_R < len(self._held_SC) if self._num_cells else np.zeros(len(slot_R), dtype=np.bool_)
         if near_R.all():
             return self._kept(slot_R, rank_R)
-        found_RV = torch.empty(len(slot_R), self._vocab_size)
-        found_RV[near_R] = self._kept(slot_R[near_R], rank_R[near_R])
-        found_RV[~near_R] = self._computed(slot_R[~near_R], rank_R[~near_R], np.zeros(int((~near_R).sum()), np.int64))
-        return found_RV
+        noise_RV = torch.empty(len(slot_R), self._vocab_size)
+        noise_RV[near_R] = self._kept(slot_R[near_R], rank_R[near_R])
+        noise_RV[~near_R] = self._computed(slot_R[~near_R], rank_R[~near_R], np.zeros(int((~near_R).sum()), np.int64))
+        return noise_RV
 
     def _fit_canvases(self, length: int, most_bytes: int) -> None:
         if length <= self._num_cells:
@@ -139,8 +139,8 @@ class NoiseCache:
         width, most = int(rank_R.max(initial=0)) + 1, int(draw_R.max(initial=0)) + 1
         number_R = (slot_R * width + rank_R) * most + draw_R
         _, first_N, which_R = np.unique(number_R, return_index=True, return_inverse=True)
-        found_NV = self._gumbel(slot_R[first_N], rank_R[first_N], draw_R[first_N])
-        return found_NV if len(first_N) == 1 == len(which_R) else found_NV[torch.from_numpy(which_R.reshape(-1))]
+        noise_NV = self._gumbel(slot_R[first_N], rank_R[first_N], draw_R[first_N])
+        return noise_NV if len(first_N) == 1 == len(which_R) else noise_NV[torch.from_numpy(which_R.reshape(-1))]
 
     def _gumbel(self, slot_N: Ints, rank_N: Ints, draw_N: Ints) -> Tensor:
         order_SW = self._slots.order_SW
@@ -173,8 +173,8 @@ class Sampler:
         self.kernel = None if self._of_two or (self.by_ratio and algorithm.notes) else find_sampling(device, dtype)
         self.notes = algorithm.notes
         self._wanted = tuple(dict.fromkeys(self.notes))
-        told = [0, 1, *(2 + self._wanted.index(name) for name in self.notes)]
-        self._told_F = None if self._wanted == self.notes else torch.tensor(told, device=device)
+        order = [0, 1, *(2 + self._wanted.index(name) for name in self.notes)]
+        self._told_F = None if self._wanted == self.notes else torch.tensor(order, device=device)
         window = None if algorithm.kind == "masked" else algorithm.window
         self._noise = NoiseCache(slots, info.vocab_size, window, fresh=algorithm.fresh)
         # Of each cell the hidden state (where a decoder names distributions: these) of a draft, and log q(draft).
@@ -245,17 +245,19 @@ class Sampler:
         """What is told of all sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
         if b.by_ratio:
             return self._by_ratio(logits, hidden_RD, b, is_target=is_target)
-        told = [self.told(logits(hidden_RD[part]), b, part, is_target=is_target) for part in self.parts(len(hidden_RD))]
-        told_AFR = told[0] if len(told) == 1 else torch.cat(told, 2)
-        self._note(b, told_AFR[0, 0].to(torch.int64), slice(None))
-        return told_AFR.flatten()
+        fields = [
+            self.told(logits(hidden_RD[part]), b, part, is_target=is_target) for part in self.parts(len(hidden_RD))
+        ]
+        fields_AFR = fields[0] if len(fields) == 1 else torch.cat(fields, 2)
+        self._note(b, fields_AFR[0, 0].to(torch.int64), slice(None))
+        return fields_AFR.flatten()
 
     def told(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
         """What is told of some rows by the coupled rule: the tokens of the draw and of those ahead, [A, F, R]."""
         gumbel = None
         if self.kernel is None and self.device.type == "cpu":
             gumbel = partial(self._noise.rows, b, part, self.plan.noise)
-        told_AFR = (self.kernel or sample)(
+        fields_AFR = (self.kernel or sample)(
             logits_RV,
             self._warp(b, part),
             b.key_2R[:, part].T,
@@ -269,13 +271,13 @@ class Sampler:
             gumbel=gumbel,
         )
         if not is_target:
-            return told_AFR
+            return fields_AFR
         if self._told_F is not None:
-            told_AFR = told_AFR.index_select(1, self._told_F)
+            fields_AFR = fields_AFR.index_select(1, self._told_F)
         if self._of_two:
             law_RV = log_law(logits_RV.to(torch.float64), self._warm)
-            told_AFR[0, -1] = measure(self.notes[-1], law_RV, told_AFR[0, 0].to(torch.int64))
-        return told_AFR
+            fields_AFR[0, -1] = measure(self.notes[-1], law_RV, fields_AFR[0, 0].to(torch.int64))
+        return fields_AFR
 
     def _warp(self, b: Batch, part: slice | Tensor) -> Warp:
         own_2R = None if b.own_2R is None else b.own_2R[:, part]
@@ -295,21 +297,21 @@ class Sampler:
             self._weighed(logits(hidden_RD[part]), b, part, alone=len(parts) == 1, is_target=is_target)
             for part in parts
         ]
-        told_FR = torch.cat([told for told, *_ in weighed], 1)
+        fields_FR = torch.cat([fields for fields, *_ in weighed], 1)
         log_p_R = torch.cat([log_p for _, log_p, *_ in weighed])
         held = weighed[0][2:] if len(weighed) == 1 else None
         accepted_B = torch.zeros_like(b.size_B)
         if b.any_chain:
-            told_FR, accepted_B = self._judged(logits, hidden_RD, b, told_FR, log_p_R, held)
+            fields_FR, accepted_B = self._judged(logits, hidden_RD, b, fields_FR, log_p_R, held)
         if b.row_D.shape[0] and self._states_CD.shape[1]:
             states_DD = hidden_RD[b.row_D]
             if self.algorithm.names_laws:
                 states_DD = self._again(logits, hidden_RD, b, b.row_D, held)[1]
             # At temperature 0 S2D2's code takes the model's own probability, which is a note.
-            log_q_D = told_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
+            log_q_D = fields_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
             self._keep(b.cell_R[b.row_D], states_DD, log_q_D)
-        self._note(b, told_FR[0].to(torch.int64), slice(None))
-        return torch.cat([told_FR.flatten(), accepted_B.to(torch.float64)])
+        self._note(b, fields_FR[0].to(torch.int64), slice(None))
+        return torch.cat([fields_FR.flatten(), accepted_B.to(torch.float64)])
 
     def _weighed(self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool) -> tuple[Tensor, ...]:
         """What is told of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
@@ -323,15 +325,15 @@ class Sampler:
             token_R = torch.where(b.judged_R[part] > 0, token_R, self._drawn(law_RV, uniform_R))
         elif b.row_D.shape[0]:
             token_R = token_R.index_copy(0, b.row_D, self._drawn(law_RV[b.row_D], uniform_R[b.row_D]))
-        told = [token_R, torch.zeros_like(uniform_R)]
+        fields = [token_R, torch.zeros_like(uniform_R)]
         if is_target:
-            told[1] = self._log_p(logits_RV, law_RV, warp, token_R)
+            fields[1] = self._log_p(logits_RV, law_RV, warp, token_R)
             laws = [law_RV] * len(self.notes)
             if self.algorithm.measured:
                 laws[-1] = p_RV
-            told += [measure(name, law, token_R) for name, law in zip(self.notes, laws, strict=True)]
+            fields += [measure(name, law, token_R) for name, law in zip(self.notes, laws, strict=True)]
         log_p_R = p_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
-        return torch.stack([one.to(torch.float64) for one in told]), log_p_R, logits_RV, law_RV
+        return torch.stack([field.to(torch.float64) for field in fields]), log_p_R, logits_RV, law_RV
 
     def _drawn(self, law_RV: Tensor, uniform_R: Tensor) -> Tensor:
         return law_RV.argmax(-1) if self._greedy else inverse_cdf_draw(law_RV.exp(), uniform_R)
@@ -363,7 +365,7 @@ class Sampler:
         logits: Logits,
         hidden_RD: Tensor,
         b: Batch,
-        told_FR: Tensor,
+        fields_FR: Tensor,
         log_p_R: Tensor,
         held: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
@@ -396,8 +398,8 @@ class Sampler:
             token_B = torch.where(refused_B, token_B, law_BV.argmax(-1))
         new_2B = torch.stack([token_B.to(torch.float64), self._log_p(logits_BV, law_BV, warp, token_B)])
         is_next_R = (row_R == last_B[owner_R]) & (accepted_B < size_B)[owner_R]
-        told_2R = torch.where(is_next_R, new_2B.index_select(1, owner_R), told_FR[:2])
-        return torch.cat([told_2R, told_FR[2:]]), accepted_B
+        fields_2R = torch.where(is_next_R, new_2B.index_select(1, owner_R), fields_FR[:2])
+        return torch.cat([fields_2R, fields_FR[2:]]), accepted_B
 
     def _again(
         self, logits: Logits, hidden_RD: Tensor, b: Batch, row_B: Tensor, held: Sequence[Tensor] | None

@@ -228,8 +228,8 @@ def _block(width: int, dtype: torch.dtype) -> int:
 
 def _shares(num_programs: int, num_columns: int) -> int:
     """Into how many parts the columns are cut: enough to keep the device busy, none of them short."""
-    wanted = min(_BUSY // max(1, num_programs), num_columns // _LEAST_SHARE, _MOST_SHARES)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+    most = min(_BUSY // max(1, num_programs), num_columns // _LEAST_SHARE, _MOST_SHARES)
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 
 def _power(number: int) -> int:

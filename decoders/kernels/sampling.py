@@ -88,24 +88,24 @@ def _law_of(number, temperature, least, most, log_total):
 @triton.jit
 def _mass_above(logits, suppressed, temperature, least, most, log_total, bound, V, BLOCK: tl.constexpr):
     """The mass of all tokens with more mass than `bound`."""
-    found = tl.full([], 0.0, tl.float64)
+    total = tl.full([], 0.0, tl.float64)
     for first in range(0, V, BLOCK):
         _, number = _numbers_at(logits, suppressed, first, V, BLOCK)
         mass = tl.exp(_law_of(number, temperature, least, most, log_total))
-        found += tl.sum(tl.where(mass > bound, mass, 0.0).to(tl.float64), 0)
-    return found
+        total += tl.sum(tl.where(mass > bound, mass, 0.0).to(tl.float64), 0)
+    return total
 
 
 @triton.jit
 def _mass_before(logits, suppressed, temperature, least, most, log_total, own, chosen, V, BLOCK: tl.constexpr):
     """The mass of the tokens that come before one with mass `own` in the order of mass, among equals of index."""
-    found = tl.full([], 0.0, tl.float64)
+    total = tl.full([], 0.0, tl.float64)
     for first in range(0, V, BLOCK):
         token, number = _numbers_at(logits, suppressed, first, V, BLOCK)
         mass = tl.exp(_law_of(number, temperature, least, most, log_total))
         before = (mass > own) | ((mass == own) & (token < chosen))
-        found += tl.sum(tl.where(before, mass, 0.0).to(tl.float64), 0)
-    return found
+        total += tl.sum(tl.where(before, mass, 0.0).to(tl.float64), 0)
+    return total
 
 
 @triton.jit
@@ -347,8 +347,8 @@ def sample_rows(
                 margin = (best - second) / whole
     named = chosen
     if scored is not None:
-        told = tl.load(scored + row).to(tl.int32)
-        named = tl.where(told < 0, chosen, told)
+        target = tl.load(scored + row).to(tl.int32)
+        named = tl.where(target < 0, chosen, target)
     number = _number_at(logits, suppressed, named)
     tl.store(out, chosen.to(tl.float64))
     if F:
@@ -388,16 +388,16 @@ def sample(
     assert mask_id >= 0 or "scores" not in wanted, "scores leave out the mask"
     assert logits_RV.stride(1) == 1, "the logits of a row follow each other"
     (num_rows, vocab_size), top_k = logits_RV.shape, warp.job.top_k
-    told_AFR = torch.empty(1 + ahead, 2 + len(wanted), num_rows, dtype=torch.float64, device=logits_RV.device)
+    fields_AFR = torch.empty(1 + ahead, 2 + len(wanted), num_rows, dtype=torch.float64, device=logits_RV.device)
     if num_rows:
         asked = (warp.own_2R, key_R2, position_R, draw_R, scored_R)
         sample_rows[(num_rows, 1 + ahead)](
             logits_RV, warp.suppressed_V.view(torch.int8),
             *(None if tensor is None else tensor.contiguous() for tensor in asked),
-            told_AFR, logits_RV.stride(0), num_rows, vocab_size, top_k or 0, mask_id,
+            fields_AFR, logits_RV.stride(0), num_rows, vocab_size, top_k or 0, mask_id,
             PURPOSE=TARGET, TOP_K=top_k is not None and top_k < vocab_size, TOP_P=warp.cuts,
             F=len(wanted), WARPED=warped and bool(wanted),
             **{f"AT_{name.upper()}": 2 + wanted.index(name) if name in wanted else 0 for name in WANTED},
             BLOCK=max(16, min(_BLOCK, 1 << (vocab_size - 1).bit_length())), num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
-    return told_AFR
+    return fields_AFR

@@ -114,7 +114,7 @@ def sample(
             exact_RV, greedy_R1 = torch.log_softmax(logits_RV.to(torch.float64), -1), warp.own_2R[0].unsqueeze(1) == 0.0
             law_RV, plain_RV = (torch.where(greedy_R1, exact_RV, each) for each in (law_RV, plain_RV))
     draw_R = torch.zeros_like(position_R) if draw_R is None else draw_R
-    told = []
+    fields = []
     for step in range(1 + ahead):
         if uncut_RV is None:
             token_R = logits_RV.argmax(-1)
@@ -126,8 +126,8 @@ def sample(
         named_R = token_R if scored_R is None else torch.where(scored_R < 0, token_R, scored_R)
         notes = [scores_R if name == "scores" else measure(name, law_RV, token_R) for name in wanted]
         log_p_R = plain_RV.gather(-1, named_R.unsqueeze(-1)).squeeze(-1)
-        told.append(torch.stack([one.to(torch.float64) for one in (token_R, log_p_R, *notes)]))  # type: ignore[union-attr]
-    return torch.stack(told)
+        fields.append(torch.stack([field.to(torch.float64) for field in (token_R, log_p_R, *notes)]))  # type: ignore[union-attr]
+    return torch.stack(fields)
 
 
 def measure(name: str, law_RV: Tensor, token_R: Tensor) -> Tensor:

@@ -245,10 +245,10 @@ def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> A
     """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
     from draftmill.decoders.backbones.lean_import import empty_modules, from_transformers
 
-    made = from_transformers(model_class)
+    module_class = from_transformers(model_class)
     try:
         with empty_modules():
-            return adapt(made(parsed))
+            return adapt(module_class(parsed))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"model.path: {model_class} rejects config.json: {type(error).__name__}: {error}") from error
 
