@@ -149,11 +149,17 @@ class Text(Sample):
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, *args: Any, grouped: Callable[[Request], Grouping], kind: str, samples: int, **more: Any
+        self,
+        request: Request,
+        *args: Any,
+        grouping: Callable[[Request], Grouping],
+        kind: str,
+        samples: int,
+        **more: Any,
     ) -> None:
         super().__init__(request, *args, **more)
         self.scored = request.to_score()
-        self.positions, self.alone, self.per_canvas = grouped(request)
+        self.positions, self.alone, self.per_canvas = grouping(request)
         places = [np.searchsorted(self.scored, each).astype(np.int64) for each in self.positions]
         self.groups = [MaskedGroup(request.key, number, each, kind, samples) for number, each in enumerate(places)]
         # Whether each token's own probability is known: none is masked together with another.
@@ -225,7 +231,7 @@ class Text(Sample):
         sampled_M = self.sampled_M[: len(self.sampled_M) // 2 * 2]
         return sqrt(fsum(((sampled_M[0::2] - sampled_M[1::2]) ** 2).tolist()))
 
-    def _generated(self) -> tuple[list[int], list[float]]:
+    def _generated_tokens(self) -> tuple[list[int], list[float]]:
         return [self.tokens[position] for position in self.scored.tolist()], self.log_ps or []
 
     def outcome(self) -> Outcome:
@@ -278,11 +284,11 @@ def mask_of(info: ModelInfo) -> int:
     return info.mask_id
 
 
-def estimated(
+def estimate_algorithm(
     settings: DecoderChoice,
     estimate: Estimate,
     rows_of: Callable[[Text, list[Draw]], ScoredRows],
-    grouped: Callable[[Request], Grouping],
+    grouping: Callable[[Request], Grouping],
     **more: Any,
 ) -> Algorithm:
     """How the engine estimates scores, with the family's own estimator for `auto`."""
@@ -291,7 +297,7 @@ def estimated(
         decode=partial(estimate_score, rows_of=rows_of),
         scores=True,
         estimates=True,
-        sample=partial(Text, grouped=grouped, kind=kind, samples=estimate.samples),
+        sample=partial(Text, grouping=grouping, kind=kind, samples=estimate.samples),
         has_prompt=no_prompt,
         keeps=False,
         **more,

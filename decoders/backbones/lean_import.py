@@ -44,10 +44,10 @@ def lean() -> Iterator[None]:
     if any(name in sys.modules for name in _HELD):
         yield
         return
-    stands_in = {"torch._dynamo": _dynamo(), _WRAPPED: _wrapped()}
+    stands_in = {"torch._dynamo": _dynamo(), _WRAPPED: _trace_module()}
     available, disable = torch.distributed.is_available, torch.compiler.disable
     torch.distributed.is_available = lambda: False
-    torch.compiler.disable = _as_it_is  # type: ignore[assignment]
+    torch.compiler.disable = _unchanged  # type: ignore[assignment]
     if "transformers.models" not in sys.modules:
         stands_in["transformers.models"] = _models()
     sys.modules |= stands_in
@@ -95,7 +95,7 @@ def _on_cpu(arange: Callable[..., Any], *args: Any, device: Any = None, **kwargs
     return arange(*args, device="cpu" if device is None else device, **kwargs)
 
 
-def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+def _unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
     """A decorator, with arguments or without, that changes nothing."""
     return function if function is not None else lambda inner: inner
 
@@ -112,11 +112,11 @@ def _dynamo() -> ModuleType:
     module = ModuleType("torch._dynamo")
     module.__path__ = []
     for name in ("assume_constant_result", "disable", "allow_in_graph", "mark_static_address"):
-        setattr(module, name, _as_it_is)
+        setattr(module, name, _unchanged)
     return module
 
 
-def _wrapped() -> ModuleType:
+def _trace_module() -> ModuleType:
     module = ModuleType(_WRAPPED)
 
     class TransformGetItemToIndex:

@@ -83,7 +83,7 @@ class _Together:
 
     def join(self) -> None:
         """Replace the products by one. Their module loses them: memory holds one form of the weights."""
-        self.joined = joined(self.products).forward
+        self.joined = join_products(self.products).forward
         self.products.clear()
         for name in self.names:
             delattr(self.parent, name)
@@ -96,7 +96,7 @@ def can_join(products: Sequence[Any]) -> bool:
     biases = [product.bias_M is not None for product in products]
     if any(biases) != all(biases) or any(product.out_features % VECTOR for product in products):
         return False
-    joint = joined(products)
+    joint = join_products(products)
     rows_PD = normal(0, max(_COUNTS), joint.in_features)
     return all(
         torch.equal(joint(rows_PD[:count]), torch.cat([product(rows_PD[:count]) for product in products], 1))
@@ -104,7 +104,7 @@ def can_join(products: Sequence[Any]) -> bool:
     )
 
 
-def joined(products: Sequence[PackedLinear]) -> PackedLinear:
+def join_products(products: Sequence[PackedLinear]) -> PackedLinear:
     """One product in place of several, side by side."""
     biases = [product.bias_M for product in products if product.bias_M is not None]
     return PackedLinear(torch.cat([product.weight_MK() for product in products]), torch.cat(biases) if biases else None)

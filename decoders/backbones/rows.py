@@ -145,7 +145,7 @@ def intervals_of(seen_NW: Tensor) -> tuple[Tensor, Tensor]:
     return low_IN, high_IN
 
 
-def numbered(counts: Sequence[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def number_rows(counts: Sequence[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """The owner and the line of every row, int64 [N] each, where the slots have so many rows."""
     counts_B = torch.tensor(list(counts), dtype=torch.int64)
     owner_N = torch.arange(len(counts_B)).repeat_interleave(counts_B)
@@ -166,7 +166,7 @@ def token_rows(
     """Rows of slots that have `counts` rows each; `sight` is (`low_IN`, `high_IN`). For callers outside of the engine: it waits
     for the device."""
     low_IN, high_IN = sight
-    owner_N, line_N = numbered(counts, token_N.device)
+    owner_N, line_N = number_rows(counts, token_N.device)
     slots_B = torch.tensor(list(slots), dtype=torch.int64, device=token_N.device)
     follow = list(slots) == list(range(slots[0], slots[0] + len(slots)))
     return TokenRows(

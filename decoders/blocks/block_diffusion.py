@@ -121,7 +121,7 @@ def fill(
     """Draft and reveal until no mask of the block is left, or the completion ends."""
     while not (block.finished or s.is_over):
         masks = part_of(s, rules, block)
-        draft = yield from drafted(s, rules, block, masks, uncached)
+        draft = yield from draft_masks(s, rules, block, masks, uncached)
         uncached = None
         edits = edits_of(s, rules, block, draft)
         s.edit(edits)
@@ -153,7 +153,7 @@ def editable(s: BlockSample, rules: Rules, block: Block) -> list[int]:
     return [place for place in places if s.tokens[block.start + place] != HOLE]
 
 
-def drafted(
+def draft_masks(
     s: BlockSample, rules: Rules, block: Block, masks: list[int], uncached: tuple[int, int] | None
 ) -> Generator[Any, Answer, Draft]:
     """Predict a token for these masks, and for every place that may be edited."""

@@ -87,7 +87,7 @@ def acceptance(estimator: Estimator, measured: float, most_entropy: float) -> fl
             return min(measured, 1.0)
 
 
-def expected_accepted(alphas: Iterable[float]) -> float:
+def expected_tokens(alphas: Iterable[float]) -> float:
     """K of a run, sum_k prod_{i <= k} alpha_i."""
     expected, product = 0.0, 1.0
     for alpha in alphas:
@@ -127,7 +127,7 @@ def signals_of(
         over = run if router.entropy_of == "span" else masks
         entropy = sum(measured[place] / most_entropy for place in over) / max(len(over), 1)
     elif not isinstance(router, MinSpan):
-        expected = expected_accepted(acceptance(estimator, measured[place], most_entropy) for place in run)
+        expected = expected_tokens(acceptance(estimator, measured[place], most_entropy) for place in run)
     return Signals(len(run), expected, num_sure, progress, entropy, size)
 
 

@@ -150,7 +150,7 @@ class Lookup:
         return after
 
 
-def allotted(most: int, *, is_auto: bool) -> Generator[Any, Any, int]:
+def allot_drafts(most: int, *, is_auto: bool) -> Generator[Any, Any, int]:
     """All drafts that there can be, or as many as the budget gives."""
     return (yield Offer(most)) if is_auto else most
 
@@ -161,7 +161,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         return autoregressive.algorithm(setup, settings)
     is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
-    allot, kind = partial(allotted, is_auto=is_auto), SURE
+    allot, kind = partial(allot_drafts, is_auto=is_auto), SURE
     drafter: Callable[[Sample], Drafter]
     match settings.drafter:
         case SuffixDrafterSettings():

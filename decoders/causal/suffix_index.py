@@ -74,7 +74,7 @@ class Reader:
                 index.young, index.old, index.era = Automaton(), index.young, index.era + 1
             self._follow_era()
             self._last = index.young.extend(self._last, token)
-            self._match, self._length = advanced(index.old, self._match, self._length, token)
+            self._match, self._length = advance(index.old, self._match, self._length, token)
 
     def _follow_era(self) -> None:
         index = self._index
@@ -91,8 +91,8 @@ class Reader:
         self._follow_era()
         index = self._index
         young, old = index.young, index.old
-        own = shortened(young, self._last, young.length[self._last])
-        other = shortened(old, self._match, self._length)
+        own = shorten(young, self._last, young.length[self._last])
+        other = shorten(old, self._match, self._length)
         automaton, (state, length) = (young, own) if own[1] >= other[1] else (old, other)
         most, tokens, sure = min(most, int(length * index.factor)), list[int](), 1.0
         while len(tokens) < most and length:
@@ -100,11 +100,11 @@ class Reader:
             if sure < index.least:
                 break
             tokens.append(automaton.best[state])
-            state, length = shortened(automaton, automaton.target[state], length + 1)
+            state, length = shorten(automaton, automaton.target[state], length + 1)
         return tokens
 
 
-def shortened(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
+def shorten(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
     """The state and length of the longest context, of those that end this one, which something has followed."""
     while automaton.best[state] == NOWHERE and state != ROOT:
         state = automaton.link[state]
@@ -112,7 +112,7 @@ def shortened(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
     return state, length
 
 
-def advanced(automaton: Automaton, state: int, length: int, token: int) -> tuple[int, int]:
+def advance(automaton: Automaton, state: int, length: int, token: int) -> tuple[int, int]:
     """The state of the longest end that the automaton knows, and its length, after one more token of a text."""
     while (target := automaton.step(state, token)) == NOWHERE:
         if state == ROOT:
@@ -148,7 +148,7 @@ class Automaton:
         """Let a text whose last state this is go on with a token; returns its new last state."""
         target = self.step(state, token)
         if target >= 0:
-            self._followed(state, token)
+            self._count_again(state, token)
             if self.length[target] == self.length[state] + 1:
                 return target
             self.size += 1
@@ -159,7 +159,7 @@ class Automaton:
             self._lead(state, token, new)
             state = link[state]
         if state >= 0:
-            self._followed(state, token)
+            self._count_again(state, token)
             link[new] = target if self.length[target] == self.length[state] + 1 else self._split(state, token, target)
         return new
 
@@ -174,7 +174,7 @@ class Automaton:
         return len(self.length) - 1
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """Give the shorter contexts of `found`, up to those that end `state` and the token, a state of their own."""
+        """Give the shorter contexts of `target`, up to those that end `state` and the token, a state of their own."""
         new = self._new(self.length[state] + 1, self.link[target])
         for column in (self.best, self.target, self.count, self.total):
             column[new] = column[target]
@@ -196,7 +196,7 @@ class Automaton:
             self._keep(state, self.best[state], _ONCE | self.target[state])
         self.best[state], self.target[state], self.count[state] = token, target, 1
 
-    def _followed(self, state: int, token: int) -> None:
+    def _count_again(self, state: int, token: int) -> None:
         """A token follows a state once more."""
         self.total[state] += 1
         if self.best[state] == token:

@@ -49,7 +49,7 @@ class Engine:
         # Texts of any-subset models have no ends; a masked canvas is filled to its end unless a completion says what ends it.
         has_ends = algorithm.kind != "any_subset" and not algorithm.scores
         self.stops = setup.stops or (Stops() if algorithm.kind != "masked" else None) if has_ends else None
-        self.plan = MemoryPlan.unmeasured(setup.backbone.device)
+        self.plan = MemoryPlan.default(setup.backbone.device)
         self.slots = SlotTable(setup.sampling, setup.max_rows)
         self.sampler = make_sampler(setup, algorithm, self.slots, self.plan)
         self.models = [self._target(setup)]
@@ -274,7 +274,7 @@ class Engine:
         self._draft(turn)
         ended = self._evaluate(turn, deciding)
         if self.scheduler.line:
-            self.scheduler.ran(turn)
+            self.scheduler.finish_prompts(turn)
         self.stats.steps += 1
         self.stats.slot_steps += len(turn.samples) if turn.prefill_only else self._shape.possible - turn.num_waiting
         return done + [self._finish(sample) for sample in ended]
@@ -309,16 +309,16 @@ class Engine:
             while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
                 self._draft_windows(asking, drafter, is_usual=is_usual)
         if self.budget is not None:
-            self.budget.spent(time.perf_counter() - began_s)
+            self.budget.spend(time.perf_counter() - began_s)
 
     def _draft_from_names(self, samples: list[Sample]) -> None:
         """Draw drafts from distributions that decoders name, rank after rank."""
         began_s, most, count = time.perf_counter(), 0, 0
         while asking := [sample for sample in samples if isinstance(sample.ask, SampleFrom)]:
             most, count = most + 1, max(count, len(asking))
-            self._resume(asking, self.sampler.named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
+            self._resume(asking, self.sampler.draw_named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
         if most and self.budget is not None:
-            self.budget.drew(count, most, time.perf_counter() - began_s)
+            self.budget.note_drawing(count, most, time.perf_counter() - began_s)
 
     def _roll_model(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
         """Draft windows by the drafting model."""
@@ -334,7 +334,7 @@ class Engine:
             whole_s = time.perf_counter() - began_s
             for (_, num_columns, started), lap_s in zip(ran, laps, strict=True):
                 share_s = whole_s * lap_s / max(sum(laps), 1e-9)
-                self.budget.drafted(started.batch.num_rows, num_columns, share_s)
+                self.budget.note_drafting(started.batch.num_rows, num_columns, share_s)
         self._resume(samples, replies)
 
     def _draft_windows(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
@@ -349,7 +349,7 @@ class Engine:
         self._resume(samples, answers(started.batch, record))
         if self.budget is not None and is_usual:
             num_drafts = sum(ask.num_drafts for ask in asks)
-            self.budget.drafted(num_drafts, num_columns, time.perf_counter() - began_s)
+            self.budget.note_drafting(num_drafts, num_columns, time.perf_counter() - began_s)
         if rolling := [sample for sample in samples if isinstance(sample.ask, Roll)]:
             self._roll_rows(rolling, samples, started.batch, drafter)
 
@@ -375,11 +375,11 @@ class Engine:
             self._copy_columns(samples)
         if self.budget is not None:
             seconds, is_usual = time.perf_counter() - began_s, not (turn.prefill_only or turn.mixed)
-            self.budget.ran(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
+            self.budget.end_step(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
         if rolling := [sample for sample in samples if isinstance(sample.ask, Roll) and sample.ask.head != MODEL]:
             seconds = self._roll_rows(rolling, samples, batch, self.target)
             if self.budget is not None:
-                self.budget.spent(seconds)
+                self.budget.spend(seconds)
         return ended
 
     def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch, runner: ModelRunner) -> float:
@@ -391,7 +391,7 @@ class Engine:
         self._resume(rolling, replies)
         seconds = time.perf_counter() - began_s
         if self.budget is not None:
-            self.budget.drew(len(rolling), most, seconds)
+            self.budget.note_drawing(len(rolling), most, seconds)
         return seconds
 
     def _copy_columns(self, samples: list[Sample]) -> None:

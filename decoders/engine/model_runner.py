@@ -39,7 +39,7 @@ class Clock:
         self._laps = list[Any]()
         self._is_paused = False
 
-    def timed(self, function: Callable[..., _T], *arguments: Any) -> _T:
+    def measure(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call and time a function; calls inside of it are timed with it."""
         if self._is_paused:
             return function(*arguments)
@@ -183,12 +183,12 @@ class ModelRunner:
 
     def start(self, b: Batch) -> Started:
         """Send the batch and run it, without waiting for its record."""
-        if self._padded(b):
+        if self._pad_batch(b):
             assert self.graphs is not None, "a forward is filled up to be captured"
-            done = self.clock.timed(self.graphs.run, "forward", b, self._work)
+            done = self.clock.measure(self.graphs.run, "forward", b, self._work)
         else:
             sent = b.to(self.device)
-            hidden_ND = self.clock.timed(self.backbone.forward, self.rows(sent))
+            hidden_ND = self.clock.measure(self.backbone.forward, self.rows(sent))
             record = self._record(sent, hidden_ND) if b.num_sampled else torch.zeros(0)
             done = Work(hidden_ND, record, self.backbone.num_rows_computed)
         self.hidden_ND, self._source = done.hidden_ND, done if done.stays else None
@@ -219,7 +219,7 @@ class ModelRunner:
         """To how many rows of a captured forward so many are filled up."""
         return (self.graphs and self.graphs.size(count)) or count
 
-    def _padded(self, b: Batch) -> bool:
+    def _pad_batch(self, b: Batch) -> bool:
         """Fill the batch up to the size of a captured forward; False where this one is not captured."""
         graphs = self.graphs
         if graphs is None or not self.is_captured or not b.num_sampled:
@@ -233,7 +233,7 @@ class ModelRunner:
         if len(self._sampler.parts(sizes["R"])) > 1:
             return False
         dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
-        b.padded(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
+        b.pad(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
         return True
 
     def more(self, key: Hashable, b: Batch, work: Draws) -> NDArray[np.float64]:
@@ -241,9 +241,9 @@ class ModelRunner:
         hidden_ND, source = self.hidden_ND, self._source
         assert hidden_ND is not None, "a forward came before"
         if key is None or self.graphs is None or source is None:
-            return HostCopy(self.clock.timed(work, b.to(self.device), hidden_ND)).numbers()
+            return HostCopy(self.clock.measure(work, b.to(self.device), hidden_ND)).numbers()
         states_ND = source.hidden_ND
-        done = self.clock.timed(
+        done = self.clock.measure(
             self.graphs.run, (key, source), b, lambda sent: Work(states_ND, work(sent, states_ND), 0)
         )
         return HostCopy(done.record).numbers()
@@ -305,7 +305,7 @@ class ModelRunner:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""
-        logits_RV: Tensor = self.clock.timed(self.backbone.logits, hidden_RD)
+        logits_RV: Tensor = self.clock.measure(self.backbone.logits, hidden_RD)
         missing = self._vocab_size - logits_RV.shape[1]
         if missing > 0:
             logits_RV = functional.pad(logits_RV, (0, missing), value=-torch.inf)

@@ -89,15 +89,15 @@ class NoiseCache:
         """The noise of some sampled rows, of the draw so many ahead, [R, V]."""
         slot_R, rank_R = b.slot_R[part], b.rank_R[part]
         if self._fresh or b.once:
-            return self._computed(slot_R, rank_R, b.host_draw_R[part] + ahead if self._fresh else np.zeros_like(rank_R))
+            return self._compute(slot_R, rank_R, b.host_draw_R[part] + ahead if self._fresh else np.zeros_like(rank_R))
         if self._window is None:
             self._fit_canvases(int(rank_R.max(initial=0)) + 1, most_bytes)
         near_R = slot_R < len(self._held_SC) if self._num_cells else np.zeros(len(slot_R), dtype=np.bool_)
         if near_R.all():
-            return self._kept(slot_R, rank_R)
+            return self._read(slot_R, rank_R)
         noise_RV = torch.empty(len(slot_R), self._vocab_size)
-        noise_RV[near_R] = self._kept(slot_R[near_R], rank_R[near_R])
-        noise_RV[~near_R] = self._computed(slot_R[~near_R], rank_R[~near_R], np.zeros(int((~near_R).sum()), np.int64))
+        noise_RV[near_R] = self._read(slot_R[near_R], rank_R[near_R])
+        noise_RV[~near_R] = self._compute(slot_R[~near_R], rank_R[~near_R], np.zeros(int((~near_R).sum()), np.int64))
         return noise_RV
 
     def _fit_canvases(self, length: int, most_bytes: int) -> None:
@@ -110,7 +110,7 @@ class NoiseCache:
         self._held_SC = np.full((count, self._num_cells), -1)
         self._noise_CV = torch.zeros(0, self._vocab_size)
 
-    def _kept(self, slot_R: Ints, rank_R: Ints) -> Tensor:
+    def _read(self, slot_R: Ints, rank_R: Ints) -> Tensor:
         if len(self._noise_CV) < self._held_SC.size:
             self._allocate(0)
         missing_R = self._held_SC[slot_R, rank_R % self._num_cells] != rank_R
@@ -134,7 +134,7 @@ class NoiseCache:
         self._noise_CV[torch.from_numpy(cell_N)] = self._gumbel(slot_N, rank_N, np.zeros_like(rank_N))
         self._held_SC[slot_N, rank_N % self._num_cells] = rank_N
 
-    def _computed(self, slot_R: Ints, rank_R: Ints, draw_R: Ints) -> Tensor:
+    def _compute(self, slot_R: Ints, rank_R: Ints, draw_R: Ints) -> Tensor:
         """Noise that is not kept: that of each different (slot, rank, draw) is computed once."""
         width, most = int(rank_R.max(initial=0)) + 1, int(draw_R.max(initial=0)) + 1
         number_R = (slot_R * width + rank_R) * most + draw_R
@@ -174,7 +174,7 @@ class Sampler:
         self.notes = algorithm.notes
         self._wanted = tuple(dict.fromkeys(self.notes))
         order = [0, 1, *(2 + self._wanted.index(name) for name in self.notes)]
-        self._told_F = None if self._wanted == self.notes else torch.tensor(order, device=device)
+        self._order_F = None if self._wanted == self.notes else torch.tensor(order, device=device)
         window = None if algorithm.kind == "masked" else algorithm.window
         self._noise = NoiseCache(slots, info.vocab_size, window, fresh=algorithm.fresh)
         # Of each cell the hidden state (where a decoder names distributions: these) of a draft, and log q(draft).
@@ -246,13 +246,13 @@ class Sampler:
         if b.by_ratio:
             return self._by_ratio(logits, hidden_RD, b, is_target=is_target)
         fields = [
-            self.told(logits(hidden_RD[part]), b, part, is_target=is_target) for part in self.parts(len(hidden_RD))
+            self.draw_part(logits(hidden_RD[part]), b, part, is_target=is_target) for part in self.parts(len(hidden_RD))
         ]
         fields_AFR = fields[0] if len(fields) == 1 else torch.cat(fields, 2)
         self._note(b, fields_AFR[0, 0].to(torch.int64), slice(None))
         return fields_AFR.flatten()
 
-    def told(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
+    def draw_part(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
         """What is told of some rows by the coupled rule: the tokens of the draw and of those ahead, [A, F, R]."""
         gumbel = None
         if self.kernel is None and self.device.type == "cpu":
@@ -272,8 +272,8 @@ class Sampler:
         )
         if not is_target:
             return fields_AFR
-        if self._told_F is not None:
-            fields_AFR = fields_AFR.index_select(1, self._told_F)
+        if self._order_F is not None:
+            fields_AFR = fields_AFR.index_select(1, self._order_F)
         if self._of_two:
             law_RV = log_law(logits_RV.to(torch.float64), self._warm)
             fields_AFR[0, -1] = measure(self.notes[-1], law_RV, fields_AFR[0, 0].to(torch.int64))
@@ -294,7 +294,7 @@ class Sampler:
         """Draw drafts and keep what they were drawn from; judge the chains."""
         parts = self.parts(len(hidden_RD))
         weighed = [
-            self._weighed(logits(hidden_RD[part]), b, part, alone=len(parts) == 1, is_target=is_target)
+            self._weigh_rows(logits(hidden_RD[part]), b, part, alone=len(parts) == 1, is_target=is_target)
             for part in parts
         ]
         fields_FR = torch.cat([fields for fields, *_ in weighed], 1)
@@ -302,18 +302,20 @@ class Sampler:
         held = weighed[0][2:] if len(weighed) == 1 else None
         accepted_B = torch.zeros_like(b.size_B)
         if b.any_chain:
-            fields_FR, accepted_B = self._judged(logits, hidden_RD, b, fields_FR, log_p_R, held)
+            fields_FR, accepted_B = self._judge_chains(logits, hidden_RD, b, fields_FR, log_p_R, held)
         if b.row_D.shape[0] and self._states_CD.shape[1]:
             states_DD = hidden_RD[b.row_D]
             if self.algorithm.names_laws:
-                states_DD = self._again(logits, hidden_RD, b, b.row_D, held)[1]
+                states_DD = self._compute_again(logits, hidden_RD, b, b.row_D, held)[1]
             # At temperature 0 S2D2's code takes the model's own probability, which is a note.
             log_q_D = fields_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
             self._keep(b.cell_R[b.row_D], states_DD, log_q_D)
         self._note(b, fields_FR[0].to(torch.int64), slice(None))
         return torch.cat([fields_FR.flatten(), accepted_B.to(torch.float64)])
 
-    def _weighed(self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool) -> tuple[Tensor, ...]:
+    def _weigh_rows(
+        self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool
+    ) -> tuple[Tensor, ...]:
         """What is told of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
         from. Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows."""
         warp = self._warp(b, part)
@@ -322,9 +324,9 @@ class Sampler:
         p_RV = self._judging(logits_RV, law_RV)
         token_R, uniform_R = b.draft_R[part], b.uniform_R[part]
         if not alone:
-            token_R = torch.where(b.judged_R[part] > 0, token_R, self._drawn(law_RV, uniform_R))
+            token_R = torch.where(b.judged_R[part] > 0, token_R, self._draw_from(law_RV, uniform_R))
         elif b.row_D.shape[0]:
-            token_R = token_R.index_copy(0, b.row_D, self._drawn(law_RV[b.row_D], uniform_R[b.row_D]))
+            token_R = token_R.index_copy(0, b.row_D, self._draw_from(law_RV[b.row_D], uniform_R[b.row_D]))
         fields = [token_R, torch.zeros_like(uniform_R)]
         if is_target:
             fields[1] = self._log_p(logits_RV, law_RV, warp, token_R)
@@ -335,7 +337,7 @@ class Sampler:
         log_p_R = p_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
         return torch.stack([field.to(torch.float64) for field in fields]), log_p_R, logits_RV, law_RV
 
-    def _drawn(self, law_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    def _draw_from(self, law_RV: Tensor, uniform_R: Tensor) -> Tensor:
         return law_RV.argmax(-1) if self._greedy else inverse_cdf_draw(law_RV.exp(), uniform_R)
 
     def law(self, logits_RV: Tensor, warp: Warp) -> Tensor:
@@ -360,7 +362,7 @@ class Sampler:
         self._states_CD[cell_D] = states_DD.to(self._states_CD.dtype)
         self._log_q_C[cell_D] = log_q_D
 
-    def _judged(
+    def _judge_chains(
         self,
         logits: Logits,
         hidden_RD: Tensor,
@@ -383,7 +385,7 @@ class Sampler:
         # Where every draft holds and no row is left, or there is no chain, the token drawn here means nothing.
         last_B = (b.first_B + torch.minimum(accepted_B, (size_B - 1).clamp(min=0))).clamp(max=len(hidden_RD) - 1)
         refused_B = judged_R[last_B]
-        logits_BV, law_BV, warp = self._again(logits, hidden_RD, b, last_B, held)
+        logits_BV, law_BV, warp = self._compute_again(logits, hidden_RD, b, last_B, held)
         p_BV = self._judging(logits_BV, law_BV)
         if has_q:
             q_BV = self._states_CD[b.cell_R[last_B]]
@@ -401,7 +403,7 @@ class Sampler:
         fields_2R = torch.where(is_next_R, new_2B.index_select(1, owner_R), fields_FR[:2])
         return torch.cat([fields_2R, fields_FR[2:]]), accepted_B
 
-    def _again(
+    def _compute_again(
         self, logits: Logits, hidden_RD: Tensor, b: Batch, row_B: Tensor, held: Sequence[Tensor] | None
     ) -> tuple[Tensor, Tensor, Warp]:
         """Logits and distributions of some rows again: those held, else computed once more, which gives the same bits."""
@@ -416,7 +418,7 @@ class Sampler:
     def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, b: Batch, part: slice) -> Tensor:
         """A draft from each row's logits, [R]; the rejection rule keeps what it was drawn from."""
         if not b.by_ratio:
-            return self.told(logits_RV, b, part, is_target=False)[0, 0].to(torch.int64)
+            return self.draw_part(logits_RV, b, part, is_target=False)[0, 0].to(torch.int64)
         warp = self._warp(b, part)
         law_RV = self.law(warp.suppress(logits_RV), warp)
         token_R = inverse_cdf_draw(law_RV.exp(), b.uniform_R[part])
@@ -424,7 +426,7 @@ class Sampler:
         self._keep(b.cell_R[part], hidden_RD, log_q_R)
         return token_R
 
-    def named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
+    def draw_named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
         """Drafts from distributions that decoders name: few tokens, drawn on the host, so that no device is waited for."""
         token_BT, weight_BT = spread(asks, self._vocab_size, self._never)
         slot_B, rank_B, when_B = np.array(
@@ -450,11 +452,11 @@ class Sampler:
         """Send distributions of few tokens to where drafts are judged."""
         log_q_B = law_BT.gather(1, index_B.unsqueeze(1)).to(torch.float64)
         sent = Batch(
-            row_R=cell_B, told_5R=token_BT.numpy().T, own_2R=torch.cat([law_BT.to(torch.float64), log_q_B], 1).numpy().T
+            row_R=cell_B, head_5R=token_BT.numpy().T, own_2R=torch.cat([law_BT.to(torch.float64), log_q_B], 1).numpy().T
         ).to(self.device)
         law_BV = self._states_CD.new_full((len(cell_B), self._vocab_size), -torch.inf)
         # Places that fill a row up hold no mass: where two name one token, the greater counts.
-        law_BV.scatter_reduce_(1, sent.told_5R.T, sent.own_2R[:-1].T.to(law_BV.dtype), "amax")
+        law_BV.scatter_reduce_(1, sent.head_5R.T, sent.own_2R[:-1].T.to(law_BV.dtype), "amax")
         self._keep(sent.row_R, law_BV, sent.own_2R[-1])
 
 

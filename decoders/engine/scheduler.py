@@ -191,7 +191,7 @@ class Scheduler:
         if is_worth(columns - sample.cached, columns == most):
             self._copy_prefix(slot, sample.slot, columns)
             sample.cached = columns
-            self.prefixes.holds(sample.slot, columns)
+            self.prefixes.note_held(sample.slot, columns)
 
     def _begin(self, running: Sequence[Sample]) -> None:
         """These samples run rows of their prompts now; each prompt is counted when it begins."""
@@ -205,17 +205,17 @@ class Scheduler:
 
     # ---- after it ------------------------------------------------------------------------------------------------
 
-    def ran(self, turn: Turn) -> None:
+    def finish_prompts(self, turn: Turn) -> None:
         """The prompts of new samples are in place; those who wait take them over before a slot has its next sample."""
         for sample in turn.chunks:
             if not sample.is_bad:
-                self.prefixes.holds(sample.slot, sample.cached)
+                self.prefixes.note_held(sample.slot, sample.cached)
         slots = {sample.slot for sample in turn.new}
         for prefill in self.line:
             if prefill.sample.slot in slots:
                 prefill.done = True
                 if most := self.algorithm.reusable(prefill.sample):
-                    self.prefixes.holds(prefill.sample.slot, columns_left(prefill.sample, most))
+                    self.prefixes.note_held(prefill.sample.slot, columns_left(prefill.sample, most))
         if turn.new:
             self.line = [prefill for prefill in self.line if not prefill.done]
             for prefill in self.line:
@@ -324,7 +324,7 @@ class PrefixCache:
         self._length_S[slot], self._held_S[slot] = length, columns
         return columns
 
-    def holds(self, slot: int, count: int) -> None:
+    def note_held(self, slot: int, count: int) -> None:
         """The first `count` columns of the prompt in a slot are in place."""
         self._held_S[slot] = count
 

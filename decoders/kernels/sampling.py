@@ -53,7 +53,7 @@ def _number_at(logits, suppressed, token):
 
 
 @triton.jit
-def _ordered(number):
+def _sort_key(number):
     """An integer that grows with a float32."""
     bits = number.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -63,13 +63,13 @@ def _ordered(number):
 def _kth_largest(logits, suppressed, temperature, most, K, V, BLOCK: tl.constexpr):
     """The K-th largest of the numbers at this temperature: the least one with fewer than K above it."""
     low = tl.full([], -2147483648, tl.int64)
-    high = _ordered(most).to(tl.int64)
+    high = _sort_key(most).to(tl.int64)
     for _ in range(32):
         middle = low + ((high - low) >> 1)
         above = tl.full([], 0, tl.int32)
         for first in range(0, V, BLOCK):
             token, number = _numbers_at(logits, suppressed, first, V, BLOCK)
-            bits = _ordered(number / temperature).to(tl.int64)
+            bits = _sort_key(number / temperature).to(tl.int64)
             above += tl.sum(((bits > middle) & (token < V)).to(tl.int32), 0)
         fits = above < K
         high = tl.where(fits, middle, high)

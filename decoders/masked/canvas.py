@@ -130,7 +130,7 @@ class Canvas(Sample):
         assert self.end in (EOS, STOP), "a completion that ends early has a reason"
         return count
 
-    def _generated(self) -> tuple[list[int], list[float]]:
+    def _generated_tokens(self) -> tuple[list[int], list[float]]:
         positions = sorted(self.log_p_at)[: self.keep]
         return [self.tokens[at] for at in positions], [self.log_p_at[at] for at in positions]
 
@@ -138,7 +138,7 @@ class Canvas(Sample):
         """See Sample; of a completion that ended early only what is kept counts."""
         outcome = super().outcome()
         if self.keep is not None and outcome.logprob is not None:
-            outcome.logprob = sum(self._generated()[1])
+            outcome.logprob = sum(self._generated_tokens()[1])
         return outcome
 
 
@@ -342,7 +342,7 @@ class NodeLayout:
         """A node beside the canvas, which sees what the node before it sees, except what it runs itself."""
         node.visible, column = before.visible, self._column
         for low, high in runs:
-            node.visible = overlaid(node.visible, low, high, column)
+            node.visible = overlay(node.visible, low, high, column)
             column += high - low
         self._run(number, node, runs, beside=True)
 
@@ -384,7 +384,7 @@ class NodeLayout:
             block += 1
 
 
-def overlaid(visible: Visible, low: int, high: int, column: int) -> Visible:
+def overlay(visible: Visible, low: int, high: int, column: int) -> Visible:
     """A visible in which the positions [low, high) stand in the columns from `column` on."""
     parts: Visible = []
     for first, end, at in visible:
@@ -409,7 +409,7 @@ def columns_of(visible: Visible) -> list[int]:
     return [number for stretch in stretches for number in stretch] + [0] * 2 * (MOST_STRETCHES - len(stretches))
 
 
-def evicted(visible: Visible, window: Positions) -> list[int]:
+def evictions(visible: Visible, window: Positions) -> list[int]:
     """What stands beside the canvas and is not run by the next forward's window: (from column, to column, count) each."""
     copies: list[int] = []
     for first, end, at in visible:

@@ -59,7 +59,7 @@ from draftmill.decoders.masked.canvas import (
     Windows,
     build_tree,
     by_node,
-    evicted,
+    evictions,
 )
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.masked.stepwise import Reading, algorithm_of, reading_of
@@ -128,7 +128,7 @@ def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
             known.learn(nodes[number], [readings[number] for readings in readings_A], step)
         if tree.cached and tree.caching.refresh is not None:
             windows.last = nodes[last].block
-            s.copies = evicted(nodes[last].visible, windows.window(windows.last))
+            s.copies = evictions(nodes[last].visible, windows.window(windows.last))
         s.reveal(news, len(nodes) - 1, [token for _, token in drafts])
 
 
