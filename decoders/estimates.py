@@ -9,7 +9,7 @@ that fit; the engine (engine/engine.py, `ScoreEngine`) puts the canvases of seve
 
 A canvas's result is the same in any forward, and a text's sums are exact (fsum), so its score does not depend on the batch.
 
-The distribution is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
+The distribution is the model's own (temperature 1, no truncation), without ids that have no token, as in every decoder.
 
 Such a model bounds the log-probability of L tokens by a mean over masks M, with weights w:
 
@@ -140,7 +140,7 @@ class Draw:
 
 
 class Text(Sample):
-    """A text that is being scored: its masks, and what its canvases have said so far. `sampled_M` are each draw's sums over
+    """A text that is being scored: its masks, and what was read from its canvases so far. `sampled_M` are each draw's sums over
     groups with random masks, `exact_M` over all other tokens."""
 
     __slots__ = (
@@ -203,7 +203,7 @@ class Text(Sample):
         )
 
     def take(self, canvas: list[Draw], log_p_R: NDArray[np.float64], is_first_R: NDArray[np.bool_]) -> None:
-        """Add what a canvas said of the tokens of its draws; after the last one the text has its score."""
+        """Add the log-probabilities that a canvas gave to the tokens of its draws; after the last one the text has its score."""
         first = 0
         for draw in canvas:
             end = first + len(draw.asked_R)

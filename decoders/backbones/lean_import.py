@@ -5,7 +5,7 @@ that decoding never uses; they take as long as all other imports. During the imp
 that asks for them gets a stand-in that does nothing, or that loads the real module on use. Afterwards they can be imported as
 usual. Modules that are already imported stay unchanged.
 
-transformers imports scipy for the training losses of its object detectors. During the import it is told that scipy is not
+transformers imports scipy for the training losses of its object detectors. During the import scipy is reported as not
 installed, so these losses do not work in a process that decodes.
 
 transformers itself scans the files of all its models twice before it imports one; the second scan is skipped.

@@ -1,4 +1,4 @@
-"""The rows of a forward: flat, sample after sample; which columns of its slot each row sees is said by intervals.
+"""The rows of a forward: flat, sample after sample; intervals say which columns of its slot each row sees.
 
 What the host knows of the rows comes along as plain numbers (`RowShape`, `StreamShape`), so that no forward asks the device.
 

@@ -32,7 +32,7 @@ _TORCH: Any = distributed  # its types leave out TCPStore
 
 
 class GroupLostError(RuntimeError):
-    """Another process of the model has ended, or the processes disagree: none of them can go on."""
+    """Another process of the model has ended, or the processes disagree: none of them can continue."""
 
 
 def open_meeting(count: int) -> Any:

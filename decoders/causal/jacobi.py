@@ -213,7 +213,7 @@ class NgramPool:
 
     def push(self, run: list[int]) -> None:
         """Put a run into the pool, cut to `longest` tokens; one that is there already becomes the most recent. A run of fewer
-        than two tokens proposes nothing and is left out."""
+        than two tokens proposes nothing and is skipped."""
         if len(run) < 2:
             return
         run = run[: self._longest]
@@ -225,7 +225,7 @@ class NgramPool:
     def candidates(self, last: int, drafts: list[int], most: int) -> list[list[int]]:
         """Up to `most` different proposals for what follows the token `last`, each as long as the drafts. A run proposes the
         tokens after its first occurrence of `last`, cut to the number of drafts or filled up with the current drafts. Proposals
-        that equal the drafts themselves are left out."""
+        that equal the drafts themselves are skipped."""
         proposals: list[list[int]] = []
         for run in self._runs:
             # A token at the end of a run has nothing after it.

@@ -45,7 +45,7 @@ Allot = Callable[[int], Generator[Any, Any, int]]
 
 
 def speculative(s: Sample, k: int, drafter: Callable[[Sample], Drafter], kind: int, *, searches: bool) -> Decoding:
-    """Draft, verify, commit the drafts that hold and the token after them. With `searches`, drafting may be left out."""
+    """Draft, verify, commit the drafts that hold and the token after them. With `searches`, drafting may be skipped."""
     draft = drafter(s)
     while s.decided < s.length:
         n, drafts = s.decided, list[int]()
@@ -125,7 +125,7 @@ class Lookup:
 
     def drafts(self, text: list[int], length: int, most: int) -> list[int]:
         """Up to `most` tokens to follow `text[:length]`: those after the last occurrence of its last n tokens, for the largest
-        n. A copy that reaches the end of the text goes on with what it has copied: a repetition goes on. Empty without a
+        n. A copy that reaches the end of the text continues with what it has copied: a repetition continues. Empty without a
         match."""
         start = self._match(text, length)
         period = length - start

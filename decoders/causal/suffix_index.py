@@ -145,7 +145,7 @@ class Automaton:
         return NOWHERE if others is None or token not in others else others[token] & _TARGET
 
     def extend(self, state: int, token: int) -> int:
-        """Let a text whose last state this is go on with a token; returns its new last state."""
+        """Add a token to a text whose last state this is; returns its new last state."""
         target = self.step(state, token)
         if target >= 0:
             self._count_again(state, token)

@@ -35,7 +35,7 @@ class Algorithm:
 
     How tokens are drawn. `notes` are what answers tell of each row, by the distribution that it is drawn from if `warped`, else
     by the model's own; with `measured` the last of them is, at temperature 0, of the distribution after top-k and top-p. With
-    `fresh` each step draws anew, and `ahead` more draws are told. `by_ratio`: drafts are accepted with probability min(1,
+    `fresh` each step draws anew, and answers have `ahead` more draws. `by_ratio`: drafts are accepted with probability min(1,
     (p/q)^temper), by default if the sampling settings say so. `keeps_laws`: its drafts have a distribution, which the rejection
     rule reads, kept in `banks` of a window each; `names_laws`: the decoder names it. `knows_logprob`: the log-probabilities of
     its tokens add up to that of the text. With `scores` the samples have tokens to score where others have holes; `estimates`: by

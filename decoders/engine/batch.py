@@ -96,7 +96,7 @@ class Batch:
     token that is scored. A token drawn is noted in the cell `note_R`. Of rows under the rejection rule `judged_R` have a
     draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers, `owner_R`
     their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are its
-    chain. A head reads `head_5R` (rolls.py)."""
+    chain. A draft head reads `head_5R` (rolls.py)."""
 
     slots_G: Any = None
     sigma_G: Any = None
@@ -455,7 +455,7 @@ def _join(parts: Sequence[Sequence[int] | Ints]) -> Ints:
 
 
 def answers(b: Batch, record: NDArray[np.float64] | None) -> list[Answer]:
-    """What each sample is told, in their order. Without a record nothing was sampled."""
+    """The answer of each sample, in their order. Without a record nothing was sampled."""
     if record is None:
         nothing: Any = np.zeros((1 + b.rule.ahead, 0)) if b.rule.as_arrays else []
         return [Answer(0, nothing, nothing)] * b.num_samples
@@ -475,7 +475,7 @@ def answers(b: Batch, record: NDArray[np.float64] | None) -> list[Answer]:
 
 
 def _split_record(b: Batch, record: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
-    """What is told of each sampled row, [A, F, R], and how many leading drafts of each sample hold."""
+    """The fields of each sampled row, [A, F, R], and how many leading drafts of each sample hold."""
     num_fields, num_rows = 2 + b.rule.num_notes, b.row_R.shape[-1]
     count = (1 + b.rule.ahead) * num_fields * num_rows
     fields_AFR = record[:count].reshape(-1, num_fields, num_rows)[:, :, : b.num_sampled]
@@ -488,7 +488,7 @@ def _split_record(b: Batch, record: NDArray[np.float64]) -> tuple[NDArray[np.flo
 
 
 def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
-    """The samples of a forward that have NaN or infinity in their states, or NaN in what is told of them."""
+    """The samples of a forward that have NaN or infinity in their states, or NaN in the fields of their rows."""
     if np.isfinite(record).all():
         return []
     bad = set[int]()

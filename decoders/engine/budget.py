@@ -73,7 +73,8 @@ class DraftBudget:
     them in place of keys.
 
     The engine calls `settle` before each step, then `note_drafting`, `note_drawing` and `spend` for what drafting takes, and
-    `end_step` after the step. These `plan` the drafts, record what the step took (`note_step`), and `learn` from the iterations that ended.
+    `end_step` after the step. These `plan` the drafts, record the step's time (`note_step`), and `learn` from the iterations that
+    ended.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
     start     send the batch and run it, without waiting; where it can be captured, as one graph (cuda_graphs.py)
     wait      the record of a forward, on the host; others may be started before
 
-A record is flat float64: what is told of the sampled rows (sampler.py), then the sum of the hidden states of each row, which is
+A record is flat float64: the fields of the sampled rows (sampler.py), then the sum of the hidden states of each row, which is
 NaN or infinite if any of these is. Legend: see batch.py.
 """
 

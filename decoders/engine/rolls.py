@@ -55,7 +55,7 @@ def roll_rows(
         counts = [asks[order[0]].num_drafts] * len(order)
     rolled, windows = [samples[index] for index in order], [asks[index] for index in order]
     counts = counts or [ask.num_drafts for ask in windows]
-    # Of drafts nothing but the tokens is told.
+    # Of drafts the record has nothing but the tokens.
     rule = runner.rule._replace(num_notes=0, ahead=0, as_arrays=False)
     b, parts = _pack(rolled, windows, ran, slots, counts=counts, layout=runner.layout, rule=rule)
     if asks[0].head == INDEPENDENT:

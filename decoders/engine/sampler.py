@@ -20,7 +20,8 @@ noise as they draw.
 
 Sources: Leviathan et al., 2023; Chen et al., 2023; ASSD, Algorithm 1; S2D2 (2026), Algorithm 3.
 
-Legend: R sampled rows, V vocabulary, B samples, D drafts, F fields of a row's record, S slots, C cells.
+Legend: R sampled rows, V vocabulary, B samples, D drafts, S slots, C cells, F fields of a row: its token,
+log-probability and notes.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ class Sampler:
     # ---- one record ----------------------------------------------------------------------------------------------
 
     def record(self, logits: Logits, hidden_RD: Tensor, b: Batch, *, is_target: bool) -> Tensor:
-        """What is told of all sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
+        """The fields of all sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
         if b.by_ratio:
             return self._by_ratio(logits, hidden_RD, b, is_target=is_target)
         fields = [
@@ -253,7 +254,7 @@ class Sampler:
         return fields_AFR.flatten()
 
     def draw_part(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
-        """What is told of some rows by the coupled rule: the tokens of the draw and of those ahead, [A, F, R]."""
+        """Draw the tokens of some rows by the coupled rule, also those ahead; the fields of the rows, [A, F, R]."""
         gumbel = None
         if self.kernel is None and self.device.type == "cpu":
             gumbel = partial(self._noise.rows, b, part, self.plan.noise)
@@ -316,7 +317,7 @@ class Sampler:
     def _weigh_rows(
         self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool
     ) -> tuple[Tensor, ...]:
-        """What is told of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
+        """The fields of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
         from. Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows."""
         warp = self._warp(b, part)
         logits_RV = warp.suppress(logits_RV)
@@ -371,7 +372,7 @@ class Sampler:
         log_p_R: Tensor,
         held: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """What is told of rows, with the token after the drafts of each chain that hold; and how many these are, [B]. `held`
+        """The fields of rows, with the token after the drafts of each chain that hold; and how many these are, [B]. `held`
         are the logits and distributions of all rows, where they fit into memory at once."""
         owner_R, size_B, judged_R = b.owner_R, b.size_B, b.judged_R > 0
         # Where no distribution is kept, rows follow drafts that nobody judges: their token is drawn here, and q is not read.

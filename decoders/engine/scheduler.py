@@ -58,7 +58,7 @@ _FEW_PROMPTS: Final = 4
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The samples of one step. It is the first evaluation of those that are `new`; those in `chunks` run a part of their
-    prompts. `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples are left out until others' prompts
+    prompts. `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples wait until others' prompts
     have run."""
 
     samples: list[Sample]

@@ -1,8 +1,8 @@
 """Attention of flat rows over one layer of the slot cache, in Triton: find.reference_attend on a GPU.
 
 One program serves a tile of rows, the G query heads of one key head, and one share of the columns. It walks through the intervals
-one after the other, from the first column that a row of the tile sees to the last one. A column that an earlier interval has
-shown to a row already is left out, so that it counts once. No mask, no copy of the cache, no column beyond what the tile sees.
+one after the other, from the first column that a row of the tile sees to the last one. A column that a row sees in an earlier
+interval is skipped, so that it counts once. No mask, no copy of the cache, no column beyond what the tile sees.
 
 Scores are kept in base 2 (exp2 is what the device has). Sums are in float32 as the columns come: Milakov and Gimelshein, "Online
 normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022); the shares are added as in Dao et al.,

@@ -106,7 +106,7 @@ def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @lru_cache
 def sampling_problem(device: torch.device) -> str | None:
-    """Why the kernel for tokens and what is told of them is not used; tried with and without notes and cuts."""
+    """Why the kernel for tokens and their notes is not used; tried with and without notes and cuts."""
 
     def trial() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import sampling
@@ -114,7 +114,7 @@ def sampling_problem(device: torch.device) -> str | None:
         number_R = torch.arange(8, device=device)
         keys = noise.key_words([sample_key(0, str(row)) for row in range(8)], device)
         own_2R = torch.tensor([[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4], dtype=torch.float64, device=device)
-        # Of every three rows the first names no token, whose own log-probability is told then.
+        # Of every three rows the first names no token to score: then it is the token drawn.
         scored: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
         noted: dict[str, Any] = {**scored, "wanted": sampling_reference.WANTED, "mask_id": 5}
         pairs = []
@@ -237,7 +237,7 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
 
 
 def find_sampling(device: torch.device, dtype: torch.dtype) -> Sample | None:
-    """What draws the tokens of a model of this dtype, and tells of them."""
+    """What draws the tokens of a model of this dtype, and makes their notes."""
     if not _is_used("sampling", device, dtype, lambda: sampling_problem(device)):
         return None
     from draftmill.decoders.kernels.sampling import sample

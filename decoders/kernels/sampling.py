@@ -384,7 +384,7 @@ def sample(
     gumbel: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
     """See sampling_reference.py; logits in float32 or half precision, which stay as they are."""
-    assert warp.own_2R is not None and gumbel is None, "a kernel is told each row's settings, and computes its noise"
+    assert warp.own_2R is not None and gumbel is None, "a kernel gets each row's settings, and computes its noise"
     assert mask_id >= 0 or "scores" not in wanted, "scores leave out the mask"
     assert logits_RV.stride(1) == 1, "the logits of a row follow each other"
     (num_rows, vocab_size), top_k = logits_RV.shape, warp.job.top_k
