@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftmill.decoders.kernels.seen import Seen, line_bytes
+from draftmill.decoders.kernels.seen import Seen, line_bytes, power_of_two
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What the kernel computes with; anything else is the reference's."""
@@ -186,22 +186,18 @@ def attend(
         return out_NHd
     assert seen.low_IN.is_contiguous() and seen.high_IN.is_contiguous(), "stretches of rows follow each other"
     query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
-    lines, padded = max(_LEAST_LINES, _power(seen.rows_at_once * group)), max(_LEAST_WIDTH, _power(width))
+    lines, padded = max(_LEAST_LINES, power_of_two(seen.rows_at_once * group)), max(_LEAST_WIDTH, power_of_two(width))
     num_tiles = seen.first_T.shape[0]
     shares = shares or _shares(num_tiles * key_heads, num_columns)
     sums = largest = totals = out_NHd
     if shares > 1:
         sums = out_NHd.new_empty(shares, num_rows, num_heads, width, dtype=torch.float32)
         largest, totals = out_NHd.new_empty(2, shares, num_rows, num_heads, dtype=torch.float32)
-    positions, row_positions, relative = seen.slot_N, seen.slot_N, query_NHd
-    if window is not None or relative_NHP is not None:
-        assert seen.positions_SW is not None and seen.position_N is not None, (
-            "windows and relative scores read positions"
-        )
-        positions, row_positions = seen.positions_SW, seen.position_N
-    if relative_NHP is not None:
-        assert relative_NHP.stride(2) == 1, "the numbers of a row's distances follow each other"
-        relative = relative_NHP
+    # A kernel that reads no positions or distances takes any tensor in their place.
+    relative = query_NHd if relative_NHP is None else relative_NHP
+    assert relative_NHP is None or relative_NHP.stride(2) == 1, "the numbers of a row's distances follow each other"
+    reads_positions = window is not None or relative_NHP is not None
+    row_positions, positions = _positions(seen) if reads_positions else (seen.slot_N, seen.slot_N)
     attend_tiles[(num_tiles, key_heads, shares)](
         query_NHd, layer_2SKWd[0], layer_2SKWd[1], sums, largest, totals, seen.first_T, seen.slot_N, seen.low_IN,
         seen.high_IN, row_positions, positions, relative,
@@ -220,6 +216,12 @@ def attend(
     return out_NHd
 
 
+def _positions(seen: Seen) -> tuple[Tensor, Tensor]:
+    """Those of rows and of columns, which windows and relative scores read."""
+    assert seen.positions_SW is not None and seen.position_N is not None, "windows and relative scores read positions"
+    return seen.position_N, seen.positions_SW
+
+
 def _block(width: int, dtype: torch.dtype) -> int:
     """Columns that a program reads at once, a power of two."""
     most = 32 if dtype == torch.float32 else _MOST_BLOCK
@@ -230,8 +232,3 @@ def _shares(num_programs: int, num_columns: int) -> int:
     """Into how many parts the columns are cut: enough to keep the device busy, none of them short."""
     most = min(_BUSY // max(1, num_programs), num_columns // _LEAST_SHARE, _MOST_SHARES)
     return 1 << (most.bit_length() - 1) if most > 1 else 1
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()

@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from draftmill.decoders.kernels.seen import power_of_two
+
 _TORCH_MAJOR: Final = 9
 _ALIGNED: Final = 8  # numbers of bfloat16 in the 16 bytes to which rows must be aligned
 
@@ -84,18 +86,13 @@ def triton_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor
         return out_PM
     assert rows_PD.stride(1) == 1 and weight_EMD.stride(2) == 1, "the numbers of a row follow each other"
     wide = rows_PD.dtype == torch.float32
-    block_p = max(16, min(64, _power(num_rows // num_experts)))
+    block_p = max(16, min(64, power_of_two(num_rows // num_experts)))
     block_m, block_d = (32, 32) if wide else (64, 64)
     most_tiles = num_rows // block_p + min(num_rows, num_experts)
     multiply_tiles[(most_tiles, -(-width_out // block_m))](
         rows_PD, weight_EMD, end_E, out_PM, num_experts, width_out, width_in,
         rows_PD.stride(0), weight_EMD.stride(0), weight_EMD.stride(1),
-        EXPERTS=_power(num_experts), BLOCK_P=block_p, BLOCK_M=block_m, BLOCK_D=block_d, WIDE=wide,
+        EXPERTS=power_of_two(num_experts), BLOCK_P=block_p, BLOCK_M=block_m, BLOCK_D=block_d, WIDE=wide,
         num_warps=4, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
     return out_PM
-
-
-def _power(number: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(0, number - 1).bit_length()

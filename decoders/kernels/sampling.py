@@ -30,6 +30,7 @@ from torch import Tensor
 
 from draftmill.decoders.draws.keys import TARGET
 from draftmill.decoders.kernels.sampling_reference import WANTED, Wanted, Warp
+from draftmill.decoders.kernels.seen import power_of_two
 
 _BLOCK: Final = 2048
 """The most tokens that a program reads at once."""
@@ -398,6 +399,6 @@ def sample(
             PURPOSE=TARGET, TOP_K=top_k is not None and top_k < vocab_size, TOP_P=warp.cuts,
             F=len(wanted), WARPED=warped and bool(wanted),
             **{f"AT_{name.upper()}": 2 + wanted.index(name) if name in wanted else 0 for name in WANTED},
-            BLOCK=max(16, min(_BLOCK, 1 << (vocab_size - 1).bit_length())), num_warps=8, enable_fp_fusion=False,
+            BLOCK=max(16, min(_BLOCK, power_of_two(vocab_size))), num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return fields_AFR
