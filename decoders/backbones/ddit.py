@@ -172,7 +172,8 @@ class DDiTBackbone(NetworkBackbone):
         self._at_zero = self.base.modulations(torch.zeros(1, dtype=self.exact_dtype, device=self.device))
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
-        modulations, which_P = self._at_zero, None
+        modulations = self._at_zero
+        which_P: Tensor | None = None
         if self.takes_sigma:
             assert rows.sigma_B is not None, "this network is conditioned on the noise: its rows need sigma_B"
             count = rows.sigma_B.shape[0]

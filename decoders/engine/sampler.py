@@ -56,6 +56,9 @@ Logits = Callable[[Tensor], Tensor]
 """Hidden states [R, D] -> raw logits [R, V]."""
 
 
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
 class NoiseCache:
     """Keeps `window` ranks of each slot and, where the vocabulary is small, some after them. Without a window whole canvases
     are kept. With `fresh` each draw has noise of its own, and nothing is kept. The host knows what each cell holds."""
@@ -148,6 +151,9 @@ class NoiseCache:
         place_N = rank_N if order_SW is None else order_SW[slot_N, rank_N]
         keys_N2 = torch.from_numpy(self._slots.key_S2[slot_N])
         return noise.gumbel_rows(keys_N2, torch.from_numpy(place_N), self._vocab_size, draws_R=torch.from_numpy(draw_N))
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 class Sampler:

@@ -335,7 +335,10 @@ def gated_shapes(prefix: str, width: int, inner: int, *, bias: bool = False) -> 
 
 def product_shapes(name: str, num_out: int, num_in: int, *, bias: bool = True) -> Shapes:
     """The tensors of a linear layer."""
-    return {f"{name}.weight": (num_out, num_in)} | ({f"{name}.bias": (num_out,)} if bias else {})
+    shapes: Shapes = {f"{name}.weight": (num_out, num_in)}
+    if bias:
+        shapes[f"{name}.bias"] = (num_out,)
+    return shapes
 
 
 def _gpt_shapes(parsed: Any, *, is_neo: bool) -> Shapes:

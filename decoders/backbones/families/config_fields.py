@@ -343,9 +343,10 @@ _DERIVE: Final[dict[str, Callable[[Any], None]]] = {
 def fitting(family: str, *errors: type[Exception]) -> Iterator[None]:
     """Within the `with` block, a ValueError, or one of these errors, becomes a ValueError that names config.json and the
     family."""
+    caught = (ValueError, *errors)
     try:
         yield
-    except (ValueError, *errors) as error:
+    except caught as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"model.path: config.json does not fit family {family!r}: {reason}") from error
 
