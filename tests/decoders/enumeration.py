@@ -292,7 +292,7 @@ class ChosenSampler(Sampler):
 
     def draw_named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
         """See Sampler."""
-        chosen, gumbels, whole = Chosen(), dict[int, Tensor](), super().named
+        chosen, gumbels, whole = Chosen(), dict[int, Tensor](), super().draw_named
         for number, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
             index = sample.request.index
             if index not in self.choosers or (self._greedy and not self.by_ratio):
