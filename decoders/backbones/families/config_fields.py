@@ -343,7 +343,7 @@ _DERIVE: Final[dict[str, Callable[[Any], None]]] = {
 def fitting(family: str, *errors: type[Exception]) -> Iterator[None]:
     """Within the `with` block, a ValueError, or one of these errors, becomes a ValueError that names config.json and the
     family."""
-    caught = (ValueError, *errors)
+    caught: tuple[type[Exception], ...] = (ValueError, *errors)
     try:
         yield
     except caught as error:
