@@ -96,7 +96,7 @@ def held_out_windows(length: int, count: int) -> list[NDArray[np.int32]]:
     return [windows[i * len(windows) // count] for i in range(min(count, len(windows)))]
 
 
-def masked(windows: list[NDArray[np.int32]], kind: str) -> list[Request]:
+def with_masks(windows: list[NDArray[np.int32]], kind: str) -> list[Request]:
     """Mask 95 % or 50 % of the tokens at random (m95, m50), or one span of 40 tokens (span40)."""
     rng = np.random.default_rng(0)
     requests = []
@@ -162,7 +162,7 @@ def run_loop(loop: PublicLoop, requests: list[Request], *, seconds: float) -> Lo
 def speed(device: str, batches: list[int], samples: int, names: list[str], acceptance: str) -> None:
     """Tokens/s over batch sizes on the builtin model at 95 % masked, and the ratio to the public loop."""
     model = load(BUILTIN, device)
-    requests = masked(held_out_windows(128, samples), "m95")
+    requests = with_masks(held_out_windows(128, samples), "m95")
     loop = run_loop(PublicLoop.load(BUILTIN, k=5), requests, seconds=20.0)
     loop_rate = loop.tokens / loop.seconds
     print(f"public loop, batch 1, k=5: {loop_rate:.1f} tokens/s, NFE per token {loop.forwards / loop.tokens:.3f}")
@@ -194,7 +194,7 @@ def nfe(device: str, samples: int) -> None:
         for name in sorted(VARIANTS, key=lambda name: name != PAPER):
             cells, ratio = [], ""
             for kind in ("m95", "m50", "span40"):
-                share, error = _nfe_share(model, name, masked(windows, kind), acceptance)
+                share, error = _nfe_share(model, name, with_masks(windows, kind), acceptance)
                 cells.append(f"{share:.3f} ({error:.3f})")
                 if kind == "m95":
                     base = base or share
@@ -227,7 +227,7 @@ def base(device: str, batches: list[int], iterations: int, steps: int) -> None:
         XLNetLMHeadModel(config).save_pretrained(folder)
         rng = np.random.default_rng(0)
         canvases = [rng.integers(10, 32000, 512).astype(np.int32) for _ in range(max(batches))]
-        requests = masked(canvases, "m95")
+        requests = with_masks(canvases, "m95")
         loop = PublicLoop.load(folder, k=5).decode(requests[0].canvas, max_iterations=iterations)
         loop_rate = loop.tokens / loop.seconds
         print(f"public loop, batch 1, k=5: {loop_rate:.2f} tokens/s over {iterations} iterations")

@@ -67,7 +67,7 @@ class Bench:
         """Fewer samples for fewer slots, so that small batches do not take most of the time."""
         return self.requests[: max(4, min(len(self.requests), 3 * rows))]
 
-    def measured(self, settings: DecoderChoice, temperature: float, model: Loaded | None = None) -> list[Measured]:
+    def measure(self, settings: DecoderChoice, temperature: float, model: Loaded | None = None) -> list[Measured]:
         """Run one decoder for each number of slots."""
         return [
             measure(model or self.model, settings, self.enough(rows), rows=rows, temperature=temperature)
@@ -86,7 +86,7 @@ def frontier(bench: Bench, temperature: float) -> None:
     for name, runs in baselines.items():
         print(row(name, *_cells(bench, runs, baselines, (temperature, 1, name))), flush=True)
     if bench.other is not None:
-        runs = bench.measured(AutoregressiveSettings(kind="autoregressive"), temperature, bench.other)
+        runs = bench.measure(AutoregressiveSettings(kind="autoregressive"), temperature, bench.other)
         print(row(OTHER, *_speeds(runs, baselines), *_forwards(runs[-1]), "", "", ""), flush=True)
     for size in bench.blocks:
         print(f"\n### Blocks of {size}, temperature {temperature:g}\n")
@@ -94,14 +94,14 @@ def frontier(bench: Bench, temperature: float) -> None:
         # Run again, so that compared runs are close in time.
         baselines = _baselines(bench, temperature)
         for name, settings in decoders_of(size, bench.taus).items():
-            runs = bench.measured(settings, temperature)
+            runs = bench.measure(settings, temperature)
             print(row(name, *_cells(bench, runs, baselines, (temperature, size, name))), flush=True)
 
 
 def _baselines(bench: Bench, temperature: float) -> dict[str, list[Measured]]:
     return {
-        TWO: bench.measured(one_by_one(fused=False), temperature),
-        ONE: bench.measured(one_by_one(fused=True), temperature),
+        TWO: bench.measure(one_by_one(fused=False), temperature),
+        ONE: bench.measure(one_by_one(fused=True), temperature),
     }
 
 
@@ -124,12 +124,12 @@ def _columns(bench: Bench) -> Iterator[str]:
 def _cells(
     bench: Bench, runs: list[Measured], baselines: dict[str, list[Measured]], point: tuple[float, int, str]
 ) -> Iterator[str]:
-    found = quality(bench.model, bench.requests, runs[-1].texts)
+    worth = quality(bench.model, bench.requests, runs[-1].texts)
     for rows, run in zip(bench.rows, runs, strict=True):
-        bench.points.append([*point, rows, run.rate, run.nfe / run.count, found.nats, found.agreement])
+        bench.points.append([*point, rows, run.rate, run.nfe / run.count, worth.nats, worth.agreement])
     yield from _speeds(runs, baselines)
     yield from _forwards(runs[-1])
-    yield from _worth(found)
+    yield from _worth(worth)
     yield f"{equal_share(runs[-1].texts, baselines[TWO][-1].texts):.0%}"
 
 
@@ -145,9 +145,9 @@ def _forwards(run: Measured) -> Iterator[str]:
     yield f"{run.token_rows / run.count:.1f}"
 
 
-def _worth(found: Quality) -> Iterator[str]:
-    yield f"{found.nats:.3f}"
-    yield f"{found.agreement:.3f}"
+def _worth(worth: Quality) -> Iterator[str]:
+    yield f"{worth.nats:.3f}"
+    yield f"{worth.agreement:.3f}"
 
 
 # ---- the public loop -------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def public(bench: Bench) -> None:
     )
     some = bench.enough(1)
     for name, size, theirs, settings in _pairs(bench, some):
-        runs = bench.measured(settings, 0.0)
+        runs = bench.measure(settings, 0.0)
         ratios = (f"{run.rate / theirs.rate:.1f}x" for run in runs)
         same = f"{equal_share(runs[0].texts, theirs.tokens):.0%}"
         cells = [f"{theirs.rate:.0f}", f"{theirs.forwards / theirs.count:.3f}", *(f"{run.rate:.0f}" for run in runs)]

@@ -53,12 +53,12 @@ class World:
     def step(self, counts: Any) -> tuple[int, float]:
         """The tokens committed and the seconds of one step, which the budget records."""
         target, drafting = self.seconds(counts)
-        self.budget.timed(int(self.num + counts.sum()), self.kv, self.noisy(target))
+        self.budget.note_step(int(self.num + counts.sum()), self.kv, self.noisy(target))
         for num, seconds in drafting:
             assert self.draft_costs is not None
             took = self.noisy(seconds)
             self.draft_costs.observe(num, self.kv, took)
-            self.budget.spent(took)
+            self.budget.spend(took)
         true = (self.rng.random((self.num, MOST)) < self.rates[:, None]).cumprod(1).sum(1)
         gained = np.minimum(true, counts)
         self.budget.learn(self.slots, counts, gained)

@@ -28,10 +28,10 @@ _full_fit = cost._fit
 
 def line(cells: list[Any]) -> Cost:
     """A straight line through all sizes instead of a table of the measured ones."""
-    found = _full_fit(cells)
-    most = found.tokens_P[-1]
-    ends = np.array([0.0, most]), np.array([found.base, found.base + found.per_token * most])
-    return Cost(found.base, found.per_token, found.per_kv_token, *ends)
+    fit = _full_fit(cells)
+    most = fit.tokens_P[-1]
+    ends = np.array([0.0, most]), np.array([fit.base, fit.base + fit.per_token * most])
+    return Cost(fit.base, fit.per_token, fit.per_kv_token, *ends)
 
 
 def _mean(survival: Survival) -> float:
@@ -61,7 +61,7 @@ PLAINER: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def replaced(fit: Any = None, rates: Any = None) -> Iterator[None]:
+def replace_parts(fit: Any = None, rates: Any = None) -> Iterator[None]:
     """Run with these parts instead; a line promises nothing about sizes that were not measured."""
     with (
         patch.object(cost, "_fit", fit or _full_fit),
@@ -78,7 +78,7 @@ def main() -> None:
         fixed = [np.mean([World(**world, seed=seed).run(STEPS, length) for seed in range(SEEDS)]) for length in LENGTHS]
         cells = [fixed[0] / max(fixed)]
         for parts in PLAINER.values():
-            with replaced(**parts):
+            with replace_parts(**parts):
                 cells.append(np.mean([World(**world, seed=seed).run(STEPS) for seed in range(SEEDS)]) / max(fixed))
         print(row(name, *(f"{cell:.2f}" for cell in cells)), flush=True)
 

@@ -53,10 +53,10 @@ def header(*names: str) -> str:
     return f"{row(*names)}\n{'|---' * len(names)}|"
 
 
-def equal_share(one: dict[int, list[int]], other: dict[int, list[int]]) -> float:
+def equal_share(texts: dict[int, list[int]], others: dict[int, list[int]]) -> float:
     """The share of equal texts among those that both sides have."""
-    both = one.keys() & other.keys()
-    return sum(one[index] == other[index] for index in both) / max(len(both), 1)
+    both = texts.keys() & others.keys()
+    return sum(texts[index] == others[index] for index in both) / max(len(both), 1)
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -66,15 +66,15 @@ def theirs(loops: PublicCausal, requests: list[Request], plan: Plan) -> dict[str
     """Measure transformers and the public Jacobi loop: `generate` at every batch size, the others at batch 1."""
     loops.stop_ids, loops.temperature, some = list(plan.stops.ids), plan.temperature, plan.enough(requests, 1)
     loops.generate(some[:1], rows=1)  # the first call is slow
-    found = {
+    loops_of = {
         "generate": [loops.generate(plan.enough(requests, rows), rows=rows) for rows in plan.batches],
-        "assisted, as it comes": [loops.assisted(some)],
-        "assisted, k=5": [loops.assisted(some, num_drafts=5)],
+        "assisted, as it comes": [loops.with_assistant(some)],
+        "assisted, k=5": [loops.with_assistant(some, num_drafts=5)],
         "prompt look-up, k=5": [loops.lookup(some, num_drafts=5)],
     }
     if plan.temperature == 0.0:
-        found |= {f"public Jacobi loop, n={n}": [loops.jacobi(some, block_size=n)] for n in PUBLIC_BLOCKS}
-    return found
+        loops_of |= {f"public Jacobi loop, n={n}": [loops.jacobi(some, block_size=n)] for n in PUBLIC_BLOCKS}
+    return loops_of
 
 
 def speed(models: Models, loops: PublicCausal, requests: list[Request], plan: Plan) -> None:
@@ -127,11 +127,11 @@ def auto(models: Models, requests: list[Request], plan: Plan) -> None:
         for rows in plan.batches:
             ratios = []
             for _ in range(plan.repeats):
-                plain, found = (
-                    measure(models, VARIANTS[one], requests, plan, rows=rows) for one in (AUTOREGRESSIVE, name)
+                plain, drafting = (
+                    measure(models, VARIANTS[variant], requests, plan, rows=rows) for variant in (AUTOREGRESSIVE, name)
                 )
-                ratios.append(found.rate / plain.rate)
-                same = min(same, equal_share(plain.texts, found.texts))
+                ratios.append(drafting.rate / plain.rate)
+                same = min(same, equal_share(plain.texts, drafting.texts))
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
         print(row(name, *cells, f"{same:.0%} equal"), flush=True)
 
@@ -139,15 +139,15 @@ def auto(models: Models, requests: list[Request], plan: Plan) -> None:
 # ---- distillation ----------------------------------------------------------------------------------------------------
 
 
-def distilled(before: Models, after: Models, requests: list[Request], plan: Plan) -> None:
+def distillation(before: Models, after: Models, requests: list[Request], plan: Plan) -> None:
     """Tokens per forward and tokens/s of the Jacobi decoders on both models at the largest batch size."""
     rows = plan.batches[-1]
     print(plan.title("Distilled / undistilled (limit of tokens per forward: >= 1.8x)"))
     print(header("decoder", "tokens/forward", "distilled", "ratio", f"tokens/s, B={rows}", "distilled", "ratio"))
     for name in (AUTOREGRESSIVE, *JACOBI):
-        one, two = (measure(models, VARIANTS[name], requests, plan, rows=rows) for models in (before, after))
-        won = one.count / one.nfe, two.count / two.nfe
-        rates = f"{one.rate:.0f}", f"{two.rate:.0f}", f"{two.rate / one.rate:.2f}x"
+        first, second = (measure(models, VARIANTS[name], requests, plan, rows=rows) for models in (before, after))
+        won = first.count / first.nfe, second.count / second.nfe
+        rates = f"{first.rate:.0f}", f"{second.rate:.0f}", f"{second.rate / first.rate:.2f}x"
         print(row(name, f"{won[0]:.2f}", f"{won[1]:.2f}", f"{won[1] / won[0]:.2f}x", *rates), flush=True)
 
 
@@ -209,7 +209,7 @@ def main() -> None:
             case "auto":
                 auto(models, requests, plan)
             case "distilled":
-                distilled(models, after, requests, plan)
+                distillation(models, after, requests, plan)
 
 
 if __name__ == "__main__":

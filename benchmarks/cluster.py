@@ -295,7 +295,7 @@ class World:
         return end_s - self.now_s < 0.5 * unit.tokens / worker.machine.speed
 
 
-def drawn_machines(count: int, seed: int, about_s: float) -> list[Machine]:
+def draw_machines(count: int, seed: int, about_s: float) -> list[Machine]:
     """The machines of a job that takes about `about_s`."""
     rng = np.random.default_rng(seed)
     speeds = rng.choice([speed for _, speed in SPEEDS], p=[share for share, _ in SPEEDS], size=count)
@@ -309,7 +309,7 @@ def drawn_machines(count: int, seed: int, about_s: float) -> list[Machine]:
     return machines
 
 
-def packed(samples: int, unit_rows: int | None, seed: int) -> UnitSizes:
+def pack_units(samples: int, unit_rows: int | None, seed: int) -> UnitSizes:
     """Units of samples with synthetic lengths, by the planner's own packing."""
 
     def sizes() -> Iterator[UnitSize]:
@@ -349,10 +349,10 @@ def lower_bound(machines: list[Machine], tokens: int) -> float:
 def simulate(workers: int, samples: int, unit_rows: int | None, seed: int) -> dict[str, Any]:
     """Run one job; returns its figures, and the units that the driver recorded as committed, in order."""
     before_mb = peak_mb()
-    units = packed(samples, unit_rows, seed)
+    units = pack_units(samples, unit_rows, seed)
     tokens = int(units.tokens.sum())
     mean = sum(share * speed for share, speed in SPEEDS)
-    machines = drawn_machines(workers, seed, LOAD_S + tokens / (workers * mean))
+    machines = draw_machines(workers, seed, LOAD_S + tokens / (workers * mean))
     world = World(machines, seed)
     totals = Totals(units=len(units), rows=samples, clock=world.clock)
     log = RunLog(clock=world.clock)

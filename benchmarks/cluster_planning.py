@@ -39,14 +39,14 @@ def texts(megabytes: float) -> list[str]:
     """Rows of common words, some longer than others."""
     rng = random.Random(0)
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 9))) for _ in range(5000)]
-    found, size = [], 0
+    rows, size = [], 0
     while size < megabytes * 2**20:
-        found.append(" ".join(rng.choices(words, k=rng.randint(1, 2 * WORDS))))
-        size += len(found[-1])
-    return found
+        rows.append(" ".join(rng.choices(words, k=rng.randint(1, 2 * WORDS))))
+        size += len(rows[-1])
+    return rows
 
 
-def written(folder: Path, rows: list[str]) -> dict[str, Path]:
+def write_inputs(folder: Path, rows: list[str]) -> dict[str, Path]:
     """The same rows in two formats."""
     paths = {"jsonl": folder / "rows.jsonl", "parquet": folder / "rows.parquet"}
     with paths["jsonl"].open("w") as file:
@@ -57,7 +57,7 @@ def written(folder: Path, rows: list[str]) -> dict[str, Path]:
     return paths
 
 
-def planned(path: Path, out: Path, survey_of: Callable[..., Survey]) -> tuple[dict[str, bytes], float, float]:
+def time_plan(path: Path, out: Path, survey_of: Callable[..., Survey]) -> tuple[dict[str, bytes], float, float]:
     """Plan once: the plan's parts, wall seconds, CPU seconds of this process."""
     spec = check_spec(
         {
@@ -79,14 +79,14 @@ def planned(path: Path, out: Path, survey_of: Callable[..., Survey]) -> tuple[di
 def compare(folder: Path, name: str, path: Path, rows: int, cpus: int, rounds: int) -> None:
     """Print one line for an input."""
     there = partial(cluster_survey, num_cpus=cpus, is_ours=True, note=print)
-    planned(path, folder / f"{name}-warm", there)  # processes start, and load the tokenizer
+    time_plan(path, folder / f"{name}-warm", there)  # processes start, and load the tokenizer
     here_s, there_s, spent_here_s, spent_s = [], [], [], []
     for number in range(rounds):
-        one, wall_s, cpu_s = planned(path, folder / f"{name}-here-{number}", lambda prepared: survey)
+        alone, wall_s, cpu_s = time_plan(path, folder / f"{name}-here-{number}", lambda prepared: survey)
         here_s.append(wall_s)
         spent_here_s.append(cpu_s)
-        other, wall_s, cpu_s = planned(path, folder / f"{name}-there-{number}", there)
-        assert one == other, "the plans differ"
+        together, wall_s, cpu_s = time_plan(path, folder / f"{name}-there-{number}", there)
+        assert alone == together, "the plans differ"
         there_s.append(wall_s)
         spent_s.append(cpu_s)
     here, away, spent = min(here_s), min(there_s), min(spent_s)
@@ -110,7 +110,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         rows = texts(given.megabytes)
-        paths = written(folder, rows)
+        paths = write_inputs(folder, rows)
         ray.init(
             address="local",
             num_cpus=given.cpus,

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.device_models import LLADA_8B, LLAMA_8B, XLNET_110M, Made, made, small
+from benchmarks.device_models import LLADA_8B, LLAMA_8B, XLNET_110M, Made, make_model, small
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
 from draftmill.decoders.base import HOLE, Outcome, Request
@@ -128,7 +128,7 @@ class Bench:
         """The model of this shape; another one is dropped first."""
         if self._held is None or self._held[0] != str(config):
             self.drop()
-            self._held = (str(config), made(config, self.device, self.dtype))
+            self._held = (str(config), make_model(config, self.device, self.dtype))
         return self._held[1]
 
     def drop(self) -> None:
@@ -147,14 +147,14 @@ class Bench:
         """The median milliseconds of a call."""
         for _ in range(1 if self.rehearse else 3):
             function()
-        found = []
+        times_ms = []
         for _ in range(1 if self.rehearse else times):
             self.wait()
             began = time.perf_counter()
             function()
             self.wait()
-            found.append(1000 * (time.perf_counter() - began))
-        return statistics.median(found)
+            times_ms.append(1000 * (time.perf_counter() - began))
+        return statistics.median(times_ms)
 
     @cached_property
     def bytes_per_ms(self) -> float:
@@ -177,7 +177,7 @@ def kernels(bench: Bench) -> Table:
     return Table("Kernels", ["kernel", "case", "largest difference", "ms", "reference, ms"], rows)
 
 
-def _compared(
+def _compare(
     bench: Bench, name: str, case: str, ours: Callable[[], Tensor] | None, reference: Callable[[], Tensor]
 ) -> list[str]:
     theirs_ms = bench.ms(reference, times=5)
@@ -215,11 +215,11 @@ def _attention_rows(bench: Bench) -> Iterator[list[str]]:
         more = {"relative_NHP": bench.normal(slots * lines, heads, 2 * columns) if relative else None}
 
         def run(function: Any, query: Any = query, layer: Any = layer, seen: Any = seen, more: Any = more) -> Tensor:
-            found: Tensor = function(query, layer, seen, scaling=0.1, **more)
-            return found
+            mixed: Tensor = function(query, layer, seen, scaling=0.1, **more)
+            return mixed
 
         ours = None if attend is None else partial(run, attend)
-        yield _compared(bench, "attention", case, ours, partial(run, find.reference_attend))
+        yield _compare(bench, "attention", case, ours, partial(run, find.reference_attend))
 
 
 def _sampling_rows(bench: Bench) -> Iterator[list[str]]:
@@ -234,18 +234,18 @@ def _sampling_rows(bench: Bench) -> Iterator[list[str]]:
         "top-k 50": (1.0, 50),
     }
     notes: dict[str, tuple[Wanted, ...]] = {"": (), ", two notes": ("top1", "entropy")}
-    for (name, (top_p, top_k)), (told, wanted) in itertools.product(warps.items(), notes.items()):
+    for (name, (top_p, top_k)), (note, wanted) in itertools.product(warps.items(), notes.items()):
         job, own_2R = Sampling(top_k=top_k), torch.ones(2, num_rows, dtype=torch.float64, device=bench.device)
         own_2R[1] = top_p
         warp = Warp(job, job, own_2R, top_p < 1.0, positions[:3], never_V)
 
         def run(function: Any, warp: Warp = warp, wanted: tuple[Wanted, ...] = wanted) -> Tensor:
-            found: Tensor = function(logits_RV, warp, keys, positions, wanted=wanted, warped=True)
-            return found
+            fields: Tensor = function(logits_RV, warp, keys, positions, wanted=wanted, warped=True)
+            return fields
 
         ours = None if kernel is None else partial(run, kernel)
-        case = f"{num_rows} rows of {vocab_size:,} numbers, {name}{told}"
-        yield _compared(bench, "sampling", case, ours, partial(run, sampling_reference.sample))
+        case = f"{num_rows} rows of {vocab_size:,} numbers, {name}{note}"
+        yield _compare(bench, "sampling", case, ours, partial(run, sampling_reference.sample))
 
 
 def _expert_rows(bench: Bench) -> Iterator[list[str]]:
@@ -258,7 +258,7 @@ def _expert_rows(bench: Bench) -> Iterator[list[str]]:
         ends = torch.searchsorted(expert, torch.arange(num_experts, device=bench.device), right=True, out_int32=True)
         ours = None if product is None else partial(product, rows, weights, ends)
         case = f"{count} rows, {num_experts} experts of {width} x {inner}"
-        yield _compared(bench, "experts", case, ours, partial(find.reference_product, rows, weights, ends))
+        yield _compare(bench, "experts", case, ours, partial(find.reference_product, rows, weights, ends))
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def _expert_rows(bench: Bench) -> Iterator[list[str]]:
 def graphs(bench: Bench) -> Table:
     """One step of a causal model, network and output layer: operation by operation, and replayed as a CUDA graph."""
     config = small(LLAMA_8B) if bench.rehearse else LLAMA_8B
-    backbone, found = bench.model(config).backbone, []
+    backbone, lines = bench.model(config).backbone, []
     for slots in (2,) if bench.rehearse else (16, 64, 256):
         columns = 16 if bench.rehearse else 704
         backbone.allocate(slots, columns)
@@ -278,11 +278,11 @@ def graphs(bench: Bench) -> Table:
         def step(rows: Any = rows) -> Tensor:
             return backbone.logits(backbone.forward(rows))
 
-        found.append([f"Llama-8B, {slots} rows", f"{bench.ms(step):.2f}", _replayed(bench, step)])
-    return Table("Graphs", ["step", "eager, ms", "graph, ms"], found)
+        lines.append([f"Llama-8B, {slots} rows", f"{bench.ms(step):.2f}", _time_replays(bench, step)])
+    return Table("Graphs", ["step", "eager, ms", "graph, ms"], lines)
 
 
-def _replayed(bench: Bench, step: Callable[[], Tensor]) -> str:
+def _time_replays(bench: Bench, step: Callable[[], Tensor]) -> str:
     if bench.rehearse:
         return "no graphs on a CPU"
     graph = torch.cuda.CUDAGraph()
@@ -325,7 +325,7 @@ def _decoder(bench: Bench, case: Case, rows: int, *, captures: bool = True) -> A
         return build_decoder(setup, case.settings)
 
 
-def _drained(decoder: Any, requests: list[Request]) -> Iterator[tuple[float, list[Outcome]]]:
+def _decode_all(decoder: Any, requests: list[Request]) -> Iterator[tuple[float, list[Outcome]]]:
     """Seconds and outcomes of each step, which waits for its record."""
     queue = list(reversed(requests))
     while queue or decoder.active:
@@ -338,27 +338,27 @@ def _drained(decoder: Any, requests: list[Request]) -> Iterator[tuple[float, lis
 
 def families(bench: Bench) -> Table:
     """Tokens/s of every case, and its steady steps beside the roofline and what was expected."""
-    found = []
+    rows = []
     for case in bench.cases():
         if bench.is_late:
-            found.append([case.name, str(case.rows), *["no time left"] * 7])
+            rows.append([case.name, str(case.rows), *["no time left"] * 7])
             continue
-        eager, _, _ = _timed(bench, case, captures=False)
-        ms, tokens_per_s, share = _timed(bench, case, captures=True)
+        eager, _, _ = _time_case(bench, case, captures=False)
+        ms, tokens_per_s, share = _time_case(bench, case, captures=True)
         roofline = _roofline_ms(bench, bench.model(case.config), case)
         expected = "-" if case.expected is None else f"{case.expected[0]:g} .. {case.expected[1]:g}"
-        times = [f"{one:.2f}" for one in (eager, ms)]
+        times = [f"{time_ms:.2f}" for time_ms in (eager, ms)]
         numbers = [f"{tokens_per_s:.0f}", *times, f"{share:.0%}", f"{roofline:.2f}"]
-        found.append([case.name, str(case.rows), *numbers, expected, _verdict(eager, case)])
+        rows.append([case.name, str(case.rows), *numbers, expected, _verdict(eager, case)])
     columns = ["case", "rows", "tokens/s", "ms a step, eager", "with graphs", "replayed"]
-    return Table("Decoders", [*columns, "roofline, ms", "expected eager, ms", "verdict"], found)
+    return Table("Decoders", [*columns, "roofline, ms", "expected eager, ms", "verdict"], rows)
 
 
-def _timed(bench: Bench, case: Case, *, captures: bool) -> tuple[float, float, float]:
+def _time_case(bench: Bench, case: Case, *, captures: bool) -> tuple[float, float, float]:
     """Milliseconds of a steady step, tokens a second of all steps, and the share of steps that replayed a graph."""
     decoder = _decoder(bench, case, case.rows, captures=captures)
     requests = _requests(case, bench.model(case.config).info.vocab_size, case.rows)
-    steps = [(seconds, len(done)) for seconds, done in _drained(decoder, requests)]
+    steps = [(seconds, len(done)) for seconds, done in _decode_all(decoder, requests)]
     bench.wait()
     # The first steps run the prompts and capture, the last ones have fewer rows.
     steady = [seconds for seconds, done in steps[4:] if not done] or [steps[-1][0]]
@@ -385,20 +385,20 @@ def _verdict(ms: float, case: Case) -> str:
 
 def waits(bench: Bench) -> Table:
     """How often steady steps wait for all that the device does, by CUDA's own warnings; for records they wait by events."""
-    found, seen = [], set()
+    rows, seen = [], set()
     for case in bench.cases():
         if case.name in seen or bench.is_late:
             continue
         seen.add(case.name)
         decoder = _decoder(bench, case, min(case.rows, 16))
-        steps = _drained(decoder, _requests(case, bench.model(case.config).info.vocab_size, min(case.rows, 16)))
+        steps = _decode_all(decoder, _requests(case, bench.model(case.config).info.vocab_size, min(case.rows, 16)))
         for _ in range(3):
             next(steps)
-        found.append([case.name, _warned(bench, steps)])
-    return Table("Waits for the device", ["case", "in three steps (0 are expected)"], found)
+        rows.append([case.name, _count_waits(bench, steps)])
+    return Table("Waits for the device", ["case", "in three steps (0 are expected)"], rows)
 
 
-def _warned(bench: Bench, steps: Iterator[object]) -> str:
+def _count_waits(bench: Bench, steps: Iterator[object]) -> str:
     if bench.rehearse:
         for _ in zip(range(1), steps, strict=False):
             pass
@@ -412,12 +412,12 @@ def _warned(bench: Bench, steps: Iterator[object]) -> str:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     # The benchmark's own synchronisation is not among them: it waits by name.
-    return str(sum("synchroniz" in str(one.message) for one in caught))
+    return str(sum("synchroniz" in str(warning.message) for warning in caught))
 
 
 def invariance(bench: Bench) -> Table:
     """The share of texts that are equal at other numbers of slots, and without graphs."""
-    found, seen = [], set()
+    lines, seen = [], set()
     for case in bench.cases():
         if case.name in seen or bench.is_late:
             continue
@@ -426,11 +426,11 @@ def invariance(bench: Bench) -> Table:
         texts, many = [], 2 if bench.rehearse else 16
         for rows, captures in ((many, True), (many // 4 or 1, True), (many, False)):
             decoder = _decoder(bench, case, rows, captures=captures)
-            outcomes = [one for _, done in _drained(decoder, requests) for one in done]
-            texts.append({one.index: one.tokens.tolist() for one in outcomes})
+            outcomes = [outcome for _, done in _decode_all(decoder, requests) for outcome in done]
+            texts.append({outcome.index: outcome.tokens.tolist() for outcome in outcomes})
         equal = [sum(texts[0][index] == other[index] for index in other) for other in texts[1:]]
-        found.append([case.name, *(f"{count} of {len(requests)}" for count in equal)])
-    return Table("Texts equal to those with 16 slots and graphs", ["case", "with 4 slots", "without graphs"], found)
+        lines.append([case.name, *(f"{count} of {len(requests)}" for count in equal)])
+    return Table("Texts equal to those with 16 slots and graphs", ["case", "with 4 slots", "without graphs"], lines)
 
 
 # ---- other software --------------------------------------------------------------------------------------------------
@@ -447,13 +447,13 @@ def public(bench: Bench) -> Table:
         "transformers, continuous batching": lambda: _continuous(bench, config, prompts, new),
         "vLLM": lambda: _vllm(config, prompts, new),
     }
-    found = []
+    rows = []
     for name, engine in engines.items():
         missing = name == "vLLM" and (bench.rehearse or importlib.util.find_spec("vllm") is None)
         late = bench.is_late
-        found.append([name, "not installed" if missing else "no time left" if late else _speed(bench, engine)])
+        rows.append([name, "not installed" if missing else "no time left" if late else _speed(bench, engine)])
         bench.drop()
-    return Table(f"Other software: {count} prompts, {new} new tokens each", ["engine", "tokens/s"], found)
+    return Table(f"Other software: {count} prompts, {new} new tokens each", ["engine", "tokens/s"], rows)
 
 
 def _speed(bench: Bench, engine: Callable[[], int]) -> str:
@@ -490,8 +490,8 @@ def _continuous(bench: Bench, config: dict[str, Any], prompts: list[list[int]], 
     from transformers import GenerationConfig
 
     wanted = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = _theirs(bench, config).generate_batch(inputs=prompts, generation_config=wanted, progress_bar=False)
-    return sum(len(one.generated_tokens) for one in found.values())
+    results = _theirs(bench, config).generate_batch(inputs=prompts, generation_config=wanted, progress_bar=False)
+    return sum(len(result.generated_tokens) for result in results.values())
 
 
 def _vllm(config: dict[str, Any], prompts: list[list[int]], new: int) -> int:
@@ -499,12 +499,12 @@ def _vllm(config: dict[str, Any], prompts: list[list[int]], new: int) -> int:
 
     vllm: Any = importlib.import_module("vllm")
     with tempfile.TemporaryDirectory() as folder:
-        told = config | {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
-        (Path(folder) / "config.json").write_text(json.dumps(told))
+        own_config = config | {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+        (Path(folder) / "config.json").write_text(json.dumps(own_config))
         engine = vllm.LLM(folder, load_format="dummy", skip_tokenizer_init=True)
         wanted = vllm.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False)
-        found = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted)
-    return sum(len(one.outputs[0].token_ids) for one in found)
+        results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted)
+    return sum(len(result.outputs[0].token_ids) for result in results)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

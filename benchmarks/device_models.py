@@ -61,7 +61,7 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **_SMALL[config["model_type"]]}
 
 
-def made(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Made:
+def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Made:
     """Make a model with random weights: scales are one, everything else is normal with a small spread."""
     family = find_family(config, "auto")
     family.check(config)

@@ -31,7 +31,7 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.public_masked import PublicMasked
-from benchmarks.real import chat_prompts, row, shown
+from benchmarks.real import chat_prompts, format_ratios, row
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
@@ -88,8 +88,8 @@ class Bench:
             seconds = time.perf_counter() - started
             assert code == 0, f"eval ended with {code}"
             samples = newest(out, TASK)
-        facts = [one for sample in samples for of in sample["draftmill"] for one in of]
-        nfe, tokens = (sum(one[key] for one in facts) for key in ("nfe", "new_tokens"))
+        facts = [fact for sample in samples for of in sample["draftmill"] for fact in of]
+        nfe, tokens = (sum(fact[key] for fact in facts) for key in ("nfe", "new_tokens"))
         return Measured(seconds, [sample["resps"][0][0] for sample in samples], nfe, tokens)
 
     def theirs(self, model: Callable[[], Any]) -> Measured:
@@ -99,9 +99,9 @@ class Bench:
 
         started = time.perf_counter()
         manager = TaskManager(include_path=str(self.tasks), include_defaults=False)
-        found: Any = lm_eval.simple_evaluate(model=model(), tasks=[TASK], task_manager=manager, bootstrap_iters=0)
+        results: Any = lm_eval.simple_evaluate(model=model(), tasks=[TASK], task_manager=manager, bootstrap_iters=0)
         seconds = time.perf_counter() - started
-        return Measured(seconds, [sample["resps"][0][0] for sample in found["samples"][TASK]])
+        return Measured(seconds, [sample["resps"][0][0] for sample in results["samples"][TASK]])
 
 
 # ---- the real model
@@ -145,7 +145,7 @@ def real(flags: argparse.Namespace, folder: Path) -> None:
 # ---- a masked-diffusion model
 
 
-def masked(flags: argparse.Namespace, folder: Path) -> None:
+def run_masked(flags: argparse.Namespace, folder: Path) -> None:
     """The public loop at batch 1 and ours alternately."""
     from lm_eval.api.model import LM
 
@@ -166,10 +166,10 @@ def masked(flags: argparse.Namespace, folder: Path) -> None:
             self.loop = PublicMasked.of(plain, info, "cpu")
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            canvases = [canvas_of(tokenizer, one.args[0], flags.new_tokens) for one in requests]
+            canvases = [canvas_of(tokenizer, request.args[0], flags.new_tokens) for request in requests]
             given = [Request(index, 0, canvas) for index, canvas in enumerate(canvases)]
-            found = self.loop.stepwise(given, block_length=flags.block_length).tokens
-            return [tokenizer.decode(found[index], skip_special_tokens=True) for index in range(len(requests))]
+            tokens = self.loop.stepwise(given, block_length=flags.block_length).tokens
+            return [tokenizer.decode(tokens[index], skip_special_tokens=True) for index in range(len(requests))]
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             raise NotImplementedError
@@ -198,14 +198,14 @@ def canvas_of(tokenizer: Any, text: str, new_tokens: int) -> Any:
 def code_prompts(tokenizer: Any, count: int) -> list[str]:
     """Prompts of 24 to 120 tokens from held-out files of the standard library."""
     _, held_out = split(standard_library())
-    found: list[str] = []
+    prompts: list[str] = []
     for number, file in enumerate(held_out):
         length = 24 + 8 * (number % 13)
         ids = encode(tokenizer, file.text[: 16 * length])
-        if len(ids) >= length and len(found) < count:
+        if len(ids) >= length and len(prompts) < count:
             text = tokenizer.decode(list(ids[:length]))
-            found += [text] if text.strip() else []
-    return found
+            prompts += [text] if text.strip() else []
+    return prompts
 
 
 # ---- both
@@ -237,8 +237,8 @@ def compare(
         pairs = [(mine[ours], other) for other, mine in turns]
         mine, other = pairs[-1]
         same = sum(a == b for a, b in zip(mine.answers, other.answers, strict=True)) / len(mine.answers)
-        seconds = statistics.median(one.seconds for one, _ in pairs)
-        ratio = shown([b.seconds / a.seconds for a, b in pairs])
+        seconds = statistics.median(measured.seconds for measured, _ in pairs)
+        ratio = format_ratios([b.seconds / a.seconds for a, b in pairs])
         goal = f"{goals[ours]:.1f}x" if ours in goals else ""
         assert mine.nfe is not None and mine.tokens, "an evaluation without tokens"
         cells = [f"{seconds:.1f}", f"{theirs_s:.1f}", ratio, goal, f"{mine.nfe / mine.tokens:.2f}", f"{same:.0%}"]
@@ -269,7 +269,7 @@ def main() -> None:
 
     lm_eval.evaluator.add_env_info = lambda storage: None
     with tempfile.TemporaryDirectory(prefix="evaluate-tasks-") as folder:
-        {"real": real, "masked": masked}[flags.part](flags, Path(folder))
+        {"real": real, "masked": run_masked}[flags.part](flags, Path(folder))
 
 
 if __name__ == "__main__":

@@ -78,14 +78,14 @@ def engine_of(name: str, slots: int) -> Any:
 
 def step_seconds(name: str, slots: int, steps: int) -> list[float]:
     """CPU seconds of steps that replay a forward, while all samples run."""
-    engine, found = engine_of(name, slots), list[float]()
+    engine, times = engine_of(name, slots), list[float]()
     graphs = engine.target.graphs
-    while engine.active == slots and len(found) < steps:
+    while engine.active == slots and len(times) < steps:
         replayed, began_s = graphs.num_replayed, time.process_time()
         engine.step()
         if graphs.num_replayed == replayed + 1 and engine.active == slots:
-            found.append(time.process_time() - began_s)
-    return found
+            times.append(time.process_time() - began_s)
+    return times
 
 
 def main() -> None:
@@ -101,9 +101,9 @@ def main() -> None:
         patch.setattr("draftmill.decoders.engine.cuda_graphs.find_recorder", lambda device: Nothing())
         for name in CASES:
             for slots in flags.slots:
-                found = step_seconds(name, slots, flags.steps)
-                each = statistics.median(found) * 1e6 if found else float("nan")
-                print(f"| {name} | {slots} | {len(found)} | {each:,.0f} | {each / slots:.1f} |", flush=True)
+                times = step_seconds(name, slots, flags.steps)
+                each = statistics.median(times) * 1e6 if times else float("nan")
+                print(f"| {name} | {slots} | {len(times)} | {each:,.0f} | {each / slots:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

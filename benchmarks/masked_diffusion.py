@@ -123,12 +123,12 @@ def enough(requests: list[Request], rows: int) -> list[Request]:
 
 def with_holes(requests: list[Request]) -> list[Request]:
     """The same canvases, with half of the tokens masked at random places instead."""
-    found = []
+    holed = []
     for request in requests:
         rng, canvas = np.random.default_rng(request.index), request.canvas[request.canvas != HOLE].copy()
         canvas[rng.permutation(len(canvas))[: len(canvas) // 2]] = HOLE
-        found.append(dataclasses.replace(request, canvas=canvas))
-    return found
+        holed.append(dataclasses.replace(request, canvas=canvas))
+    return holed
 
 
 # ---- masked diffusion ------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def speed(model: Loaded, loop: PublicMasked, requests: list[Request], flags: arg
         best = max(run.rate for run in runs) / public.rate
         per_token = (f"{getattr(runs[-1], what) / runs[-1].count:.3f}" for what in ("nfe", "nodes"))
         beside = baselines.get(baseline)
-        over = [f"{one.rate / two.rate:.2f}x" for one, two in zip(runs, beside, strict=True)] if beside else []
+        over = [f"{run.rate / other.rate:.2f}x" for run, other in zip(runs, beside, strict=True)] if beside else []
         same = f"{equal_share(runs[-1].texts, beside[-1].texts):.0%} equal" if beside else "lossy"
         cells = [*(f"{run.rate:.0f}" for run in runs), *per_token, f"{best:.1f}x", *(over or [""] * len(runs)), same]
         print(row(name, *cells), flush=True)
@@ -197,9 +197,9 @@ def specdiff(target: Loaded, drafter: Loaded, requests: list[Request], flags: ar
             for rows in flags.batches
         ]
         last = runs[-1]
-        same = min(equal_share(one.texts, two.texts) for one, two in zip(runs, plain, strict=True))
+        same = min(equal_share(run.texts, other.texts) for run, other in zip(runs, plain, strict=True))
         cells = [*(f"{run.rate:.0f}" for run in runs)]
-        cells += [f"{one.rate / two.rate:.2f}x" for one, two in zip(runs, plain, strict=True)]
+        cells += [f"{run.rate / other.rate:.2f}x" for run, other in zip(runs, plain, strict=True)]
         cells += [f"{last.nfe / last.count:.3f}", f"{last.nfe_draft / last.count:.3f}"]
         cells += [f"{last.accepted / max(last.iterations, 1):.2f}", f"{same:.0%} equal"]
         print(row(f"{gamma}, {steps}, {head}", *cells), flush=True)

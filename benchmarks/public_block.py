@@ -61,14 +61,14 @@ class PublicBlock:
         self, requests: Sequence[Request], *, block_size: int, tau: float | None, causal_cache: bool = False
     ) -> Generated:
         """Complete every canvas: per forward all tokens with confidence above `tau`, at least one; with `tau` None one."""
-        return self._timed(requests, partial(self._decode, size=block_size, tau=tau, causal=causal_cache, verify=False))
+        return self._time(requests, partial(self._decode, size=block_size, tau=tau, causal=causal_cache, verify=False))
 
     def s2d2(self, requests: Sequence[Request], *, block_size: int, causal_cache: bool = True) -> Generated:
         """Complete every canvas, every drafted span verified."""
-        return self._timed(requests, partial(self._decode, size=block_size, tau=None, causal=causal_cache, verify=True))
+        return self._time(requests, partial(self._decode, size=block_size, tau=None, causal=causal_cache, verify=True))
 
     @torch.no_grad()
-    def _timed(self, requests: Sequence[Request], decode: Callable[[Tensor, int], Tensor]) -> Generated:
+    def _time(self, requests: Sequence[Request], decode: Callable[[Tensor, int], Tensor]) -> Generated:
         before, texts, started = self._forwards, dict[int, list[int]](), time.perf_counter()
         for request in requests:
             canvas_L = torch.from_numpy(request.canvas.astype("int64")).to(self._device)
@@ -123,7 +123,7 @@ class PublicBlock:
         right = self._copies(sample, start, filled_T).argmax(-1)[first:last].tolist()
         drafts = filled_T[first:last].tolist()
         count = next(
-            (place for place, (one, other) in enumerate(zip(drafts, right, strict=True)) if one != other), None
+            (place for place, (draft, token) in enumerate(zip(drafts, right, strict=True)) if draft != token), None
         )
         tokens = drafts if count is None else right[: count + 1]
         block_T[first : first + len(tokens)] = torch.tensor(tokens, device=self._device)
@@ -152,13 +152,13 @@ class PublicBlock:
 
     def _forward(self, sample: _Sample, tokens_T: Tensor, places_T: Tensor, seen: Tensor) -> Tensor:
         self._forwards += 1
-        found = self._model(
+        output = self._model(
             tokens_T[None],
             attention_mask=seen[None, None],
             position_ids=places_T[None],
             past_key_values=sample.cache,
             use_cache=True,
         )
-        logits_TV: Tensor = found.logits[0]
+        logits_TV: Tensor = output.logits[0]
         logits_TV[:, self._suppressed] = -torch.inf
         return logits_TV

@@ -91,16 +91,16 @@ class PublicCausal:
         """Static batches of `rows`, sorted by length."""
         prompts = _prompts(requests)
         batches = [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
-        return self._timed(self._generate, batches)
+        return self._time(self._generate, batches)
 
-    def assisted(self, requests: Sequence[Request], *, num_drafts: int | None = None) -> Generated:
+    def with_assistant(self, requests: Sequence[Request], *, num_drafts: int | None = None) -> Generated:
         """Assisted generation at batch 1, with transformers' own draft lengths or a fixed one."""
         with self._assisting(num_drafts):
-            return self._timed(partial(self._generate, assistant_model=self._assistant), _alone(requests))
+            return self._time(partial(self._generate, assistant_model=self._assistant), _alone(requests))
 
     def lookup(self, requests: Sequence[Request], *, num_drafts: int) -> Generated:
         """Prompt look-up at batch 1."""
-        return self._timed(partial(self._generate, prompt_lookup_num_tokens=num_drafts), _alone(requests))
+        return self._time(partial(self._generate, prompt_lookup_num_tokens=num_drafts), _alone(requests))
 
     @torch.inference_mode()
     def _generate(self, batch: list[_Prompt], **more: Any) -> list[list[int]]:
@@ -113,7 +113,7 @@ class PublicCausal:
             if self.temperature
             else {"do_sample": False}
         )
-        found = self._model.generate(
+        rows = self._model.generate(
             padded,
             attention_mask=seen.long(),
             max_new_tokens=max(prompt.max_new for prompt in batch),
@@ -123,10 +123,10 @@ class PublicCausal:
             **more,
         )
         return [
-            self._ended(row[: prompt.max_new]) for row, prompt in zip(found[:, width:].tolist(), batch, strict=True)
+            self._until_end(row[: prompt.max_new]) for row, prompt in zip(rows[:, width:].tolist(), batch, strict=True)
         ]
 
-    def _ended(self, tokens: list[int]) -> list[int]:
+    def _until_end(self, tokens: list[int]) -> list[int]:
         """The tokens up to the first stop id, which stays."""
         end = next((place for place, token in enumerate(tokens, 1) if token in self.stop_ids), len(tokens))
         return tokens[:end]
@@ -135,7 +135,7 @@ class PublicCausal:
 
     def jacobi(self, requests: Sequence[Request], *, block_size: int) -> Generated:
         """Greedy Jacobi decoding in blocks, one sample at a time; a sample is cut at its stop and its length afterwards."""
-        return self._timed(lambda batch: [self._jacobi(batch[0], block_size)], _alone(requests))
+        return self._time(lambda batch: [self._jacobi(batch[0], block_size)], _alone(requests))
 
     @torch.inference_mode()
     def _jacobi(self, prompt: _Prompt, block_size: int) -> list[int]:
@@ -144,17 +144,17 @@ class PublicCausal:
         drafts = self._greedy(text + random.choices(text, k=block_size), cache)[-block_size - 1 : -1]
         cache.crop(-block_size)
         while len(text) - len(prompt.ids) < prompt.max_new:
-            said = self._greedy(drafts, cache)
-            right = next((i for i in range(1, len(drafts)) if drafts[i] != said[i - 1]), len(drafts))
+            predicted = self._greedy(drafts, cache)
+            right = next((i for i in range(1, len(drafts)) if drafts[i] != predicted[i - 1]), len(drafts))
             text += drafts[:right]
             cache.crop(right - len(drafts))
             if any(token in self.stop_ids for token in drafts[:right]):
                 break
             if right < len(drafts):
-                drafts = said[right - 1 : -1]
+                drafts = predicted[right - 1 : -1]
             else:
-                drafts = [said[-1], *random.choices(text, k=block_size - 1)]
-        return self._ended(text[len(prompt.ids) :][: prompt.max_new])
+                drafts = [predicted[-1], *random.choices(text, k=block_size - 1)]
+        return self._until_end(text[len(prompt.ids) :][: prompt.max_new])
 
     def _greedy(self, tokens_L: list[int], cache: DynamicCache) -> list[int]:
         """The model's next token after each of these tokens, which are added to the cache."""
@@ -165,10 +165,10 @@ class PublicCausal:
 
     # ---- the clock -----------------------------------------------------------------------------------------------
 
-    def _timed(self, run: Callable[[list[_Prompt]], list[list[int]]], batches: list[list[_Prompt]]) -> Generated:
+    def _time(self, run: Callable[[list[_Prompt]], list[list[int]]], batches: list[list[_Prompt]]) -> Generated:
         before, started, tokens = self._forwards, time.perf_counter(), dict[int, list[int]]()
         for batch in batches:
-            tokens |= {prompt.index: found for prompt, found in zip(batch, run(batch), strict=True)}
+            tokens |= {prompt.index: text for prompt, text in zip(batch, run(batch), strict=True)}
         return Generated(tokens, self._forwards - before, time.perf_counter() - started)
 
 

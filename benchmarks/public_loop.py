@@ -51,8 +51,8 @@ class PublicLoop:
         tokens = torch.from_numpy(np.where(canvas < 0, _MASK, canvas).astype(np.int64))
         n, forwards, iterations, started = start, 0, 0, time.perf_counter()
         while n < len(order) and (max_iterations is None or iterations < max_iterations):
-            n, made = self._iterate(tokens, positions, rank, start, n)
-            forwards += made
+            n, count = self._iterate(tokens, positions, rank, start, n)
+            forwards += count
             iterations += 1
         return LoopResult(n - start, forwards, time.perf_counter() - started)
 

@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, Callable[[Path, pa.Table], None]]] = {
 }
 
 
-def planned(file: InputFile) -> tuple[float, PlanTable, list[UnitSize]]:
+def time_plan(file: InputFile) -> tuple[float, PlanTable, list[UnitSize]]:
     """Seconds of one pass over the file, and a plan of its rows with lengths drawn at random."""
     began_s = time.perf_counter()
     places = [(row.row, row.offset) for row in iterate(file, columns=COLUMNS)]
@@ -98,8 +98,8 @@ def read_s(file: InputFile, table: PlanTable, order: Iterable[int]) -> float:
     began_s = time.perf_counter()
     for unit in order:
         rows = table.unit_rows(unit)
-        found = read_rows(file, [(row.row, row.offset) for row in rows], columns=COLUMNS)
-        assert all(row.error is None for row in found)
+        outcomes = read_rows(file, [(row.row, row.offset) for row in rows], columns=COLUMNS)
+        assert all(row.error is None for row in outcomes)
     return time.perf_counter() - began_s
 
 
@@ -119,7 +119,7 @@ def main() -> None:
             again = path.with_name(f"again-{name}")  # another name, so that nothing is cached
             os.link(path, again)
             (file,), (other,) = list_inputs(str(path)), list_inputs(str(again))
-            pass_s, plan, units = planned(file)
+            pass_s, plan, units = time_plan(file)
             waiting = Waiting(UnitSizes(units), set(), workers=1)
             all_s = read_s(file, plan, [unit for _ in units if (unit := waiting.take()) is not None])
             longest = [size.unit for size in sorted(units, key=lambda size: -size.tokens)]

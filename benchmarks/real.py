@@ -50,7 +50,7 @@ def sweep(engines: dict[str, Engine], batches: Sequence[int], *, by_cpu: bool) -
     """Tokens/s of every engine over batch sizes; returns each one's best batch size and its run there."""
     print(row("engine", *(f"B = {rows}" for rows in batches), "tokens/CPU s at its best", "texts like the first's"))
     print("|---" * (len(batches) + 3) + "|")
-    found: dict[str, tuple[int, Measured]] = {}
+    best_of: dict[str, tuple[int, Measured]] = {}
     for name, engine in engines.items():
         try:
             engine(batches[0])  # the first call loads and warms up
@@ -62,16 +62,16 @@ def sweep(engines: dict[str, Engine], batches: Sequence[int], *, by_cpu: bool) -
             continue
         some = batches if name != "continuous batching" else batches[-1:]
         best, runs = best_rows(engine, some, by_cpu=by_cpu)
-        found[name] = best, runs[best]
+        best_of[name] = best, runs[best]
         cells = [f"{runs[rows].count / runs[rows].wall_s:.1f}" if rows in runs else "" for rows in batches]
-        same = equal_share(runs[best], next(iter(found.values()))[1])
+        same = equal_share(runs[best], next(iter(best_of.values()))[1])
         print(row(name, *cells, f"{runs[best].count / runs[best].cpu_s:.1f}", f"{same:.0%}"), flush=True)
-    return found
+    return best_of
 
 
-def equal_share(one: Measured, other: Measured) -> float:
+def equal_share(measured: Measured, reference: Measured) -> float:
     """The share of prompts with the same text in two runs."""
-    return sum(one.texts[index] == tokens for index, tokens in other.texts.items()) / len(other.texts)
+    return sum(measured.texts[index] == tokens for index, tokens in reference.texts.items()) / len(reference.texts)
 
 
 def pairs(engines: dict[str, Engine], best: dict[str, tuple[int, Measured]], repeats: int) -> None:
@@ -82,15 +82,15 @@ def pairs(engines: dict[str, Engine], best: dict[str, tuple[int, Measured]], rep
         for theirs in (name for name in best if not name.startswith("ours")):
             clock, cpu = [], []
             for _ in range(repeats):
-                one = measure(engines[ours], best[ours][0])
-                two = measure(engines[theirs], best[theirs][0])
-                clock.append(two.wall_s / one.wall_s * one.count / two.count)
-                cpu.append(two.cpu_s / one.cpu_s * one.count / two.count)
+                ours_run = measure(engines[ours], best[ours][0])
+                theirs_run = measure(engines[theirs], best[theirs][0])
+                clock.append(theirs_run.wall_s / ours_run.wall_s * ours_run.count / theirs_run.count)
+                cpu.append(theirs_run.cpu_s / ours_run.cpu_s * ours_run.count / theirs_run.count)
             goal = f"{GOALS[theirs]:.1f}x" if theirs in GOALS else ""
-            print(row(f"{ours} / {theirs}", goal, shown(clock), shown(cpu)), flush=True)
+            print(row(f"{ours} / {theirs}", goal, format_ratios(clock), format_ratios(cpu)), flush=True)
 
 
-def shown(ratios: Sequence[float]) -> str:
+def format_ratios(ratios: Sequence[float]) -> str:
     """Median, smallest and largest."""
     return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
 
@@ -138,7 +138,7 @@ def main() -> None:
         folder, chat_prompts(folder, count), new_tokens, flags.threads, cache_folder() / f"ct2-{folder.name}"
     ).all()
     if flags.engines:
-        engines = {name: one for name, one in engines.items() if any(part in name for part in flags.engines)}
+        engines = {name: engine for name, engine in engines.items() if any(part in name for part in flags.engines)}
     if flags.profile:
         profile(engines["ours, autoregressive"], batches[-1])
         return

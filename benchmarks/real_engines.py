@@ -143,8 +143,8 @@ class Engines:
         from transformers import GenerationConfig
 
         config = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        found = self._paged.generate_batch(inputs=self.prompts, generation_config=config, progress_bar=False)
-        return {int(name.rpartition("_")[2]): list(one.generated_tokens) for name, one in found.items()}
+        results = self._paged.generate_batch(inputs=self.prompts, generation_config=config, progress_bar=False)
+        return {int(name.rpartition("_")[2]): list(result.generated_tokens) for name, result in results.items()}
 
     @cached_property
     def _paged(self) -> Any:
@@ -176,7 +176,7 @@ class Engines:
     def ctranslate2(self, rows: int) -> Texts:
         """ctranslate2 in float32, batches of prompts of like length."""
         order = sorted(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
-        found = self._generator.generate_batch(
+        results = self._generator.generate_batch(
             [self._names[index] for index in order],
             max_batch_size=rows,
             max_length=self.new_tokens,
@@ -184,7 +184,7 @@ class Engines:
             include_prompt_in_result=False,
             end_token="<file_sep>",  # a token that these texts never contain, so none ends early
         )
-        return {index: list(one.sequences_ids[0]) for index, one in zip(order, found, strict=True)}
+        return {index: list(result.sequences_ids[0]) for index, result in zip(order, results, strict=True)}
 
 
 def best_rows(engine: Engine, batches: Sequence[int], *, by_cpu: bool) -> tuple[int, dict[int, Measured]]:

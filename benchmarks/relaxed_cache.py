@@ -16,7 +16,7 @@ from typing import Literal, cast
 import numpy as np
 
 import draftmill.decoders.builtin
-from benchmarks.any_subset import drain, held_out_windows, masked
+from benchmarks.any_subset import drain, held_out_windows, with_masks
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--draft-length", type=int, default=4)
     args = parser.parse_args()
     backbone = cast(TokenBackbone, load_backbone(args.model, device=args.device))
-    bench = Bench(backbone, inspect_model(args.model), masked(held_out_windows(128, args.samples), "m50"))
+    bench = Bench(backbone, inspect_model(args.model), with_masks(held_out_windows(128, args.samples), "m50"))
     print(
         "| T | block | refresh | strict: tokens/forward | tokens differ | samples differ | relaxed: tokens/forward |",
         end="",

@@ -28,8 +28,8 @@ def main() -> None:
         for name, by_length in (("by length", True), ("by beginnings", False)):
             spec = spec_for(path, f"{folder}/{by_length}")
             plan = planned(spec, by_length=by_length)
-            stats, found = decoded_apart(spec, plan)
-            scores.append(found)
+            stats, score = decoded_apart(spec, plan)
+            scores.append(score)
             computed = stats.prompt_rows - stats.prompt_rows_shared
             share = computed / stats.prompt_rows
             print(f"| {name} | {plan.units} | {stats.prompt_rows:,} | {computed:,} | {share:.1%} |", flush=True)

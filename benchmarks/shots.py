@@ -66,22 +66,22 @@ class Measured:
 def documents(count: int) -> list[dict[str, Any]]:
     """Three lines of a held-out file, and four lines of which one comes next."""
     _, files = split(standard_library())
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for file in files:
         lines = [line for line in file.text.splitlines() if len(line.strip()) >= 12 and len(line) <= 60]
         for start in range(0, len(lines) - 12, 12):
-            code, choices, gold = "\n".join(lines[start : start + 3]), lines[start + 3 : start + 7], len(found) % 4
+            code, choices, gold = "\n".join(lines[start : start + 3]), lines[start + 3 : start + 7], len(rows) % 4
             choices = [*choices[1 : gold + 1], choices[0], *choices[gold + 1 :]]
-            found.append({"code": code, "choices": choices, "gold": gold})
-            if len(found) == count:
-                return found
-    raise SystemExit(f"the held-out files have {len(found)} documents, not {count}")
+            rows.append({"code": code, "choices": choices, "gold": gold})
+            if len(rows) == count:
+                return rows
+    raise SystemExit(f"the held-out files have {len(rows)} documents, not {count}")
 
 
 def write_tasks(folder: Path, count: int) -> Path:
     """The tasks as lm_eval reads them; the examples are the first documents."""
     data = folder / "code.jsonl"
-    data.write_text("".join(json.dumps(one) + "\n" for one in documents(count + SHOTS)))
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents(count + SHOTS)))
     source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
     shots = {"fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
     for name, task in TASKS.items():
@@ -116,12 +116,12 @@ def run(tasks: Path, task: str, slots: int) -> Measured:
         }
         path.write_text(yaml.safe_dump(spec))
         options = EvalOptions((task,), include_path=str(tasks), num_fewshot=SHOTS, bootstrap_iters=0)
-        started, said = time.perf_counter(), io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        started, output = time.perf_counter(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code = evaluate(str(path), [], options, RunOptions(local=True, quiet=True))
         seconds = time.perf_counter() - started
         if code:
-            raise SystemExit(f"eval ended with {code}: {said.getvalue()}")
+            raise SystemExit(f"eval ended with {code}: {output.getvalue()}")
         runs = [place.parent for place in out.rglob("_plan.json")]
         efforts = [read_sessions(open_store(str(place))).effort.engine for place in runs]
         assert len(efforts) == 1, "one run for one kind of requests"

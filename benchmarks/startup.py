@@ -68,10 +68,10 @@ def measure(command: list[str]) -> tuple[Took, float, str]:
             look(root, seconds)
             time.sleep(POLL_S)
         out.seek(0)
-        said = out.read()
+        output = out.read()
     if process.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{said}")
-    return Took(time.perf_counter() - began_s, sum(seconds.values())), began_unix_s, said
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
+    return Took(time.perf_counter() - began_s, sum(seconds.values())), began_unix_s, output
 
 
 def look(root: psutil.Process, seconds: dict[int, float]) -> None:
@@ -106,8 +106,8 @@ def job(folder: Path, *options: str) -> Took:
 
 def limit() -> Took:
     """The same work in a bare Python."""
-    took, began_s, said = measure([sys.executable, "-c", LIMIT, str(BUILTIN / "ar-tiny")])
-    times = [float(line) for line in said.splitlines() if line.replace(".", "", 1).isdigit()]
+    took, began_s, output = measure([sys.executable, "-c", LIMIT, str(BUILTIN / "ar-tiny")])
+    times = [float(line) for line in output.splitlines() if line.replace(".", "", 1).isdigit()]
     return Took(took.wall_s, took.cpu_s, times[0] - began_s)
 
 
@@ -156,8 +156,8 @@ def main() -> None:
 
 def line(title: str, took: list[Took]) -> str:
     """A row of the table."""
-    wall_s, cpu_s = (statistics.median(getattr(one, name) for one in took) for name in ("wall_s", "cpu_s"))
-    firsts = [one.first_token_s for one in took if one.first_token_s is not None]
+    wall_s, cpu_s = (statistics.median(getattr(measured, name) for measured in took) for name in ("wall_s", "cpu_s"))
+    firsts = [measured.first_token_s for measured in took if measured.first_token_s is not None]
     first = f"{statistics.median(firsts):.1f}" if firsts else "-"
     goal = f"{GOALS_S[title]:g}" if title in GOALS_S else "-"
     return f"| {title} | {wall_s:.1f} | {cpu_s:.1f} | {first} | {goal} |"

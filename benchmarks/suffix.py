@@ -56,12 +56,12 @@ CAUSAL: dict[str, DecoderChoice] = {
 
 def completions(prompts: Sequence[NDArray[np.int32] | list[int]], new: int, samples: int = 1) -> list[Request]:
     """Each prompt's samples, with room for `new` tokens."""
-    made = []
+    requests = []
     for row, prompt in enumerate(prompts):
         canvas = np.full(len(prompt) + new, -1, dtype=np.int32)
         canvas[: len(prompt)] = prompt
-        made += [Request(row * samples + n, nth_key(sample_key(0, f"{row}"), n), canvas) for n in range(samples)]
-    return made
+        requests += [Request(row * samples + n, nth_key(sample_key(0, f"{row}"), n), canvas) for n in range(samples)]
+    return requests
 
 
 def pieces(count: int, *, one_file: bool) -> list[list[int]]:
@@ -69,14 +69,14 @@ def pieces(count: int, *, one_file: bool) -> list[list[int]]:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(BUILTIN / "ar-tiny")
     _, files = split(standard_library())
     texts = [ids for file in files if len(ids := encode(tokenizer, file.text)) > 96]
-    longest, rng, found = max(texts, key=len), np.random.default_rng(0), []
+    longest, rng, prompts = max(texts, key=len), np.random.default_rng(0), []
     for index in range(count):
         ids, length = texts[index * len(texts) // count], int(rng.integers(32, 97))
         start = int(rng.integers(0, len(ids) - length))
         if one_file:
             ids, start = longest, 200 + 24 * index
-        found.append(ids[start : start + length])
-    return found
+        prompts.append(ids[start : start + length])
+    return prompts
 
 
 def outcomes_of(

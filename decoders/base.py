@@ -127,7 +127,7 @@ class EngineStats:
     """Totals of one decoder since it was built; the worker reports their differences.
 
     lane_eff = active_slot_steps / slot_steps, where a step that runs only newly admitted samples counts just their slots, and
-    slots whose samples wait until others' prompts have run are left out;
+    slots whose samples wait until others' prompts have run do not count;
     token_padding_eff = useful_rows / computed_rows; spec_eff = committed / verified. Of the `prompt_rows` of samples' prompts,
     `prompt_rows_shared` were taken over from other samples (both 0 in decoders that take over none).
     """

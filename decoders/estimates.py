@@ -1,7 +1,7 @@
 """Texts that are scored under masked diffusion by a mean over random masks; each mask is a canvas.
 
 A text is a sample whose canvases each need one forward and keep nothing. So a text offers as many as it has left, and runs those
-that fit; the engine (engine/score_engine.py) puts the canvases of several texts into one forward.
+that fit; the engine (engine/engine.py, `ScoreEngine`) puts the canvases of several texts into one forward.
 
     text          tokens that are scored       canvases                     a forward
     A             * * * *                      A0 A1 A2 .. A127             A126 A127 B0 B1
@@ -9,7 +9,7 @@ that fit; the engine (engine/score_engine.py) puts the canvases of several texts
 
 A canvas's result is the same in any forward, and a text's sums are exact (fsum), so its score does not depend on the batch.
 
-The distribution is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
+The distribution is the model's own (temperature 1, no truncation), without ids that have no token, as in every decoder.
 
 Such a model bounds the log-probability of L tokens by a mean over masks M, with weights w:
 
@@ -140,7 +140,7 @@ class Draw:
 
 
 class Text(Sample):
-    """A text that is being scored: its masks, and what its canvases have said so far. `sampled_M` are each draw's sums over
+    """A text that is being scored: its masks, and what was read from its canvases so far. `sampled_M` are each draw's sums over
     groups with random masks, `exact_M` over all other tokens."""
 
     __slots__ = (
@@ -149,11 +149,17 @@ class Text(Sample):
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, *args: Any, grouped: Callable[[Request], Grouping], kind: str, samples: int, **more: Any
+        self,
+        request: Request,
+        *args: Any,
+        grouping: Callable[[Request], Grouping],
+        kind: str,
+        samples: int,
+        **more: Any,
     ) -> None:
         super().__init__(request, *args, **more)
         self.scored = request.to_score()
-        self.positions, self.alone, self.per_canvas = grouped(request)
+        self.positions, self.alone, self.per_canvas = grouping(request)
         places = [np.searchsorted(self.scored, each).astype(np.int64) for each in self.positions]
         self.groups = [MaskedGroup(request.key, number, each, kind, samples) for number, each in enumerate(places)]
         # Whether each token's own probability is known: none is masked together with another.
@@ -197,7 +203,7 @@ class Text(Sample):
         )
 
     def take(self, canvas: list[Draw], log_p_R: NDArray[np.float64], is_first_R: NDArray[np.bool_]) -> None:
-        """Add what a canvas said of the tokens of its draws; after the last one the text has its score."""
+        """Add the log-probabilities that a canvas gave to the tokens of its draws; after the last one the text has its score."""
         first = 0
         for draw in canvas:
             end = first + len(draw.asked_R)
@@ -225,7 +231,7 @@ class Text(Sample):
         sampled_M = self.sampled_M[: len(self.sampled_M) // 2 * 2]
         return sqrt(fsum(((sampled_M[0::2] - sampled_M[1::2]) ** 2).tolist()))
 
-    def _generated(self) -> tuple[list[int], list[float]]:
+    def _generated_tokens(self) -> tuple[list[int], list[float]]:
         return [self.tokens[position] for position in self.scored.tolist()], self.log_ps or []
 
     def outcome(self) -> Outcome:
@@ -245,10 +251,10 @@ def estimate_score(s: Text, rows_of: Callable[[Text, list[Draw]], ScoredRows]) -
         answer = yield ask_about(rows)
         if answer is None:
             continue  # too many for the memory: they are offered again
-        ends = np.cumsum([len(one.wanted) for one in rows])[:-1]
-        is_first_R = answer.tokens[0] == np.concatenate([one.wanted for one in rows])
-        told = zip(np.split(answer.log_ps[0], ends), np.split(is_first_R, ends), strict=True)
-        for canvas, (log_p_R, first_R) in zip(canvases, told, strict=True):
+        ends = np.cumsum([len(part.wanted) for part in rows])[:-1]
+        is_first_R = answer.tokens[0] == np.concatenate([part.wanted for part in rows])
+        readings = zip(np.split(answer.log_ps[0], ends), np.split(is_first_R, ends), strict=True)
+        for canvas, (log_p_R, first_R) in zip(canvases, readings, strict=True):
             s.take(canvas, log_p_R, first_R)
 
 
@@ -278,11 +284,11 @@ def mask_of(info: ModelInfo) -> int:
     return info.mask_id
 
 
-def estimated(
+def estimate_algorithm(
     settings: DecoderChoice,
     estimate: Estimate,
     rows_of: Callable[[Text, list[Draw]], ScoredRows],
-    grouped: Callable[[Request], Grouping],
+    grouping: Callable[[Request], Grouping],
     **more: Any,
 ) -> Algorithm:
     """How the engine estimates scores, with the family's own estimator for `auto`."""
@@ -291,7 +297,7 @@ def estimated(
         decode=partial(estimate_score, rows_of=rows_of),
         scores=True,
         estimates=True,
-        sample=partial(Text, grouped=grouped, kind=kind, samples=estimate.samples),
+        sample=partial(Text, grouping=grouping, kind=kind, samples=estimate.samples),
         has_prompt=no_prompt,
         keeps=False,
         **more,

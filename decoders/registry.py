@@ -15,8 +15,7 @@ from draftmill.decoders.backbones.packed import can_pack, pack_products
 from draftmill.decoders.base import CachedDecoder
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.score_engine import ScoreEngine
+from draftmill.decoders.engine.engine import Engine, ScoreEngine
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.settings import check_model
 
@@ -30,20 +29,20 @@ def build_decoder(setup: Setup, settings: DecoderChoice) -> CachedDecoder:
 
 def algorithm_of(setup: Setup, settings: DecoderChoice) -> Algorithm:
     """What the engine runs for these settings."""
-    return cast("Callable[[Setup, DecoderChoice], Algorithm]", _named(settings.runs))(setup, settings)
+    return cast("Callable[[Setup, DecoderChoice], Algorithm]", _import_named(settings.runs))(setup, settings)
 
 
 def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> CachedDecoder:
     """Return what scores texts, with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)
-    scorer = cast("Callable[[Setup, DecoderChoice, Estimate], Algorithm]", _named(settings.scorer))
+    scorer = cast("Callable[[Setup, DecoderChoice, Estimate], Algorithm]", _import_named(settings.scorer))
     algorithm = scorer(setup, settings, estimate)
     # The model's own distribution scores; at temperature 0 its first choice is known beside it, and there is no noise.
     plain = replace(setup, sampling=Sampling(temperature=0.0), heads=None, drafter=None, trace=False)
     return ScoreEngine(plain, algorithm) if algorithm.estimates else Engine(plain, algorithm)
 
 
-def _named(place: str) -> Any:
+def _import_named(place: str) -> Any:
     """What is called `module:name`; imports the module."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -47,23 +47,23 @@ DecoderSettings = Annotated[
     | S2d2Settings,
     Field(discriminator="kind"),
 ]
-DECODERS: dict[str, type[DecoderChoice]] = {one.name(): one for one in get_args(get_args(DecoderSettings)[0])}
+DECODERS: dict[str, type[DecoderChoice]] = {choice.name(): choice for choice in get_args(get_args(DecoderSettings)[0])}
 """The settings of each `decoder.kind`, in the order of the union."""
 
 
 def decoders_of(model: ModelKind) -> tuple[str, ...]:
     """The decoders that run on a kind of models."""
-    return tuple(kind for kind, one in DECODERS.items() if one.runs_on == model)
+    return tuple(kind for kind, choice in DECODERS.items() if choice.runs_on == model)
 
 
 def decoders_for(task: str) -> tuple[str, ...]:
     """The decoders that support a task."""
-    return tuple(kind for kind, one in DECODERS.items() if task in one.tasks)
+    return tuple(kind for kind, choice in DECODERS.items() if task in choice.tasks)
 
 
 def scorer_of(settings: DecoderChoice) -> DecoderChoice:
     """The decoder that scores texts under the models of this one, with the settings that its scores depend on."""
-    (kind,) = (one for one in DECODERS.values() if one.runs_on == settings.runs_on and "score" in one.tasks)
+    (kind,) = (choice for choice in DECODERS.values() if choice.runs_on == settings.runs_on and "score" in choice.tasks)
     kept = {name: getattr(settings, name) for name in kind.scored_with if name in type(settings).model_fields}
     return kind.model_validate({"kind": kind.name()} | kept, strict=True)
 

@@ -135,7 +135,7 @@ class Trainer(loop.Trainer[LlamaForCausalLM]):
 
     def __init__(self, model: LlamaForCausalLM, plan: loop.Schedule, stream: TokenStream, device: torch.device) -> None:
         super().__init__(model, plan, device)
-        self.ids = causal.packed(stream, plan.seed)
+        self.ids = causal.pack(stream, plan.seed)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The windows of a step and their masks, [B, L] each: a function of (seed, step)."""

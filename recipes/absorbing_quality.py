@@ -41,10 +41,10 @@ class Report:
 
 def windows(prepared: corpus.Prepared, length: int, limit: int | None) -> NDArray[np.int64]:
     """Consecutive windows of the held-out files, [B, L]; ValueError where no file is as long."""
-    found = list(evaluation.window_indices(prepared.held_out, length=length, limit=limit))
-    if not found:
+    indices = list(evaluation.window_indices(prepared.held_out, length=length, limit=limit))
+    if not indices:
         raise ValueError(f"no held-out file has {length} tokens")
-    ids: NDArray[np.int64] = prepared.held_out.ids[np.concatenate(found)]
+    ids: NDArray[np.int64] = prepared.held_out.ids[np.concatenate(indices)]
     return ids
 
 

@@ -60,12 +60,12 @@ def sizes_of(model: Qwen2ForCausalLM, ids: Tensor) -> dict[str, Tensor]:
 
     It is the root mean square over a head's columns, the mean of heads and tokens.
     """
-    found: dict[str, Tensor] = {}
+    sizes: dict[str, Tensor] = {}
     head = model.config.hidden_size // model.config.num_attention_heads
 
     def watch(module: nn.Module, name: str) -> RemovableHandle:
         def keep(_: nn.Module, __: object, out: Tensor) -> None:
-            found[name] = out.unflatten(-1, (-1, head)).pow(2).mean(-1).sqrt().mean()
+            sizes[name] = out.unflatten(-1, (-1, head)).pow(2).mean(-1).sqrt().mean()
 
         return module.register_forward_hook(keep)
 
@@ -75,7 +75,7 @@ def sizes_of(model: Qwen2ForCausalLM, ids: Tensor) -> dict[str, Tensor]:
     model(input_ids=ids)
     for hook in hooks:
         hook.remove()
-    return found
+    return sizes
 
 
 def model_from(start: Path, ids: Tensor) -> Qwen3ForCausalLM:
@@ -156,7 +156,7 @@ class Trainer(loop.Trainer[Qwen3ForCausalLM]):
     def __init__(
         self, start: Path, plan: loop.Schedule, stream: TokenStream, device: torch.device, teach_from: int = 0
     ) -> None:
-        self.ids = causal.packed(stream, plan.seed)
+        self.ids = causal.pack(stream, plan.seed)
         probes = self.ids[: PROBES * PROBE_LENGTH].reshape(-1, min(PROBE_LENGTH, len(self.ids) // PROBES))
         super().__init__(model_from(start, torch.from_numpy(probes)), plan, device)
         self.teacher, self.teach_from = causal.load_model(start, device), teach_from

@@ -77,7 +77,7 @@ def load_model(folder: Path, device: torch.device) -> Qwen2ForCausalLM:
     return model.eval()
 
 
-def packed(stream: TokenStream, seed: int) -> NDArray[np.int64]:
+def pack(stream: TokenStream, seed: int) -> NDArray[np.int64]:
     """All files end to end, int64 [T]: begin token, file, end token, in an order drawn from `seed`."""
     order = np.random.default_rng(seed).permutation(len(stream.bounds) - 1)
     parts = [
@@ -107,7 +107,7 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
 
     def __init__(self, model: Qwen2ForCausalLM, plan: loop.Schedule, stream: TokenStream, device: torch.device) -> None:
         super().__init__(model, plan, device)
-        self.ids = packed(stream, plan.seed)
+        self.ids = pack(stream, plan.seed)
 
     def batch_loss(self, step: int) -> tuple[Tensor, int]:
         """The next-token loss of a batch whose windows have this step's length, and its tokens."""

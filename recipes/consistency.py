@@ -75,7 +75,7 @@ class Prompts:
 
 def rounds(text: str) -> list[Round]:
     """`n:w` or `n:live` for every round, separated by commas."""
-    pairs = [one.split(":") for one in text.split(",")]
+    pairs = [pair.split(":") for pair in text.split(",")]
     return [Round(int(size), None if ratios == "live" else int(ratios)) for size, ratios in pairs]
 
 
@@ -126,25 +126,30 @@ def decode(model: Path, prompts: Prompts, decoder: dict[str, Any], run: Path, *,
 
 
 def distil(
-    flags: argparse.Namespace, source: Path, found: list[Trajectory], prepared: corpus.Prepared, work: Path, one: Round
+    flags: argparse.Namespace,
+    source: Path,
+    trajectories: list[Trajectory],
+    prepared: corpus.Prepared,
+    work: Path,
+    settings: Round,
 ) -> distillation.Trainer | None:
     """One round of training from the model in `source`; None if time ran out."""
     device, pace = loop.set_up(flags)
-    plan = plan_from(flags, one)
+    plan = plan_from(flags, settings)
     model = causal.load_model(source, device).train()
-    text, anchor = causal.packed(prepared.train, plan.seed), causal.load_model(flags.model, device)
-    if one.is_live:
-        drafts = live_drafts.LiveDrafts(found, one.block_size, plan.versions, plan.seed)
+    text, anchor = causal.pack(prepared.train, plan.seed), causal.load_model(flags.model, device)
+    if settings.is_live:
+        drafts = live_drafts.LiveDrafts(trajectories, settings.block_size, plan.versions, plan.seed)
         rows = flags.most_rows
         trainer: distillation.Trainer = distillation.LiveTrainer(
             model, plan, drafts, text, anchor, device=device, most_rows=rows
         )
     else:
-        trainer = distillation.Trainer(model, plan, found, text, anchor, device=device)
+        trainer = distillation.Trainer(model, plan, trajectories, text, anchor, device=device)
     return trainer if loop.run_visibly(trainer, work / "state", pace) else None
 
 
-def plan_from(flags: argparse.Namespace, one: Round) -> distillation.Plan:
+def plan_from(flags: argparse.Namespace, settings: Round) -> distillation.Plan:
     common = distillation.Plan(
         steps=flags.steps or 4000,
         seed=flags.seed,
@@ -160,8 +165,8 @@ def plan_from(flags: argparse.Namespace, one: Round) -> distillation.Plan:
         clean_weight=flags.clean_weight,
         text_weight=flags.text_weight,
     )
-    if one.ratios is not None:
-        return replace(common, ratios=one.ratios)
+    if settings.ratios is not None:
+        return replace(common, ratios=settings.ratios)
     # Decoding drafts a block after the finished ones before it, so its copies see those alone.
     rate, tokens = flags.learning_rate or 1e-3, flags.batch_tokens or 512
     return replace(
@@ -169,7 +174,7 @@ def plan_from(flags: argparse.Namespace, one: Round) -> distillation.Plan:
     )
 
 
-def traced(flags: argparse.Namespace, source: Path, prompts: Prompts, work: Path, n: int) -> list[Trajectory]:
+def read_traces(flags: argparse.Namespace, source: Path, prompts: Prompts, work: Path, n: int) -> list[Trajectory]:
     """The Jacobi trajectories of the prompts, from the traces of a job."""
     # One token more than whole blocks: the last position is never fed, and every block's states are complete.
     new_tokens = flags.new_tokens // n * n + 1
@@ -182,8 +187,8 @@ def decoded_texts(flags: argparse.Namespace, source: Path, prompts: Prompts, wor
     """The greedy completions of the prompts as fixed points of whole blocks."""
     new_tokens = flags.new_tokens // n * n
     run = decode(source, prompts, {"kind": "autoregressive"}, work / "texts", new_tokens=new_tokens, trace=False)
-    found = jacobi_report.read_decoded(run).tokens
-    return live_drafts.texts(list(prompts.ids.values()), [np.array(found[name]) for name in prompts.ids], n)
+    tokens_of = jacobi_report.read_decoded(run).tokens
+    return live_drafts.texts(list(prompts.ids.values()), [np.array(tokens_of[name]) for name in prompts.ids], n)
 
 
 def blend(source: Path, other: Path, share: float, out: Path) -> Path:
@@ -202,14 +207,14 @@ def between(source: Path, other: Path, share: float) -> Qwen2ForCausalLM:
 
 
 def run_round(
-    flags: argparse.Namespace, source: Path, prepared: corpus.Prepared, number: int, one: Round
+    flags: argparse.Namespace, source: Path, prepared: corpus.Prepared, number: int, settings: Round
 ) -> Path | None:
     """Trajectories of the model in `source`, training on them; the folder of the model made, None where time ran out."""
-    work, n = flags.work / f"round-{number}", one.block_size
+    work, n = flags.work / f"round-{number}", settings.block_size
     out: Path = work / "model"
     if (out / "model.safetensors").exists():
         return out
-    if one.is_live:
+    if settings.is_live:
         source = blend(flags.model, source, flags.kept, work / "start")
     prompts = draw_prompts(
         prepared,
@@ -219,27 +224,31 @@ def run_round(
         lengths=flags.prompt_tokens,
         seed=flags.seed + number,
     )
-    found = decoded_texts(flags, source, prompts, work, n) if one.is_live else traced(flags, source, prompts, work, n)
+    trajectories = (
+        decoded_texts(flags, source, prompts, work, n)
+        if settings.is_live
+        else read_traces(flags, source, prompts, work, n)
+    )
     # A later command may continue with other flags: the README states the settings of each round.
-    loop.write_json(work / "plan.json", describe_round(flags, one))
-    trainer = distil(flags, source, found, prepared, work, one)
+    loop.write_json(work / "plan.json", describe_round(flags, settings))
+    trainer = distil(flags, source, trajectories, prepared, work, settings)
     if trainer is None:
         return None
     causal_folder.copy_with_weights(source, out, trainer.model)
     return out
 
 
-def keep_share(flags: argparse.Namespace, before: Path, made: Path, number: int) -> Path:
+def keep_share(flags: argparse.Namespace, before: Path, trained: Path, number: int) -> Path:
     """Keep a share of what the last round changed; the mean of two rounds' weights is often better than both."""
     share, plan = flags.last_share, flags.work / f"round-{number}" / "plan.json"
     if number + 1 < len(flags.rounds) or share == 1.0:
-        return made
-    said, kept = json.loads(plan.read_text()), f"; {share:.0%} of its change of the weights is kept"
-    if said.endswith(kept):
-        return made
-    folder.save_half(between(before, made, share), made / "model.safetensors")
-    loop.write_json(plan, said + kept)
-    return made
+        return trained
+    facts, kept = json.loads(plan.read_text()), f"; {share:.0%} of its change of the weights is kept"
+    if facts.endswith(kept):
+        return trained
+    folder.save_half(between(before, trained, share), trained / "model.safetensors")
+    loop.write_json(plan, facts + kept)
+    return trained
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -281,11 +290,11 @@ def main(arguments: list[str] | None = None) -> int:
     prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)
     source: Path = flags.model
     with ray_session(None, num_cpus=flags.threads):
-        for number, one in enumerate(flags.rounds):
-            made = run_round(flags, source, prepared, number, one)
-            if made is None:
+        for number, settings in enumerate(flags.rounds):
+            trained = run_round(flags, source, prepared, number, settings)
+            if trained is None:
                 return 3
-            source = keep_share(flags, source, made, number)
+            source = keep_share(flags, source, trained, number)
         shutil.copytree(source, flags.out, dirs_exist_ok=True)
         finish(flags, prepared)
     return 0
@@ -294,13 +303,13 @@ def main(arguments: list[str] | None = None) -> int:
 def finish(flags: argparse.Namespace, prepared: corpus.Prepared) -> None:
     """Measure both models with finished jobs and write the folder's README."""
     device = torch.device("cpu")
-    one, two = causal.load_model(flags.model, device), causal.load_model(flags.out, device)
+    before, after = causal.load_model(flags.model, device), causal.load_model(flags.out, device)
     decoded = measure(flags, prepared)
-    scores = causal_folder.qualities(one, prepared), causal_folder.qualities(two, prepared)
+    scores = causal_folder.qualities(before, prepared), causal_folder.qualities(after, prepared)
     comparison = jacobi_report.Comparison(
         decoded,
         {length: (scores[0][length], scores[1][length]) for length in scores[0]},
-        jacobi_report.same_top1(one, two, prepared),
+        jacobi_report.same_top1(before, after, prepared),
         jacobi_report.same_text(decoded),
     )
     text = jacobi_report.readme(
@@ -313,7 +322,7 @@ def finish(flags: argparse.Namespace, prepared: corpus.Prepared) -> None:
 def measure(flags: argparse.Namespace, prepared: corpus.Prepared) -> jacobi_report.ByLength:
     """Every decoder's completions of held-out prompts of each class of lengths, of the model before and after."""
     work = flags.work / "measured"
-    found: jacobi_report.ByLength = {}
+    by_length: jacobi_report.ByLength = {}
     for low, high in jacobi_report.LENGTHS:
         path = work / f"prompts-{low}-{high}.jsonl"
         prompts = draw_prompts(
@@ -326,23 +335,23 @@ def measure(flags: argparse.Namespace, prepared: corpus.Prepared) -> jacobi_repo
                 )
                 for part, model in (("before", flags.model), ("after", flags.out))
             ]
-            one, two = (jacobi_report.read_decoded(run) for run in runs)
-            found.setdefault(name, {})[low, high] = (one, two)
-    return found
+            before, after = (jacobi_report.read_decoded(run) for run in runs)
+            by_length.setdefault(name, {})[low, high] = (before, after)
+    return by_length
 
 
-def describe_round(flags: argparse.Namespace, one: Round) -> str:
+def describe_round(flags: argparse.Namespace, settings: Round) -> str:
     """A round's settings in words."""
-    plan = plan_from(flags, one)
+    plan = plan_from(flags, settings)
     low, high = flags.prompt_tokens
-    if one.is_live:
+    if settings.is_live:
         noise = f"live drafts, from {flags.kept:.0%} of the rounds before"
         noise += f", rows fade by {plan.fade}, teacher {plan.sharp:.0%} greedy"
         batch = f"{flags.most_rows} rows of texts"
     else:
-        noise, batch = f"{one.ratios} noise ratios", f"{flags.samples} trajectories"
+        noise, batch = f"{settings.ratios} noise ratios", f"{flags.samples} trajectories"
     return (
-        f"blocks of {one.block_size} tokens, {noise}; "
+        f"blocks of {settings.block_size} tokens, {noise}; "
         f"{flags.prompts} prompts of {low} to {high} tokens, {flags.new_tokens} new ones; "
         f"{batch} in {flags.versions} noisy versions and {plan.batch_tokens} tokens of the corpus a step; "
         f"loss weights: consistency 1, its fixed points {plan.clean_weight}, corpus {plan.text_weight}; {plan.describe()}"

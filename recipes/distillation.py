@@ -58,7 +58,7 @@ class Losses:
 
     consistency: Tensor
     clean: Tensor
-    said: Tensor
+    predicted: Tensor
 
 
 def losses(
@@ -78,7 +78,7 @@ def losses(
         student = model.lm_head(hidden[batch.student]).float()
         clean = model.lm_head(hidden[batch.inputs]).float()
         with torch.no_grad():
-            teacher = sharpened(model.lm_head(hidden[batch.teacher]).float().softmax(-1), sharp)
+            teacher = sharpen(model.lm_head(hidden[batch.teacher]).float().softmax(-1), sharp)
             law = None if source is None else source_law(source, batch)
     weights = fade ** batch.depth.float()
     consistency = -((teacher * student.log_softmax(-1)).sum(-1) * weights).sum() / weights.sum().clamp(min=1.0)
@@ -87,7 +87,7 @@ def losses(
     )
 
 
-def sharpened(law: Tensor, share: float) -> Tensor:
+def sharpen(law: Tensor, share: float) -> Tensor:
     """The distributions [R, V] with `share` of each moved to its most likely token."""
     first = functional.one_hot(law.argmax(-1), law.shape[-1])
     return law + share * (first - law)
@@ -140,8 +140,10 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
         chosen = [self.trajectories[i] for i in rng.integers(len(self.trajectories), size=self.plan.samples)]
         places = rng.integers(len(ratios), size=(len(chosen), self.plan.versions))
         packed = [
-            packing.pack(one, *(packing.noisy_states(one.blocks, ratios, int(offset)) for offset in offsets))
-            for one, offsets in zip(chosen, places, strict=True)
+            packing.pack(
+                trajectory, *(packing.noisy_states(trajectory.blocks, ratios, int(offset)) for offset in offsets)
+            )
+            for trajectory, offsets in zip(chosen, places, strict=True)
         ]
         return packing.collate(packed, self.plan.window)
 
@@ -159,8 +161,8 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
     def batch_loss(self, step: int) -> tuple[Tensor, int]:
         """The sum of the three losses and how many tokens were read."""
         plan = self.plan
-        found, tokens = self.trajectory_losses(step)
-        loss = found.consistency + plan.clean_weight * found.clean
+        losses, tokens = self.trajectory_losses(step)
+        loss = losses.consistency + plan.clean_weight * losses.clean
         if plan.text_weight:
             length = plan.length(step)
             count = max(1, plan.batch_tokens // length)
@@ -202,11 +204,13 @@ class LiveTrainer(Trainer):
         numbers = self._neighbours(rng)
         packed = [packing.pack(self.drafts.texts[i], *self.drafts.versions(i)) for i in numbers]
         batch = packing.collate(packed, self.plan.window)
-        found = self.losses(batch.to(self.device))
-        length, rows, said = batch.ids.shape[1], batch.student.numpy(), found.said.cpu().numpy()
+        losses = self.losses(batch.to(self.device))
+        length, rows, predicted = batch.ids.shape[1], batch.student.numpy(), losses.predicted.cpu().numpy()
         of = [rows // length == place for place in range(len(numbers))]
-        self.drafts.advance(numbers, packed, [rows[mine] % length for mine in of], [said[mine] for mine in of], rng)
-        return found, batch.ids.numel()
+        self.drafts.advance(
+            numbers, packed, [rows[mine] % length for mine in of], [predicted[mine] for mine in of], rng
+        )
+        return losses, batch.ids.numel()
 
     def _neighbours(self, rng: np.random.Generator) -> list[int]:
         """Texts of about the same length: one that is drawn, and some of those just below it."""

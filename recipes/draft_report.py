@@ -78,8 +78,8 @@ def acceptance_by_place(pair: Pair, rows: PairRows, heads: DraftHeads | None) ->
     """Mean of sum_v min(p, q) at temperature 1, the true tokens before each draft, by how many the drafter has not seen."""
     head = None if heads is None else heads.markov
     parts = [rows.take(index) for index in torch.arange(len(rows)).split(BATCH_ROWS)]
-    found = torch.cat([acceptance(target_law(pair, part), draft_law(pair, part, head)) for part in parts])
-    return [float(found[rows.place == place].double().mean()) for place in range(int(rows.place.max()) + 1)]
+    accepted = torch.cat([acceptance(target_law(pair, part), draft_law(pair, part, head)) for part in parts])
+    return [float(accepted[rows.place == place].double().mean()) for place in range(int(rows.place.max()) + 1)]
 
 
 def decode(pair: Pair, stream: TokenStream, case: Case, heads: DraftHeads | None, *, limit: int | None) -> Drafted:

@@ -59,7 +59,7 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
     ) -> None:
         super().__init__(model, plan, device)
         self.tokenizer, self.stream = prepared.tokenizer, prepared.train
-        self.plain = causal.packed(prepared.train, plan.seed)
+        self.plain = causal.pack(prepared.train, plan.seed)
 
     def batch(self, step: int) -> Rows:
         """The rows of a step: a function of (seed, step)."""
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; 0 when the folder is complete, 3 if time ran out (run it again to continue)."""
     flags = parse(arguments)
     device, pace = loop.set_up(flags)
-    tokenizer = fim_folder.extended_tokenizer(flags.start)
+    tokenizer = fim_folder.extend_tokenizer(flags.start)
     prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)
     model = model_from(flags.start, len(tokenizer)).train()
     trainer = Trainer(model, plan_from(flags), prepared, device)

@@ -12,7 +12,7 @@ from recipes.causal import Shape, qwen2_config
 from recipes.fim_windows import FIM_TOKENS
 
 
-def extended_tokenizer(start: Path) -> PreTrainedTokenizerFast:
+def extend_tokenizer(start: Path) -> PreTrainedTokenizerFast:
     """The tokenizer in `start` with FIM_TOKENS after its last id."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
     added = [AddedToken(token, special=True, normalized=False) for token in FIM_TOKENS]

@@ -55,10 +55,10 @@ class Report:
 def held_out_lines(prepared: Prepared, count: int, seed: int = 0) -> list[Line]:
     """`count` lines of windows of held-out files, one of each window, evenly over the files; ValueError for too few."""
     rng, tokenizer, stream = np.random.default_rng(seed), prepared.tokenizer, prepared.held_out
-    found = [line for text in window_texts(tokenizer, stream, count) if (line := one_line(rng, text)) is not None]
-    if len(found) < count // 2:
-        raise ValueError(f"the held-out files have {len(found)} windows with a line to hide, {count} are wanted")
-    return found
+    lines = [line for text in window_texts(tokenizer, stream, count) if (line := one_line(rng, text)) is not None]
+    if len(lines) < count // 2:
+        raise ValueError(f"the held-out files have {len(lines)} windows with a line to hide, {count} are wanted")
+    return lines
 
 
 def window_texts(tokenizer: PreTrainedTokenizerFast, stream: TokenStream, count: int) -> Iterator[str]:
@@ -83,16 +83,16 @@ def one_line(rng: np.random.Generator, text: str) -> Line | None:
 @torch.no_grad()
 def greedy(model: Qwen2ForCausalLM, prompt: Sequence[int], ended: Callable[[list[int]], bool]) -> list[int]:
     """The model's greedy completion until it has `ended` (without the end token), at most MOST_NEW tokens."""
-    said: list[int] = []
+    tokens: list[int] = []
     ids, past = torch.tensor([list(prompt)], device=model.device), None
-    while len(said) < MOST_NEW and not ended(said):
+    while len(tokens) < MOST_NEW and not ended(tokens):
         out = model(input_ids=ids, past_key_values=past, use_cache=True)
         past, token = out.past_key_values, int(out.logits[0, -1].argmax())
         if token == EOS_ID:
             break
-        said.append(token)
+        tokens.append(token)
         ids = torch.tensor([[token]], device=model.device)
-    return said
+    return tokens
 
 
 def fim_prompt(tokenizer: PreTrainedTokenizerFast, line: Line, most: int) -> list[int]:
@@ -105,8 +105,8 @@ def fim_prompt(tokenizer: PreTrainedTokenizerFast, line: Line, most: int) -> lis
 def exact_infill(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> Exact:
     """Fill in each line from the text before and after it."""
     most = model.config.max_position_embeddings - MOST_NEW
-    said = (greedy(model, fim_prompt(tokenizer, line, most), lambda ids: False) for line in lines)
-    hits = sum(text_of(tokenizer, ids) == line.middle for ids, line in zip(said, lines, strict=True))
+    answers = (greedy(model, fim_prompt(tokenizer, line, most), lambda ids: False) for line in lines)
+    hits = sum(text_of(tokenizer, ids) == line.middle for ids, line in zip(answers, lines, strict=True))
     return Exact(hits, len(lines))
 
 
@@ -123,8 +123,8 @@ def exact_left(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, line
     hits = 0
     for line in lines:
         prompt = encode(tokenizer, line.before.rstrip("\n"))[-most:] or [EOS_ID]
-        said = greedy(model, prompt, lambda ids: "\n" in text(ids))
-        hits += text(said).split("\n")[0] == line.middle
+        answer = greedy(model, prompt, lambda ids: "\n" in text(ids))
+        hits += text(answer).split("\n")[0] == line.middle
     return Exact(hits, len(lines))
 
 

@@ -45,7 +45,7 @@ class Rows:
 def draw_hole(rng: np.random.Generator, text: str) -> tuple[int, int]:
     """The characters [start, end) of a hole: a line, the end of one, a few lines, or any span; at least one character."""
     # The first line of a window may lack its beginning and the last one its end.
-    lines = [found.span() for found in _LINE.finditer(text)]
+    lines = [match.span() for match in _LINE.finditer(text)]
     lines = lines[1:-1] or lines
     kind = str(rng.choice(HOLES, p=HOLE_SHARES))
     if kind == "span" or not lines:
@@ -106,6 +106,6 @@ def fim_rows(
     weights = np.zeros((count, length + 1), dtype=np.float32)
     for row, index in enumerate(draw_windows(stream, rng, count=count, length=length - len(FIM_TOKENS))):
         text = text_of(tokenizer, stream.ids[index].tolist()).strip("\ufffd")  # characters that the window cuts
-        found, counts = fim_row(tokenizer, text, draw_hole(rng, text), length + 1)
-        ids[row, : len(found)], weights[row, : len(found)] = found, counts
+        tokens, counts = fim_row(tokenizer, text, draw_hole(rng, text), length + 1)
+        ids[row, : len(tokens)], weights[row, : len(tokens)] = tokens, counts
     return Rows(ids, weights)

@@ -50,17 +50,17 @@ ByLength = dict[str, dict[tuple[int, int], tuple[Decoded, Decoded]]]
 def same_text(decoded: ByLength) -> float:
     """The share of tokens before the first difference, mean over the samples of the first decoder."""
     shares = []
-    for one, other in next(iter(decoded.values())).values():
-        for name, tokens in one.tokens.items():
-            differs = np.array(tokens) != np.array(other.tokens[name])
+    for first, second in next(iter(decoded.values())).values():
+        for name, tokens in first.tokens.items():
+            differs = np.array(tokens) != np.array(second.tokens[name])
             shares.append(differs.argmax() / len(tokens) if differs.any() else 1.0)
     return float(np.mean(shares))
 
 
 @torch.no_grad()
 def same_top1(
-    one: Qwen2ForCausalLM,
-    other: Qwen2ForCausalLM,
+    first: Qwen2ForCausalLM,
+    second: Qwen2ForCausalLM,
     prepared: corpus.Prepared,
     *,
     length: int = 256,
@@ -69,8 +69,8 @@ def same_top1(
     """The share of held-out tokens for which both models think the same token the most likely next one."""
     same: list[float] = []
     for index in evaluation.window_indices(prepared.held_out, length=length, limit=limit):
-        ids = torch.from_numpy(prepared.held_out.ids[index]).to(one.device)
-        same.append(float((one(ids).logits.argmax(-1) == other(ids).logits.argmax(-1)).float().mean()))
+        ids = torch.from_numpy(prepared.held_out.ids[index]).to(first.device)
+        same.append(float((first(ids).logits.argmax(-1) == second(ids).logits.argmax(-1)).float().mean()))
     return float(np.mean(same))
 
 
@@ -133,8 +133,8 @@ def _speed_table(source: str, name: str, comparison: Comparison) -> Iterator[str
     yield "|---|---|---|---|---|---|---|"
     for low, high in comparison.decoded[PLAIN]:
         before, after = (run.tokens_per_forward for run in comparison.decoded[PLAIN][low, high])
-        one, two = (run.tokens_per_forward for run in comparison.decoded[BLOCKS][low, high])
-        cells = f"{before:.2f} | {after:.2f} | {after / before:.2f} | {one:.2f} | {two:.2f} | {two / after:.2f}"
+        first, second = (run.tokens_per_forward for run in comparison.decoded[BLOCKS][low, high])
+        cells = f"{before:.2f} | {after:.2f} | {after / before:.2f} | {first:.2f} | {second:.2f} | {second / after:.2f}"
         yield f"| {low} to {high} | {cells} |"
 
 
@@ -142,6 +142,6 @@ def _quality_table(source: str, name: str, comparison: Comparison) -> Iterator[s
     yield f"| window | perplexity, {source} | {name} | change | bits per byte, {source} | {name} |"
     yield "|---|---|---|---|---|---|"
     for length, (before, after) in comparison.quality.items():
-        one, two = causal_folder.perplexity(before), causal_folder.perplexity(after)
+        first, second = causal_folder.perplexity(before), causal_folder.perplexity(after)
         bits = f"{before.bits_per_byte:.3f} | {after.bits_per_byte:.3f}"
-        yield f"| {length} | {one:.2f} | {two:.2f} | {two / one - 1:+.1%} | {bits} |"
+        yield f"| {length} | {first:.2f} | {second:.2f} | {second / first - 1:+.1%} | {bits} |"

@@ -23,12 +23,12 @@ from recipes.packing import IDS, NOISY, Packed, Trajectory
 
 def texts(prompts: Sequence[IDS], completions: Sequence[IDS], block_size: int) -> list[Trajectory]:
     """Trajectories whose only states are the fixed points: whole blocks of `completions`, the rest is left out."""
-    found = []
+    trajectories = []
     for prompt, tokens in zip(prompts, completions, strict=True):
         whole = len(tokens) // block_size * block_size
         blocks = [np.asarray(tokens[start : start + block_size])[None] for start in range(0, whole, block_size)]
-        found.append(Trajectory(prompt, blocks))
-    return found
+        trajectories.append(Trajectory(prompt, blocks))
+    return trajectories
 
 
 class LiveDrafts:
@@ -58,7 +58,7 @@ class LiveDrafts:
         numbers: Sequence[int],
         packed: Sequence[Packed],
         rows: Sequence[NDArray[np.int64]],
-        said: Sequence[IDS],
+        predicted: Sequence[IDS],
         rng: np.random.Generator,
     ) -> None:
         """One iteration of texts `numbers`: `said[i]` is what the model says after the noisy rows `rows[i]` of `packed[i]`.
@@ -66,7 +66,7 @@ class LiveDrafts:
         Those are all the rows from a block's first wrong draft on. The wrong draft becomes the text's own token, as the
         decoder commits it, and each draft after it what the row before it says.
         """
-        for number, sample, at, tokens in zip(numbers, packed, rows, said, strict=True):
+        for number, sample, at, tokens in zip(numbers, packed, rows, predicted, strict=True):
             assert (sample.kind[at] == NOISY).all()
             place = sample.positions[at] - len(self.texts[number].prompt)
             version, final, draft = sample.version[at], self.final[number], self.drafts[number]

@@ -128,10 +128,10 @@ def collate(samples: Sequence[Packed], window: int | None) -> Batch:
     rows = {name: _padded(samples, name, length, value) for name, value in fill.items()}
     pairs = [_pairs(sample) for sample in samples]
     student, teacher, inputs, following = (
-        torch.from_numpy(np.concatenate([found[part] + number * length for number, found in enumerate(pairs)]))
+        torch.from_numpy(np.concatenate([pair[part] + number * length for number, pair in enumerate(pairs)]))
         for part in range(4)
     )
-    depth = torch.from_numpy(np.concatenate([found[4] for found in pairs]))
+    depth = torch.from_numpy(np.concatenate([pair[4] for pair in pairs]))
     targets = rows["ids"].flatten()[following]
     visible = visibility(rows, window)
     return Batch(rows["ids"], rows["positions"], visible, student, teacher, depth, inputs, targets)

@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     plan, started = HeadPlan(steps=flags.steps, rows=flags.rows, seed=flags.seed), time.monotonic()
     # Half the bits and twice the speed; the lost precision is far smaller than what the head corrects.
     pair = frozen_pair.load_pair(flags.target, flags.drafter, "bfloat16")
-    heads = train_visibly(pair, causal.packed(prepared.train, plan.seed), plan)
+    heads = train_visibly(pair, causal.pack(prepared.train, plan.seed), plan)
     minutes = (time.monotonic() - started) / 60
     folder.save_draft_heads(flags.drafter, heads, "specdiff")
     finish(flags, prepared, plan, minutes)

@@ -30,7 +30,7 @@ def read(run: Store, prompts: Mapping[str, IDS]) -> list[Trajectory]:
         steps.setdefault(row["id"], []).append(row)
     if not steps:
         raise ValueError("the run has no traces: its output.trace must be 'steps'")
-    found = []
+    trajectories = []
     for name, prompt in prompts.items():
         if name not in results or results[name]["status"] != "ok":
             continue
@@ -40,8 +40,8 @@ def read(run: Store, prompts: Mapping[str, IDS]) -> list[Trajectory]:
                 f"sample {name!r}: {row['prompt_tokens']} prompt tokens were decoded, {len(prompt)} are given"
             )
         drafts = [(step["positions"][0], step["proposed"]) for step in _in_order(steps[name]) if step["positions"]]
-        found.append(Trajectory(prompt, blocks_of(np.concatenate([prompt, row["tokens"]]), len(prompt), drafts)))
-    return found
+        trajectories.append(Trajectory(prompt, blocks_of(np.concatenate([prompt, row["tokens"]]), len(prompt), drafts)))
+    return trajectories
 
 
 def blocks_of(final: IDS, num_prompt: int, drafts: Sequence[tuple[int, Sequence[int]]]) -> list[IDS]:
@@ -69,6 +69,6 @@ def _in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rows(store: Store, folder: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-    names = [found.name for found in store.list(folder)]
+    names = [file.name for file in store.list(folder)]
     for table in read_results(store, objects=names, columns=columns):
         yield from table.to_pylist()

@@ -82,9 +82,9 @@ def assd(s: Sample, k: int, *, ngram: bool, head: int, auto: bool) -> Decoding:
             good, judged, judged_log_ps, _ = yield s.two_stream(n + count - 1, checks, JUDGE, drafts[sure:])
             accepted, tokens, log_ps = sure + good, tokens + judged, log_ps + judged_log_ps
             s.cached = n + min(accepted, count - 1)
-        kept = s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
+        committed = s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
         # The first token of an iteration costs what a sequential one does; the others are the gain of drafting.
-        s.just = count - 1, kept - 1
+        s.just = count - 1, committed - 1
 
 
 def by_marginals(s: Sample, count: int, head: int) -> Drafting:
@@ -95,8 +95,8 @@ def by_marginals(s: Sample, count: int, head: int) -> Drafting:
         return drafts, log_ps[:1]
     _, first, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), DRAFT, JUST_ONE)
     s.tokens[n] = first[0]
-    _, others, _, _ = yield Roll(head, n + 1, count - 1, row=1, limit=n)
-    return first + others, log_ps
+    _, later, _, _ = yield Roll(head, n + 1, count - 1, row=1, limit=n)
+    return first + later, log_ps
 
 
 def by_ngram(s: Sample, ngrams: Ngrams, count: int) -> Drafting:

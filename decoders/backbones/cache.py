@@ -64,10 +64,10 @@ class SlotCache:
         before = self.positions_SW.shape
         if before == (num_slots, num_columns):
             return
-        positions, num_done = _resized(self.positions_SW, 0, 1, num_slots, num_columns), 0
+        positions, num_done = _resize(self.positions_SW, 0, 1, num_slots, num_columns), 0
         try:
             for index in range(len(self.layers_2SKWd)):
-                self.layers_2SKWd[index] = _resized(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
+                self.layers_2SKWd[index] = _resize(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
                 num_done += 1
         except BaseException:
             self._go_back(num_done, *before)
@@ -78,7 +78,7 @@ class SlotCache:
     def _go_back(self, num_done: int, num_slots: int, num_columns: int) -> None:
         try:
             for index in range(num_done):
-                self.layers_2SKWd[index] = _resized(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
+                self.layers_2SKWd[index] = _resize(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
         except (RuntimeError, MemoryError):
             self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
             self.positions_SW = self.positions_SW[:0, :0].clone()
@@ -122,8 +122,8 @@ class SlotCache:
         num_heads, width = held_2SKWd.shape[2], held_2SKWd.shape[4]
         head_BK = slots_B.unsqueeze(1) * num_heads + torch.arange(num_heads, device=slots_B.device)
         cell_BKW = head_BK.unsqueeze(2) * self.num_columns + column_BW.unsqueeze(1)
-        found_2Xd = held_2SKWd.view(2, -1, width).index_select(1, cell_BKW.flatten())
-        key, value = found_2Xd.view(2, *cell_BKW.shape, width).unbind(0)
+        cells_2Xd = held_2SKWd.view(2, -1, width).index_select(1, cell_BKW.flatten())
+        key, value = cells_2Xd.view(2, *cell_BKW.shape, width).unbind(0)
         return key, value
 
     def read(self, layer: int, slots: Tensor | slice, num_columns: int) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ class OnSlots:
         self.cache.clear_slot(slot)
 
 
-def _resized(held: Tensor, slot_dim: int, column_dim: int, num_slots: int, num_columns: int) -> Tensor:
+def _resize(held: Tensor, slot_dim: int, column_dim: int, num_slots: int, num_columns: int) -> Tensor:
     """A copy of a tensor with other numbers of slots and columns; new cells are zero."""
     shape = list(held.shape)
     shape[slot_dim], shape[column_dim] = num_slots, num_columns

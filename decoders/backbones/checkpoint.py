@@ -36,14 +36,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _read_object(path: Path) -> dict[str, Any] | None:
     """Return a JSON object; None if there is no such file, ValueError if it holds anything else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"model.path: {path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"model.path: {path} is not a JSON object")
-    return found
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -70,14 +70,14 @@ def inspect_model(
     ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a tensor is
     missing, unexpected, or of another shape."""
     config = read_config(folder)
-    found = find_family(config, family)
+    entry = find_family(config, family)
     if mask_id is None:
-        mask_id = _mask_by_name(found, config, folder)
+        mask_id = _mask_by_name(entry, config, folder)
     shapes = header_shapes(folder)
     check_counts(config, shapes, folder)
-    info = describe(found, config, mask_id=mask_id, max_length=max_length)
-    check_names(found, config, shapes, folder)
-    if found.rows_are_tokens:
+    info = describe(entry, config, mask_id=mask_id, max_length=max_length)
+    check_names(entry, config, shapes, folder)
+    if entry.rows_are_tokens:
         without = ids_without_token(folder, info.vocab_size)
         info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
     return info
@@ -132,11 +132,11 @@ def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
         "experts": max([len(shapes), *(size for shape in shapes.values() for size in shape)]),
     }
     for key, value in _counts(config):
-        what = "experts" if "expert" in key else "layers"
-        if isinstance(value, int) and value > most[what]:
+        part = "experts" if "expert" in key else "layers"
+        if isinstance(value, int) and value > most[part]:
             raise ValueError(
                 f"model.path: {folder}: config.json says {key} = {value:,}, but the weights have {len(shapes):,} tensors, "
-                f"which is too few for so many {what}"
+                f"which is too few for so many {part}"
             )
 
 
@@ -160,10 +160,10 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
     missing = sorted(expected.keys() - shapes.keys())
     surplus = sorted(shapes.keys() - expected.keys() - optional)
     wrong = sorted(name for name in expected.keys() & shapes.keys() if shapes[name] != expected[name])
-    for names, what in ((missing, "lacks the tensors"), (surplus, "has tensors unknown to the family:")):
+    for names, problem in ((missing, "lacks the tensors"), (surplus, "has tensors unknown to the family:")):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"model.path: {folder} (family {family.name!r}) {what} {', '.join(names[:5])}{more}")
+            raise ValueError(f"model.path: {folder} (family {family.name!r}) {problem} {', '.join(names[:5])}{more}")
     if wrong:
         name = wrong[0]
         raise ValueError(
@@ -178,35 +178,27 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a text: those of generation_config.json if it has any, else those of config.json. transformers'
     `generate` uses none if generation_config.json exists and has none. If the family's chats end a turn with another token,
     that one ends a text too. The tokenizer may add another. ValueError if an id is not a number."""
-    config = _read_object(folder / "config.json") or {}
-    ids: list[int] = []
-    for name, held in (
-        ("generation_config.json", _read_object(folder / "generation_config.json")),
-        ("config.json", config),
-    ):
-        found = (held or {}).get("eos_token_id")
-        if found is not None:
-            listed = found if isinstance(found, list) else [found]
-            ids = [_token_id(folder / name, "eos_token_id", value) for value in listed]
-            break
-    ends = turn_ends(config)
+    ids, ends = _special_ids(folder, "eos_token_id"), turn_ends(_read_object(folder / "config.json") or {})
     added = _added_tokens(folder) if ends else {}
     return tuple(dict.fromkeys([*ids, *(added[end] for end in ends if end in added)]))
 
 
 def bos_id(folder: Path) -> int | None:
     """Return the id that begins a text, from generation_config.json or config.json; None if neither has one."""
-    for name in ("generation_config.json", "config.json"):
-        found = (_read_object(folder / name) or {}).get("bos_token_id")
-        if found is not None:
-            return _token_id(folder / name, "bos_token_id", found)
-    return None
+    return next(iter(_special_ids(folder, "bos_token_id")), None)
 
 
-def _token_id(path: Path, key: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"model.path: {path} has {key} = {value!r}; allowed: token ids >= 0")
-    return value
+def _special_ids(folder: Path, key: str) -> list[int]:
+    """The ids under a key of generation_config.json, else of config.json; only a text's ends may be several."""
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        value = (_read_object(path) or {}).get(key)
+        if value is not None:
+            ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
+            for token in ids:
+                if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                    raise ValueError(f"model.path: {path} has {key} = {token!r}; allowed: token ids >= 0")
+            return ids
+    return []
 
 
 def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:

@@ -18,25 +18,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
+from draftmill.decoders.backbones.attention import AnyLayout, attend_rows
 from draftmill.decoders.backbones.families.masked import DDiTShape
 from draftmill.decoders.backbones.rows import TokenRows
-from draftmill.decoders.backbones.transformer import ModuleBackbone
+from draftmill.decoders.backbones.transformer import NetworkBackbone
 
 _HEAD: Final = "output_layer.linear."
 _PERIOD: Final = 10000.0
 # In checkpoints, but recomputed here, since half precision would round them.
 _FREQUENCIES: Final = "rotary_emb.inv_freq"
-
-
-class _States(NamedTuple):
-    last_hidden_state: Tensor
 
 
 class _SigmaMap(nn.Module):
@@ -74,23 +70,24 @@ class _Block(nn.Module):
         return states_ND + gate_2 * self.mlp(inner_ND)
 
     def _attend(self, inner_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: AnyLayout) -> Tensor:
-        heads_3HNd = self.attn_qkv(inner_ND).view(inner_ND.shape[0], 3, self.num_heads, -1).permute(1, 2, 0, 3)
-        query, key = (_turn(heads_HNd, turn_2Nd).unsqueeze(0) for heads_HNd in heads_3HNd[:2])
-        value, scaling = heads_3HNd[2:], heads_3HNd.shape[3] ** -0.5
-        mixed_1NHd, _ = slot_attention(self, query, key, value, None, scaling=scaling, layout=layout)
-        return self.attn_out(mixed_1NHd[0].flatten(1))
+        heads_N3Hd = self.attn_qkv(inner_ND).view(inner_ND.shape[0], 3, self.num_heads, -1)
+        query_NHd, key_NHd = (_turn(heads_N3Hd[:, index], turn_2Nd) for index in range(2))
+        key_value_NXd, scaling = torch.cat([key_NHd, heads_N3Hd[:, 2]], 1), query_NHd.shape[2] ** -0.5
+        mixed_NHd = attend_rows(self.layer_idx, query_NHd, key_value_NXd, scaling=scaling, layout=layout)
+        mixed_ND: Tensor = self.attn_out(mixed_NHd.flatten(1))
+        return mixed_ND
 
 
 def _modulate(rows_ND: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return rows_ND * (1 + scale) + shift
 
 
-def _turn(rows_HNd: Tensor, turn_2Nd: tuple[Tensor, Tensor]) -> Tensor:
+def _turn(rows_NHd: Tensor, turn_2Nd: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position encoding, the halves of a head as partners."""
-    cosine_Nd, sine_Nd = turn_2Nd
-    rows = rows_HNd.to(cosine_Nd.dtype)
+    cosine_N1d, sine_N1d = (part.unsqueeze(1) for part in turn_2Nd)
+    rows = rows_NHd.to(cosine_N1d.dtype)
     first, second = rows.chunk(2, dim=-1)
-    return (rows * cosine_Nd + torch.cat([-second, first], dim=-1) * sine_Nd).to(rows_HNd.dtype)
+    return (rows * cosine_N1d + torch.cat([-second, first], dim=-1) * sine_N1d).to(rows_NHd.dtype)
 
 
 def _spread(rows_U: Tensor, which_N: Tensor | None, count: int) -> tuple[Tensor, ...]:
@@ -105,13 +102,13 @@ class _Final(nn.Module):
         self.adaLN_modulation = nn.Linear(shape.cond_dim, 2 * shape.hidden_size)
 
 
-class _Stack(nn.Module):
-    """All but the output layer, under the checkpoints' names."""
+class DDiT(nn.Module):
+    """All but the output layer, nearly under the checkpoints' names (`_own_name`)."""
 
     def __init__(self, shape: DDiTShape) -> None:
         super().__init__()
         self.head_width = shape.hidden_size // shape.num_attention_heads
-        self.vocab_embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.word_embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.sigma_map = _SigmaMap(shape.cond_dim)
         self.blocks = nn.ModuleList(_Block(index, shape) for index in range(shape.num_hidden_layers))
         self.output_layer = _Final(shape)
@@ -123,21 +120,19 @@ class _Stack(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
+        tokens_N: Tensor,
+        positions_N: Tensor,
         layout: AnyLayout,
         modulations: list[Tensor],
         which_N: Tensor | None,
-        **_: Any,
-    ) -> _States:
-        """Run flat rows; row n uses row `which_N[n]` of each modulation; None if there is only one."""
-        states_ND = self.vocab_embed(input_ids[0])
-        turn_2Nd = self._turns(position_ids[0].to(states_ND.dtype))
+    ) -> Tensor:
+        """Run flat rows; row n uses row `which_N[n]` of each modulation; None if there is only one. Final states [N, D]."""
+        states_ND = self.word_embeddings(tokens_N)
+        turn_2Nd = self._turns(positions_N.to(states_ND.dtype))
         for block, rows_U in zip(self.blocks, modulations[:-1], strict=True):
             states_ND = block(states_ND, turn_2Nd, _spread(rows_U, which_N, 6), layout)
         shift, scale = _spread(modulations[-1], which_N, 2)
-        final_ND = _modulate(self.output_layer.norm_final(states_ND), shift, scale)
-        return _States(final_ND.unsqueeze(0))
+        return _modulate(self.output_layer.norm_final(states_ND), shift, scale)
 
     def _turns(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         half = torch.arange(0, self.head_width, 2, dtype=positions_N.dtype, device=positions_N.device)
@@ -146,29 +141,11 @@ class _Stack(nn.Module):
         return angle_Nd.cos(), angle_Nd.sin()
 
 
-class DDiT(nn.Module):
-    """The whole network, with the interface that ModuleBackbone expects of a transformers module."""
-
-    def __init__(self, shape: DDiTShape) -> None:
-        super().__init__()
-        self.config = shape
-        self.base_model = _Stack(shape)
-        self.head = nn.Linear(shape.hidden_size, shape.vocab_size)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embeddings."""
-        return self.base_model.vocab_embed
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer."""
-        return self.head
-
-
 def _own_name(name: str) -> str:
     """Map a checkpoint's tensor name, without a prefix, to ours."""
     if name.startswith(_HEAD):
-        return "head." + name.removeprefix(_HEAD)
-    return "base_model." + name.replace("vocab_embed.embedding", "vocab_embed.weight")
+        return "lm_head." + name.removeprefix(_HEAD)
+    return "model." + name.replace("vocab_embed.embedding", "word_embeddings.weight")
 
 
 def _is_product(name: str) -> bool:
@@ -176,7 +153,7 @@ def _is_product(name: str) -> bool:
     return name.startswith(_HEAD) or (name.startswith("blocks.") and (".attn_" in name or ".mlp." in name))
 
 
-class DDiTBackbone(ModuleBackbone):
+class DDiTBackbone(NetworkBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
     `takes_sigma` says that the rows need `sigma_B`; otherwise it is ignored."""
 
@@ -191,22 +168,21 @@ class DDiTBackbone(ModuleBackbone):
             for name, tensor in bare.items()
             if name != _FREQUENCIES
         }
-        with torch.device("meta"):
-            model = DDiT(shape)
-        model.load_state_dict(ready, assign=True)
-        model.eval().requires_grad_(False)
-        super().__init__(model, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device)
+        super().__init__(DDiT, shape, ready, dtype=dtype, device=device)
         self._at_zero = self.base.modulations(torch.zeros(1, dtype=self.exact_dtype, device=self.device))
 
-    def _more_inputs(self, rows: TokenRows) -> dict[str, Any]:
-        if not self.takes_sigma:
-            return {"modulations": self._at_zero, "which_N": None}
-        assert rows.sigma_B is not None, "this network is conditioned on the noise: its rows need sigma_B"
-        count = rows.sigma_B.shape[0]
-        padded_U = rows.sigma_B.new_zeros(self._padded(count), dtype=self.exact_dtype)
-        padded_U[:count] = rows.sigma_B
-        modulations = [part[:count] for part in self.base.modulations(padded_U)]
-        return {"modulations": modulations, "which_N": self._flat(rows.owner_N)[0] if count > 1 else None}
+    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
+        modulations = self._at_zero
+        which_P: Tensor | None = None
+        if self.takes_sigma:
+            assert rows.sigma_B is not None, "this network is conditioned on the noise: its rows need sigma_B"
+            count = rows.sigma_B.shape[0]
+            padded_U = rows.sigma_B.new_zeros(self._padded(count), dtype=self.exact_dtype)
+            padded_U[:count] = rows.sigma_B
+            modulations = [part[:count] for part in self.base.modulations(padded_U)]
+            which_P = self._pad(rows.owner_N) if count > 1 else None
+        hidden_PD: Tensor = self.base(tokens_P, positions_P, layout, modulations, which_P)
+        return hidden_PD
 
     def forward(self, rows: TokenRows) -> Tensor:
         """Write every row into the cache and return all rows' final modulated states, [N, D]; see ModuleBackbone."""

@@ -20,10 +20,10 @@ _BUILDS: Final = ((580, "cu130"), (525, "cu126"))
 def driver_version() -> str | None:
     """The version of NVIDIA's driver, such as 580.65.06; None if there is none."""
     try:
-        found = re.search(r"\s(\d{3,}\.\d+(\.\d+)?)\s", _VERSION.read_text(encoding="utf-8", errors="replace"))
+        match = re.search(r"\s(\d{3,}\.\d+(\.\d+)?)\s", _VERSION.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
-    return None if found is None else found[1]
+    return None if match is None else match[1]
 
 
 def has_gpu() -> bool:

@@ -32,9 +32,9 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
         raise ValueError(f"decoder.head: {folder} needs both {CONFIG} and {WEIGHTS}")
     sizes: dict[str, Any] = json.loads(path.read_text())
     # The files of the first heads don't name their kind, since there was only one.
-    found = sizes.pop("kind", "assd")
-    if found != kind:
-        raise ValueError(f"decoder.head: {path} is of kind {found!r}; allowed here: {kind}")
+    own_kind = sizes.pop("kind", "assd")
+    if own_kind != kind:
+        raise ValueError(f"decoder.head: {path} is of kind {own_kind!r}; allowed here: {kind}")
     missing = {"width", "markov_hidden"} - sizes.keys()
     sizes.pop("chain_hidden", None)  # see is_given_up
     unknown = sizes.keys() - {"width", "markov_hidden"}
@@ -57,10 +57,10 @@ def check_files(folder: Path, kind: HeadKind) -> bool:
     try:
         with safe_open(path, framework="np") as file:
             names = [name for name in file.keys() if not is_given_up(name)]  # noqa: SIM118
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"decoder.head: {path} is damaged or not a safetensors file: {error}") from error
-    if found != head_shapes(sizes):
+    if shapes != head_shapes(sizes):
         raise ValueError(f"decoder.head: {path} does not fit {folder / CONFIG}")
     return True
 

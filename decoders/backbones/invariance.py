@@ -28,6 +28,8 @@ from torch.nn import functional
 
 EXACT_DTYPES: Final = (torch.float32, torch.float64)
 """The dtypes with our own attention products on a CPU; half precision uses torch's fused ones, without guarantees."""
+VECTOR: Final = 32
+"""Elementwise kernels compute the last few numbers of a tensor or a line differently; whole blocks of these leave none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,11 @@ def at_least_rows(min_rows: int, function: Callable[..., Tensor], first: Tensor,
     num_rows = first.shape[0]
     if num_rows >= min_rows:
         return function(first, **others)
-    padded = {name: _padded(rows, min_rows) for name, rows in others.items()}
-    return function(_padded(first, min_rows), **padded)[:num_rows]
+    padded = {name: _pad_rows(rows, min_rows) for name, rows in others.items()}
+    return function(_pad_rows(first, min_rows), **padded)[:num_rows]
 
 
-def _padded(rows: Tensor, num_rows: int) -> Tensor:
+def _pad_rows(rows: Tensor, num_rows: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(num_rows - rows.shape[0], *rows.shape[1:])])
 
 

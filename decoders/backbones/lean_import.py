@@ -5,7 +5,7 @@ that decoding never uses; they take as long as all other imports. During the imp
 that asks for them gets a stand-in that does nothing, or that loads the real module on use. Afterwards they can be imported as
 usual. Modules that are already imported stay unchanged.
 
-transformers imports scipy for the training losses of its object detectors. During the import it is told that scipy is not
+transformers imports scipy for the training losses of its object detectors. During the import scipy is reported as not
 installed, so these losses do not work in a process that decodes.
 
 transformers itself scans the files of all its models twice before it imports one; the second scan is skipped.
@@ -44,10 +44,10 @@ def lean() -> Iterator[None]:
     if any(name in sys.modules for name in _HELD):
         yield
         return
-    stands_in = {"torch._dynamo": _dynamo(), _WRAPPED: _wrapped()}
+    stands_in = {"torch._dynamo": _dynamo(), _WRAPPED: _trace_module()}
     available, disable = torch.distributed.is_available, torch.compiler.disable
     torch.distributed.is_available = lambda: False
-    torch.compiler.disable = _as_it_is  # type: ignore[assignment]
+    torch.compiler.disable = _unchanged  # type: ignore[assignment]
     if "transformers.models" not in sys.modules:
         stands_in["transformers.models"] = _models()
     sys.modules |= stands_in
@@ -95,16 +95,16 @@ def _on_cpu(arange: Callable[..., Any], *args: Any, device: Any = None, **kwargs
     return arange(*args, device="cpu" if device is None else device, **kwargs)
 
 
-def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+def _unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
     """A decorator, with arguments or without, that changes nothing."""
     return function if function is not None else lambda inner: inner
 
 
 def _models() -> ModuleType:
     """A package in which the models of transformers are found; the real one lists what each of them exports."""
-    found = importlib.util.find_spec("transformers")
+    spec = importlib.util.find_spec("transformers")
     module = ModuleType("transformers.models")
-    module.__path__ = [f"{folder}/models" for folder in (found.submodule_search_locations or ())] if found else []
+    module.__path__ = [f"{folder}/models" for folder in (spec.submodule_search_locations or ())] if spec else []
     return module
 
 
@@ -112,11 +112,11 @@ def _dynamo() -> ModuleType:
     module = ModuleType("torch._dynamo")
     module.__path__ = []
     for name in ("assume_constant_result", "disable", "allow_in_graph", "mark_static_address"):
-        setattr(module, name, _as_it_is)
+        setattr(module, name, _unchanged)
     return module
 
 
-def _wrapped() -> ModuleType:
+def _trace_module() -> ModuleType:
     module = ModuleType(_WRAPPED)
 
     class TransformGetItemToIndex:

@@ -13,19 +13,13 @@ Legend: K key heads, r turned width.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
+from draftmill.decoders.backbones.attention import AnyLayout, attend_rows
 from draftmill.decoders.backbones.families.llada2 import LLaDA2Shape
 from draftmill.decoders.backbones.moe import GatedMLP, SigmoidMixture
-from draftmill.decoders.backbones.transformer import ModuleBackbone
-
-
-class _States(NamedTuple):
-    last_hidden_state: Tensor
+from draftmill.decoders.backbones.transformer import NetworkBackbone
 
 
 class _Norm(nn.Module):
@@ -56,10 +50,9 @@ class _Attention(nn.Module):
         query_NHd, key_NKd, value_NKd = heads_Nxd.split(self.heads, dim=1)
         query_NHd = self._turn(self.query_layernorm(query_NHd), turn_2Nd)
         key_NKd = self._turn(self.key_layernorm(key_NKd), turn_2Nd)
-        query, key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (query_NHd, key_NKd, value_NKd))
-        scaling = query.shape[3] ** -0.5
-        mixed_1NHd, _ = slot_attention(self, query, key, value, None, scaling=scaling, layout=layout)
-        mixed_ND: Tensor = self.dense(mixed_1NHd[0].flatten(1))
+        key_value_NXd, scaling = torch.cat([key_NKd, value_NKd], 1), query_NHd.shape[2] ** -0.5
+        mixed_NHd = attend_rows(self.layer_idx, query_NHd, key_value_NXd, scaling=scaling, layout=layout)
+        mixed_ND: Tensor = self.dense(mixed_NHd.flatten(1))
         return mixed_ND
 
     def _turn(self, rows_Nxd: Tensor, turn_2Nd: tuple[Tensor, Tensor]) -> Tensor:
@@ -97,7 +90,7 @@ def _mixture(shape: LLaDA2Shape) -> SigmoidMixture:
     )
 
 
-class _Stack(nn.Module):
+class LLaDA2(nn.Module):
     """All but the output layer, under the checkpoints' names."""
 
     def __init__(self, shape: LLaDA2Shape) -> None:
@@ -107,13 +100,14 @@ class _Stack(nn.Module):
         self.layers = nn.ModuleList(_Layer(index, shape) for index in range(shape.num_hidden_layers))
         self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, layout: AnyLayout, **_: Any) -> _States:
-        """Run flat rows, [1, N] of ids and positions; final normed states [1, N, D]."""
-        rows_ND = self.word_embeddings(input_ids[0])
-        turn_2Nd = self._turns(position_ids[0], rows_ND.dtype)
+    def forward(self, tokens_N: Tensor, positions_N: Tensor, layout: AnyLayout) -> Tensor:
+        """Run flat rows; final normed states [N, D]."""
+        rows_ND = self.word_embeddings(tokens_N)
+        turn_2Nd = self._turns(positions_N, rows_ND.dtype)
         for layer in self.layers:
             rows_ND = layer(rows_ND, turn_2Nd, layout)
-        return _States(self.norm(rows_ND).unsqueeze(0))
+        states_ND: Tensor = self.norm(rows_ND)
+        return states_ND
 
     def _turns(self, positions_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every row's angles, over a whole head, [N, d] each."""
@@ -125,32 +119,9 @@ class _Stack(nn.Module):
         return angle_Nd.cos().to(dtype), angle_Nd.sin().to(dtype)
 
 
-class LLaDA2(nn.Module):
-    """The whole network, with the interface that ModuleBackbone expects of a transformers module."""
-
-    def __init__(self, shape: LLaDA2Shape) -> None:
-        super().__init__()
-        self.config = shape
-        self.model = _Stack(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-
-    @property
-    def base_model(self) -> nn.Module:
-        """All but the output layer."""
-        return self.model
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embeddings."""
-        return self.model.word_embeddings
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer."""
-        return self.lm_head
-
-
-class LLaDA2Backbone(ModuleBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness. They are
-    removed from the dict, so that no reference keeps the experts in memory a second time."""
+class LLaDA2Backbone(NetworkBackbone):
+    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness; they are
+    removed from the dict."""
 
     def __init__(
         self, shape: LLaDA2Shape, weights: dict[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
@@ -162,9 +133,4 @@ class LLaDA2Backbone(ModuleBackbone):
             )
             for name in list(weights)
         }
-        with torch.device("meta"):
-            model = LLaDA2(shape)
-        model.load_state_dict(ready, assign=True)
-        ready.clear()
-        model.eval().requires_grad_(False)
-        super().__init__(model, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device)
+        super().__init__(LLaDA2, shape, ready, dtype=dtype, device=device)

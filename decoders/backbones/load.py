@@ -73,21 +73,21 @@ def load_backbone(
     """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py). All processes of a
     split model load it at the same time. Raises ValueError as `inspect_model` does, and what `check_masking` raises."""
     config = read_config(folder)
-    found = find_family(config, family)
+    entry = find_family(config, family)
     shapes = header_shapes(folder)
     check_counts(config, shapes, folder)
-    found.check(config)
-    where = pick_device(device)
-    if where.startswith("cuda:"):
-        torch.cuda.set_device(where)  # Triton starts kernels on the current device
-    number = pick_dtype(dtype, where)
-    check_names(found, config, shapes, folder)
-    if not found.rows_are_tokens:
-        weights = load_weights(folder, dtype=number, device=where)
-        return XLNetBackbone(xlnet_shape(config), weights, dtype=number, device=where)
+    entry.check(config)
+    place = pick_device(device)
+    if place.startswith("cuda:"):
+        torch.cuda.set_device(place)  # Triton starts kernels on the current device
+    torch_dtype = pick_dtype(dtype, place)
+    check_names(entry, config, shapes, folder)
+    if not entry.rows_are_tokens:
+        weights = load_weights(folder, dtype=torch_dtype, device=place)
+        return XLNetBackbone(xlnet_shape(config), weights, dtype=torch_dtype, device=place)
     if share is not None:
-        return _load_split(found, config, folder, share, number, where)
-    return _load_module(found, config, folder, number, where)
+        return _load_split(entry, config, folder, share, torch_dtype, place)
+    return _load_module(entry, config, folder, torch_dtype, place)
 
 
 def _load_module(

@@ -86,9 +86,9 @@ class Mixture(nn.Module, ABC):
     def gather(self, product: Product) -> None:
         """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them.
         Memory grows by one kind of one layer's weights at most, provided that nothing else holds the weights."""
-        self._gathered = Gathered(product, *(self._stacked(name) for name in ("gate_proj", "up_proj", "down_proj")))
+        self._gathered = Gathered(product, *(self._stack(name) for name in ("gate_proj", "up_proj", "down_proj")))
 
-    def _stacked(self, name: str) -> Tensor:
+    def _stack(self, name: str) -> Tensor:
         """One kind of weights of all experts, which share its memory from now on."""
         layers: list[UnsetLinear] = [getattr(expert, name) for expert in self.experts]
         first = layers[0].weight

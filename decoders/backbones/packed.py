@@ -28,8 +28,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows_RK: Tensor) -> Tensor:
         """Return the products, any number of leading dimensions."""
-        found: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows_RK, self._packed, self.bias_M, "none", [], "")
-        return found
+        rows_RM: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows_RK, self._packed, self.bias_M, "none", [], "")
+        return rows_RM
 
     def weight_MK(self) -> Tensor:  # noqa: N802
         """The weight as it was before it was packed."""

@@ -23,12 +23,12 @@ from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, attend_rows
 from draftmill.decoders.backbones.families.causal import head_width, key_value_heads
-from draftmill.decoders.backbones.invariance import normal
+from draftmill.decoders.backbones.invariance import VECTOR, normal
 from draftmill.decoders.backbones.packed import PackedLinear
-from draftmill.decoders.backbones.rows import TokenRows, token_rows
+from draftmill.decoders.backbones.rows import causal_rows
 
 if TYPE_CHECKING:
-    from draftmill.decoders.backbones.transformer import ModuleBackbone
+    from draftmill.decoders.backbones.transformer import TransformerBackbone
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +37,6 @@ _BASES: Final = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Mod
 _COUNTS: Final = (1, 2, 3, 4, 7, 8, 16, 47, 129, 300)
 # Forwards to try the layers with: the rows of each slot, and the columns that they begin at.
 _TRIALS: Final = (((5, 3, 18), (0, 0, 0)), ((1, 1, 1), (5, 3, 18)), ((2, 6, 1), (6, 4, 19)))
-# Elementwise kernels compute the last few numbers of a line differently; whole blocks leave no remainder.
-_VECTOR: Final = 32
 Rowwise = Callable[[Tensor], Tensor]
 
 
@@ -85,7 +83,7 @@ class _Together:
 
     def join(self) -> None:
         """Replace the products by one. Their module loses them: memory holds one form of the weights."""
-        self.joined = joined(self.products).forward
+        self.joined = join_products(self.products).forward
         self.products.clear()
         for name in self.names:
             delattr(self.parent, name)
@@ -96,17 +94,17 @@ def can_join(products: Sequence[Any]) -> bool:
     if not all(isinstance(product, PackedLinear) for product in products):
         return False
     biases = [product.bias_M is not None for product in products]
-    if any(biases) != all(biases) or any(product.out_features % _VECTOR for product in products):
+    if any(biases) != all(biases) or any(product.out_features % VECTOR for product in products):
         return False
-    one = joined(products)
-    rows_PD = normal(0, max(_COUNTS), one.in_features)
+    joint = join_products(products)
+    rows_PD = normal(0, max(_COUNTS), joint.in_features)
     return all(
-        torch.equal(one(rows_PD[:count]), torch.cat([product(rows_PD[:count]) for product in products], 1))
+        torch.equal(joint(rows_PD[:count]), torch.cat([product(rows_PD[:count]) for product in products], 1))
         for count in _COUNTS
     )
 
 
-def joined(products: Sequence[PackedLinear]) -> PackedLinear:
+def join_products(products: Sequence[PackedLinear]) -> PackedLinear:
     """One product in place of several, side by side."""
     biases = [product.bias_M for product in products if product.bias_M is not None]
     return PackedLinear(torch.cat([product.weight_MK() for product in products]), torch.cat(biases) if biases else None)
@@ -144,7 +142,7 @@ class _Layer:
 
 
 class RotaryLayers:
-    """The layers of a base model, called with tokens and positions [1, P] and a layout; see the module's docstring."""
+    """The layers of a base model, called with tokens and positions [P] and a layout; see the module's docstring."""
 
     def __init__(self, base: Any) -> None:
         config = base.config
@@ -175,13 +173,13 @@ class RotaryLayers:
         return self._turns_2Wd
 
     @torch.inference_mode()
-    def __call__(self, tokens_1P: Tensor, positions_1P: Tensor, layout: AnyLayout) -> Tensor:
+    def __call__(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         """Return the final hidden states (normed), [P, D]."""
         half = self._head_width // 2
-        cos_P1d, sin_P1d = self._turns(layout.cache.num_columns).index_select(1, positions_1P[0]).unsqueeze(2).unbind(0)
+        cos_P1d, sin_P1d = self._turns(layout.cache.num_columns).index_select(1, positions_P).unsqueeze(2).unbind(0)
         num_heads, num_turned = self._num_heads, self._num_heads + self._key_heads
         all_heads = (-1, num_turned + self._key_heads, self._head_width)
-        states_PD = self._embed(tokens_1P[0])
+        states_PD = self._embed(tokens_P)
         for index, layer in enumerate(self.layers):
             heads_PJd = layer.heads.whole(layer.attention_norm(states_PD)).view(all_heads)
             turned_PJd = heads_PJd[:, :num_turned]
@@ -200,7 +198,7 @@ class RotaryLayers:
         return self._norm(states_PD)
 
 
-def lean_layers(backbone: ModuleBackbone) -> RotaryLayers | None:
+def lean_layers(backbone: TransformerBackbone) -> RotaryLayers | None:
     """The layers of a backbone's base model where they give the same bits as transformers' code, else None; see `_same_bits`.
     Only on a CPU in float32, where few rows are common and bits are promised. The backbone's cache is empty afterwards."""
     if backbone.device.type != "cpu" or backbone.dtype != torch.float32 or type(backbone.base).__name__ not in _BASES:
@@ -217,23 +215,20 @@ def lean_layers(backbone: ModuleBackbone) -> RotaryLayers | None:
     return lean
 
 
-def _same_bits(backbone: ModuleBackbone, lean: RotaryLayers) -> bool:
+def _same_bits(backbone: TransformerBackbone, lean: RotaryLayers) -> bool:
     """Whether a few forwards of ragged slots leave the same hidden states, keys and values."""
-    found = []
+    forms: list[list[Tensor]] = []
     try:
         for layers in (None, lean):
             backbone.forget()
-            backbone.allocate(3, _VECTOR)
+            backbone.allocate(3, VECTOR)
             backbone.lean = layers
-            states = [backbone.forward(_rows(backbone, *trial)) for trial in _TRIALS]
-            found.append([*states, *backbone.cache.layers_2SKWd])
+            states = []
+            for counts, firsts in _TRIALS:
+                token_N = torch.arange(sum(counts)) * 7 % backbone.vocab_size
+                states.append(backbone.forward(causal_rows(range(3), counts, firsts, token_N)))
+            forms.append([*states, *backbone.cache.layers_2SKWd])
     finally:
         backbone.lean = None
         backbone.forget()
-    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def _rows(backbone: ModuleBackbone, counts: Sequence[int], firsts: Sequence[int]) -> TokenRows:
-    column_N = torch.cat([torch.arange(first, first + count) for count, first in zip(counts, firsts, strict=True)])
-    sight = torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)
-    return token_rows(range(len(counts)), counts, column_N * 7 % backbone.vocab_size, column_N, column_N, sight)
+    return all(torch.equal(theirs, ours) for theirs, ours in zip(*forms, strict=True))

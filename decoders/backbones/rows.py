@@ -1,4 +1,4 @@
-"""The rows of a forward: flat, sample after sample; which columns of its slot each row sees is said by intervals.
+"""The rows of a forward: flat, sample after sample; intervals say which columns of its slot each row sees.
 
 What the host knows of the rows comes along as plain numbers (`RowShape`, `StreamShape`), so that no forward asks the device.
 
@@ -145,7 +145,7 @@ def intervals_of(seen_NW: Tensor) -> tuple[Tensor, Tensor]:
     return low_IN, high_IN
 
 
-def numbered(counts: Sequence[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def number_rows(counts: Sequence[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """The owner and the line of every row, int64 [N] each, where the slots have so many rows."""
     counts_B = torch.tensor(list(counts), dtype=torch.int64)
     owner_N = torch.arange(len(counts_B)).repeat_interleave(counts_B)
@@ -164,10 +164,9 @@ def token_rows(
     sigma_B: Tensor | None = None,
 ) -> TokenRows:
     """Rows of slots that have `counts` rows each; `sight` is (`low_IN`, `high_IN`). For callers outside of the engine: it waits
-    for the device.
-    """
+    for the device."""
     low_IN, high_IN = sight
-    owner_N, line_N = numbered(counts, token_N.device)
+    owner_N, line_N = number_rows(counts, token_N.device)
     slots_B = torch.tensor(list(slots), dtype=torch.int64, device=token_N.device)
     follow = list(slots) == list(range(slots[0], slots[0] + len(slots)))
     return TokenRows(
@@ -188,3 +187,13 @@ def token_rows(
         ),
         sigma_B=sigma_B,
     )
+
+
+def causal_rows(slots: Sequence[int], counts: Sequence[int], firsts: Sequence[int], token_N: Tensor) -> TokenRows:
+    """Rows of slots from the columns `firsts` on, which are their positions; each sees its own column and those before it. The
+    noise of every canvas is 1."""
+    columns = [torch.arange(first, first + count) for count, first in zip(counts, firsts, strict=True)]
+    column_N = torch.cat(columns).to(token_N.device)
+    sight = torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)
+    sigma_B = torch.ones(len(slots), device=token_N.device)
+    return token_rows(slots, counts, token_N, column_N, column_N, sight, sigma_B=sigma_B)

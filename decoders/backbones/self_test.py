@@ -30,7 +30,7 @@ from draftmill.decoders.backbones.invariance import (
 )
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import PackedLinear, is_conv1d
-from draftmill.decoders.backbones.rows import TokenRows, token_rows
+from draftmill.decoders.backbones.rows import causal_rows
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.transformer import ModuleBackbone
@@ -42,7 +42,7 @@ Product = tuple[nn.Module, int, int, torch.dtype]
 
 @torch.no_grad()
 def model_rules(
-    found: Sequence[Product],
+    all_products: Sequence[Product],
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
@@ -53,12 +53,12 @@ def model_rules(
     are torch's own."""
     if device.type != "cpu":
         return NO_RULES
-    each = {(type(one[0]), *one[1:]): one for one in found}
+    by_kind = {(type(product[0]), *product[1:]): product for product in all_products}
 
     def rows_exact_from(min_rows: int) -> bool:
         return all(
             rows_exact(module, normal(0, NUM_PROBE_ROWS, width).to(number), min_rows)
-            for module, width, _, number in each.values()
+            for module, width, _, number in by_kind.values()
         )
 
     rules = find_rules(rows_exact_from, _grouped_attention(heads, dtype, longest), longest=longest, least_rows=1)
@@ -117,10 +117,10 @@ def check_masking(backbone: ModuleBackbone) -> None:
         raise RuntimeError("self-test of the model: a row decoded alone differs from the same row in a batch")
 
 
-def _agree(one: Tensor, other: Tensor, *, exact: bool) -> bool:
+def _agree(first: Tensor, second: Tensor, *, exact: bool) -> bool:
     """Whether two results are the same: bit by bit, or within a tolerance that a wrong mask would exceed."""
-    near = bool((one - other).abs().max() <= _TOLERANCE * one.abs().max())
-    return near and (not exact or torch.equal(one, other))
+    near = bool((first - second).abs().max() <= _TOLERANCE * first.abs().max())
+    return near and (not exact or torch.equal(first, second))
 
 
 def _decode_among(backbone: ModuleBackbone, junk: float | None, neighbours: int) -> Tensor:
@@ -136,19 +136,7 @@ def _decode_among(backbone: ModuleBackbone, junk: float | None, neighbours: int)
     parts = []
     # Columns 3..5 are written, rejected, and written again with the final tokens; columns from 6 on are never seen.
     for first, last, shift in ((0, 3, 0), (3, 6, 1), (3, 7, 0)):
-        hidden = backbone.forward(_rows(backbone, slots, (tokens + shift)[:, first:last], first))
-        parts.append(hidden.unflatten(0, (len(slots), -1))[slots.index(1)])
+        token_N = ((tokens + shift)[:, first:last].flatten() % backbone.vocab_size).to(backbone.device)
+        rows = causal_rows(slots, [last - first] * len(slots), [first] * len(slots), token_N)
+        parts.append(backbone.forward(rows).unflatten(0, (len(slots), -1))[slots.index(1)])
     return torch.cat([parts[0], parts[2]])
-
-
-def _rows(backbone: ModuleBackbone, slots: list[int], tokens_BT: Tensor, first: int) -> TokenRows:
-    column_N = torch.arange(first, first + tokens_BT.shape[1], device=backbone.device).repeat(len(slots))
-    return token_rows(
-        slots,
-        [tokens_BT.shape[1]] * len(slots),
-        (tokens_BT.flatten() % backbone.vocab_size).to(backbone.device),
-        column_N,
-        column_N,
-        (torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)),
-        sigma_B=torch.ones(len(slots), device=backbone.device),
-    )

@@ -32,7 +32,7 @@ _TORCH: Any = distributed  # its types leave out TCPStore
 
 
 class GroupLostError(RuntimeError):
-    """Another process of the model has ended, or the processes disagree: none of them can go on."""
+    """Another process of the model has ended, or the processes disagree: none of them can continue."""
 
 
 def open_meeting(count: int) -> Any:
@@ -110,10 +110,10 @@ class SplitBackbone(TransformerBackbone):
             for name, child in list(parent.named_children()):
                 if kind_of(f".{name}.weight") == "rows":
                     setattr(parent, name, Summed(child, share.count))
-        found: list[Any] = [None] * share.count
-        distributed.all_gather_object(found, (self.rules, self._row_multiple))
-        if any(one != found[0] for one in found):
-            raise RuntimeError(f"the processes of this model need different shape rules: {found}")
+        rules: list[Any] = [None] * share.count
+        distributed.all_gather_object(rules, (self.rules, self._row_multiple))
+        if any(own != rules[0] for own in rules):
+            raise RuntimeError(f"the processes of this model need different shape rules: {rules}")
 
     def lead(self) -> None:
         """From now on, tell the other ranks each call; they must `follow`."""
@@ -123,31 +123,31 @@ class SplitBackbone(TransformerBackbone):
         """See ModuleBackbone. GroupLostError if it fails on any rank: the others then wait in the middle of it."""
         if not self._leads:
             return super().forward(rows)
-        self.tell("forward", rows)
+        self.send_call("forward", rows)
         try:
             return super().forward(rows)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait in the middle of it
             raise GroupLostError(f"{_LOST}: {type(error).__name__}: {error}") from None
 
-    def tell(self, name: str, *arguments: Any) -> None:
+    def send_call(self, name: str, *arguments: Any) -> None:
         """If this rank leads, tell the others a call, which they repeat."""
         if self._leads:
-            _tell((name, [_moved(one, torch.device("cpu")) for one in arguments]))
+            _broadcast((name, [_move(argument, torch.device("cpu")) for argument in arguments]))
 
 
-def _told(name: str) -> Callable[..., None]:
+def _leading(name: str) -> Callable[..., None]:
     """A method of the backbone that the leader tells the other ranks before it does the same."""
     plain: Callable[..., None] = getattr(TransformerBackbone, name)
 
     def method(self: SplitBackbone, *arguments: Any) -> None:
-        self.tell(name, *arguments)
+        self.send_call(name, *arguments)
         plain(self, *arguments)
 
     return method
 
 
 for _name in ("resize", "forget", "copy_prefix", "copy_columns", "clear_slot"):
-    setattr(SplitBackbone, _name, _told(_name))
+    setattr(SplitBackbone, _name, _leading(_name))
 
 
 _LOST: Final = "the group of processes of this model is lost"
@@ -165,25 +165,25 @@ def follow(backbone: SplitBackbone) -> None:
             return
         name, arguments = box[0]
         method: Callable[..., Any] = getattr(backbone, name)
-        method(*(_moved(one, backbone.device) for one in arguments))
+        method(*(_move(argument, backbone.device) for argument in arguments))
 
 
 def dismiss() -> None:
     """Let the other ranks' `follow` return."""
-    _tell(None)
+    _broadcast(None)
 
 
-def _tell(message: Any) -> None:
+def _broadcast(message: Any) -> None:
     try:
         distributed.broadcast_object_list([message], src=0, device=torch.device("cpu"))
     except RuntimeError as error:
         raise GroupLostError(f"{_LOST}: {error}") from None
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _move(value: Any, device: torch.device) -> Any:
     """The same argument with its tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, TokenRows):
-        return TokenRows(**{field.name: _moved(getattr(value, field.name), device) for field in fields(value)})
+        return TokenRows(**{field.name: _move(getattr(value, field.name), device) for field in fields(value)})
     return value

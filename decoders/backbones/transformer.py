@@ -1,22 +1,23 @@
-"""Runs transformers' causal models, unmodified, under any visibility rule over the slot cache.
+"""Runs transformers' causal models, unmodified, and networks of our own under any visibility rule over the slot cache.
 
 The rows of a forward run through the module as one flat sequence with explicit positions; its attention modules call
 ours (attention.py), which alone knows slots, columns and masks. transformers builds no mask and no cache of its own here. On a
 CPU the layers of the rotary families are called without the module's wrappers, where that gives the same bits (rotary.py).
 
-Legend: N rows of all slots.
+Legend: N rows of all slots, P the same with padding.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged, slot_attention
 from draftmill.decoders.backbones.cache import OnSlots, SlotCache
@@ -27,7 +28,7 @@ from draftmill.decoders.backbones.families.causal import (
     key_value_heads,
     parse_config,
 )
-from draftmill.decoders.backbones.invariance import at_least_rows
+from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.lean_import import from_transformers
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
@@ -38,11 +39,9 @@ from draftmill.decoders.kernels.find import Attend, find_attention, find_product
 from draftmill.decoders.kernels.seen import Seen, most_lines
 
 _ATTENTION: Final = "draftmill_slots"
-# Elementwise kernels compute the last few numbers of a tensor differently; whole blocks of rows leave no remainder.
-_VECTOR: Final = 32
 
 
-class ModuleBackbone(OnSlots):
+class ModuleBackbone(OnSlots, ABC):
     """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. A slot whose
     sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is written at column 0: a masked
     column weighs 0, but 0 times NaN is NaN."""
@@ -69,10 +68,10 @@ class ModuleBackbone(OnSlots):
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         heads = key_value_heads(parsed), parsed.num_attention_heads // key_value_heads(parsed), head_width(parsed)
         longest = getattr(parsed, "max_position_embeddings", None) or getattr(parsed, "max_length", None)
-        found = [*products(self.base), *products(self.head)]
-        self.rules = model_rules(found, heads, dtype, self.device, longest)
+        all_products = [*products(self.base), *products(self.head)]
+        self.rules = model_rules(all_products, heads, dtype, self.device, longest)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
-        self._row_multiple = _VECTOR // math.gcd(_VECTOR, head_width(parsed), *inner)
+        self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner)
         mixtures = [part for part in self.base.modules() if isinstance(part, Mixture)]
         for part in mixtures:
             part.padded = self._padded
@@ -83,10 +82,7 @@ class ModuleBackbone(OnSlots):
         self._attend = find_attention(
             self.device, dtype, num_heads=heads[0] * heads[1], key_heads=heads[0], width=heads[2]
         )
-        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
         self.num_rows_computed = 0
-        self.lean: RotaryLayers | None = None
-        """Runs the layers instead of `base`, where there is such a form."""
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
@@ -117,39 +113,26 @@ class ModuleBackbone(OnSlots):
         row are not counted."""
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
-        hidden_ND = self._run(self._flat(rows.token_N), self._flat(rows.position_N), self._layout(rows), rows)[:count]
+        hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
         self.sums_N = hidden_ND.sum(1, dtype=torch.float64)
         return hidden_ND
 
-    def _run(self, tokens_1P: Tensor, positions_1P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
+    @abstractmethod
+    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         """The final hidden states of padded rows, [P, D]."""
-        if self.lean is not None:
-            return self.lean(tokens_1P, positions_1P, layout)
-        hidden_1PD: Tensor = self.base(
-            input_ids=tokens_1P,
-            position_ids=positions_1P,
-            attention_mask=self._no_mask,
-            use_cache=False,
-            layout=layout,
-            **self._more_inputs(rows),
-        ).last_hidden_state
-        return hidden_1PD[0]
-
-    def _more_inputs(self, rows: TokenRows) -> dict[str, Any]:
-        """The module's arguments besides tokens and positions; the rows are flat already."""
-        return {}
 
     def _padded(self, count: int) -> int:
         """How many rows the products run over for `count` wanted rows."""
         least, multiple = max(count, self.min_rows), self._row_multiple
         return -(-(block_of_rows(least) if self._packed else least) // multiple) * multiple
 
-    def _flat(self, values_N: Tensor) -> Tensor:
+    def _pad(self, values_N: Tensor) -> Tensor:
+        """A value of each row, [P]."""
         if values_N.shape[0] == self.num_rows_computed:
-            return values_N.unsqueeze(0)
-        padded = values_N.new_zeros(1, self.num_rows_computed)
-        padded[0, : values_N.shape[0]] = values_N
-        return padded
+            return values_N
+        padded_P = values_N.new_zeros(self.num_rows_computed)
+        padded_P[: values_N.shape[0]] = values_N
+        return padded_P
 
     def _layout(self, rows: TokenRows) -> AnyLayout:
         shape = rows.shape
@@ -248,8 +231,23 @@ class TransformerBackbone(ModuleBackbone):
         model = load_module(family, parsed, ready, where)
         ready.clear()
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where)
+        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
+        self.lean: RotaryLayers | None = None
+        """Runs the layers instead of `base`, where there is such a form."""
         if self.may_be_lean:
             self.lean = lean_layers(self)
+
+    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
+        if self.lean is not None:
+            return self.lean(tokens_P, positions_P, layout)
+        hidden_1PD: Tensor = self.base(
+            input_ids=tokens_P.unsqueeze(0),
+            position_ids=positions_P.unsqueeze(0),
+            attention_mask=self._no_mask,
+            use_cache=False,
+            layout=layout,
+        ).last_hidden_state
+        return hidden_1PD[0]
 
 
 def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device) -> Any:
@@ -271,3 +269,54 @@ def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], d
     empty = [name for name, tensor in tensors if tensor.is_meta]
     assert not empty, f"this version of transformers has tensors that no checkpoint fills: {', '.join(empty[:5])}"
     return model.eval().requires_grad_(False)
+
+
+# ---- networks of our own -----------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """A network with the interface of a transformers module: `stack` makes all but the output layer from its sizes, `shape`. Its
+    embeddings are called `word_embeddings`."""
+
+    def __init__(self, stack: Callable[[Any], nn.Module], shape: Any, *, bias: bool) -> None:
+        super().__init__()
+        self.config, self.model = shape, stack(shape)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=bias)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """All but the output layer."""
+        return self.model
+
+    def get_input_embeddings(self) -> Any:
+        """The token embeddings."""
+        return self.model.word_embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer."""
+        return self.lm_head
+
+
+class NetworkBackbone(ModuleBackbone):
+    """Runs a `Network`, whose stack is called with tokens and positions [P] and a layout. `weights` are its tensors by name. They
+    are removed from the dict, so that no reference keeps the experts in memory a second time."""
+
+    def __init__(
+        self,
+        stack: Callable[[Any], nn.Module],
+        shape: Any,
+        weights: dict[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        with torch.device("meta"):
+            network = Network(stack, shape, bias="lm_head.bias" in weights)
+        network.load_state_dict(weights, assign=True)
+        weights.clear()
+        network.eval().requires_grad_(False)
+        super().__init__(network, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device)
+
+    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
+        hidden_PD: Tensor = self.base(tokens_P, positions_P, layout)
+        return hidden_PD

@@ -416,8 +416,8 @@ class XLNetBackbone(OnSlots):
         middle = self.relative[index].shape[2] // 2
         keys_Hdp = self.relative[index][:, :, middle - span : middle + span]
         scores_NHp = position_scores(query_NHd + layer.position_bias_Hd, keys_Hdp, self.rules.min_rows)
-        found_NHW = scores_NHp.gather(2, distance_N1W.expand(-1, self.num_heads, -1))
-        return found_NHW.masked_fill_(hidden_N1W, -torch.inf)
+        bias_NHW = scores_NHp.gather(2, distance_N1W.expand(-1, self.num_heads, -1))
+        return bias_NHW.masked_fill_(hidden_N1W, -torch.inf)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits [R, V] through the tied output layer, float32 or better."""

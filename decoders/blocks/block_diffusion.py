@@ -103,9 +103,9 @@ def commit_block(s: BlockSample, rules: Rules, uncached: tuple[int, int], block:
     predicts_next = bool(rules.shift) and s.tokens[high] == HOLE
     runs = s.runs(JUDGE, [high - low - 1], [high]) if predicts_next else []
     purpose = COMMIT if any(s.kinds) else PREFILL
-    told = yield s.forward(purpose, s.tokens[low:high], commit_span(uncached, rules), runs, JUST_ONE[: len(runs)])
+    answer = yield s.forward(purpose, s.tokens[low:high], commit_span(uncached, rules), runs, JUST_ONE[: len(runs)])
     if predicts_next:
-        s.reveal([Revealed(high, told.tokens[0], told.log_ps[0])], stops=rules.settings.tau_edit is None)
+        s.reveal([Revealed(high, answer.tokens[0], answer.log_ps[0])], stops=rules.settings.tau_edit is None)
         go_on(s, rules, block, quiet=False)
 
 
@@ -121,7 +121,7 @@ def fill(
     """Draft and reveal until no mask of the block is left, or the completion ends."""
     while not (block.finished or s.is_over):
         masks = part_of(s, rules, block)
-        draft = yield from drafted(s, rules, block, masks, uncached)
+        draft = yield from draft_masks(s, rules, block, masks, uncached)
         uncached = None
         edits = edits_of(s, rules, block, draft)
         s.edit(edits)
@@ -153,7 +153,7 @@ def editable(s: BlockSample, rules: Rules, block: Block) -> list[int]:
     return [place for place in places if s.tokens[block.start + place] != HOLE]
 
 
-def drafted(
+def draft_masks(
     s: BlockSample, rules: Rules, block: Block, masks: list[int], uncached: tuple[int, int] | None
 ) -> Generator[Any, Answer, Draft]:
     """Predict a token for these masks, and for every place that may be edited."""
@@ -172,11 +172,11 @@ def drafted(
     places = sorted(masks + editable(s, rules, block))
     rows, positions = [max(place - rules.shift, 0) for place in places], [start + place for place in places]
     purpose = PREFILL if uncached and not any(s.kinds) else DRAFTED
-    told = yield s.forward(purpose, tokens, spans, s.runs(DRAFT, rows, positions), [NO_DRAFT] * len(rows))
-    sures = told.notes[0]
+    answer = yield s.forward(purpose, tokens, spans, s.runs(DRAFT, rows, positions), [NO_DRAFT] * len(rows))
+    sures = answer.notes[0]
     # Where entropies are wanted they are the second note; what a router wants is the last one.
-    entropies, numbers = (told.notes[1] if len(told.notes) > 1 else sures), told.notes[-1]
-    fields = (told.tokens, told.log_ps, sures, entropies, numbers)
+    entropies, numbers = (answer.notes[1] if len(answer.notes) > 1 else sures), answer.notes[-1]
+    fields = (answer.tokens, answer.log_ps, sures, entropies, numbers)
     return {place: Drafted(*row) for place, row in zip(places, zip(*fields, strict=True), strict=True)}
 
 
@@ -193,9 +193,9 @@ def edits_of(s: BlockSample, rules: Rules, block: Block, draft: Draft) -> list[R
         return []
     start, tau = block.start, rules.settings.tau_edit
     return [
-        Revealed(start + place, said.token, said.log_p)
-        for place, said in draft.items()
-        if s.tokens[start + place] not in {HOLE, said.token} and said.sure > tau
+        Revealed(start + place, choice.token, choice.log_p)
+        for place, choice in draft.items()
+        if s.tokens[start + place] not in {HOLE, choice.token} and choice.sure > tau
     ]
 
 
@@ -210,7 +210,7 @@ def decide(
         run = verifier.wants(masks, draft, num_sure=num_sure, progress=(block.begun - left) / rules.size)
         if run:
             judged = yield from verifier.verdict(s, block, run, draft)
-    done = {told.position - block.start for told in judged}
+    done = {revealed.position - block.start for revealed in judged}
     missing = min(share(block.step, rules.sub_block, rules.settings.steps), len(masks)) - len(judged)
     rest = [place for place in masks if place not in done]
     chosen = choose(rules.settings.schedule, rest, missing, draft, rules.settings.tau)

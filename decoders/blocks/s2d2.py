@@ -95,15 +95,15 @@ def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool) -> Decoding:
         judged = list(range(n, min(n + k + 1, s.length)))
         ahead = list(range(n + g + 1, min(n + g + 1 + size, s.length)))
         now = Round(n, drafts, judged, ahead, redraft=by_ratio and g > 0)
-        told = yield ask_of(s, rules, now, purpose)
+        answer = yield ask_of(s, rules, now, purpose)
         purpose = VERIFY
         s.proposed += k
-        s.accepted += told.accepted
-        news = [Revealed(*each) for each in zip(judged, told.tokens, told.log_ps, strict=False)]
-        s.reveal(news[: told.accepted + 1], drafts.tokens)
-        after = n + min(told.accepted + 1, len(judged))
+        s.accepted += answer.accepted
+        news = [Revealed(*each) for each in zip(judged, answer.tokens, answer.log_ps, strict=False)]
+        s.reveal(news[: answer.accepted + 1], drafts.tokens)
+        after = n + min(answer.accepted + 1, len(judged))
         s.cached, s.is_over = after - 1, s.is_complete
-        drafts = next_drafts(now, told, range(after, min(after + size, s.length)))
+        drafts = next_drafts(now, answer, range(after, min(after + size, s.length)))
 
 
 def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
@@ -131,15 +131,17 @@ def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
     return s.forward(purpose, tokens, spans, runs, drafts + [NO_DRAFT] * (num_sampled - len(drafts)))
 
 
-def next_drafts(now: Round, told: Answer, positions: range) -> Drafts:
+def next_drafts(now: Round, answer: Answer, positions: range) -> Drafts:
     """Take the next round's drafts from this round's predictions: the copies' where the chain broke early, else those ahead."""
     judges = len(now.judged)
     answers = {position: (judges + j, _AHEAD) for j, position in enumerate(now.ahead)}
-    if told.accepted < now.drafts.guess:
+    if answer.accepted < now.drafts.guess:
         first = judges + len(now.ahead) - 1 if now.redraft else 0
         answers |= {now.n + j: (first + j, _COPIES) for j in range(1, judges)}
     taken = [answers[position] for position in positions if position in answers]
-    return Drafts([told.tokens[row] for row, _ in taken], [bank for _, bank in taken], min(told.accepted, len(taken)))
+    return Drafts(
+        [answer.tokens[row] for row, _ in taken], [bank for _, bank in taken], min(answer.accepted, len(taken))
+    )
 
 
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
@@ -155,17 +157,17 @@ def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     def decode(s: BlockSample) -> Decoding:
         return denoise(s, rules, SelfVerifier(rules, settings))
 
-    made = algorithm_of(rules, decode, notes_of(settings, measure), by_ratio=by_ratio, knows_logprob=known)
-    return replace(made, measured=measure is not None, temper=settings.temper, keeps_laws=True)
+    base = algorithm_of(rules, decode, notes_of(settings, measure), by_ratio=by_ratio, knows_logprob=known)
+    return replace(base, measured=measure is not None, temper=settings.temper, keeps_laws=True)
 
 
 def _fused_algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     rules, sampling = Rules.of(settings, setup.info), setup.sampling
     by_ratio = sampling.temperature != 0.0 and sampling.acceptance == "rejection"
     decode = partial(s2d2_fused, rules=rules, by_ratio=by_ratio)
-    made = algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True)
+    base = algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True)
     return replace(
-        made,
+        base,
         window=2 * rules.size + 1,
         columns=lambda length: length + 3 * (rules.size + 1),
         temper=settings.temper,

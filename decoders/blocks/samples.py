@@ -58,13 +58,13 @@ class BlockSample(Sample):
 
     def runs(self, kind: int, rows: Sequence[int], positions: Sequence[int], bank: int = 0) -> list[int]:
         """Sampled rows of one kind, and the positions that they speak of, as runs."""
-        found = list[int]()
+        runs = list[int]()
         for row, position in zip(rows, positions, strict=True):
-            if found and row == found[-6] + found[-5] and position == found[-4] + found[-5]:
-                found[-5] += 1
+            if runs and row == runs[-6] + runs[-5] and position == runs[-4] + runs[-5]:
+                runs[-5] += 1
             else:
-                found += (row, 1, position, kind, self.number, bank)
-        return found
+                runs += (row, 1, position, kind, self.number, bank)
+        return runs
 
     def forward(
         self, purpose: int, tokens: list[int], spans: Sequence[int], runs: Sequence[int], drafts: Sequence[int]
@@ -102,7 +102,7 @@ class BlockSample(Sample):
     def show(self, news: Sequence[Revealed], proposed: Sequence[int] = ()) -> None:
         """Trace what was written, and the drafts that a verification judged."""
         if self.trace is not None:
-            tokens, positions = [told.token for told in news], [told.position for told in news]
+            tokens, positions = [revealed.token for revealed in news], [revealed.position for revealed in news]
             self.trace.append(TraceStep(len(self.trace), self.nfe, list(proposed), tokens, positions))
 
     @property
@@ -119,10 +119,10 @@ class BlockSample(Sample):
         """How many of these are revealed until the completion ends; notes the end if it does."""
         pairs = [(position - self.prompt, token) for position, token, _ in news]
         stops = Stops(tuple(self.stop_ids), self.stop_text)
-        found = ending(self.tokens[self.prompt :], pairs, stops)
-        if found is None or self.prompt + found[1] > self.length:
+        end_at = ending(self.tokens[self.prompt :], pairs, stops)
+        if end_at is None or self.prompt + end_at[1] > self.length:
             return len(news)
-        count, kept, self.end = found
+        count, kept, self.end = end_at
         self.length = self.prompt + kept
         return count
 

@@ -30,7 +30,7 @@ from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import FAR, Ints, Span
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimated, mask_of
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_algorithm, mask_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Layout:
         """Which tokens the clean row before them predicts, [R]."""
         return (position_R % self.size == 0) & (position_R > 0) & bool(self.shift)
 
-    def grouped(self, request: Request) -> Grouping:
+    def grouping(self, request: Request) -> Grouping:
         """Each block is a group; raises ValueError unless the end of the text is scored."""
         scored, length = request.to_score(), len(request.canvas)
         if length - int(scored[0]) != len(scored):
@@ -95,11 +95,11 @@ class Layout:
 def algorithm(setup: Setup, settings: BlockDiffusionSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it."""
     layout = Layout(settings.size_for(setup.info), mask_of(setup.info), setup.info.shift, settings.causal_cache)
-    return estimated(
+    return estimate_algorithm(
         settings,
         estimate,
         layout.rows_of,
-        layout.grouped,
+        layout.grouping,
         kind="blocks",
         # The clean text, and copies that are not longer than the whole text.
         columns=lambda length: 2 * length,

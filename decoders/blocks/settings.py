@@ -53,7 +53,7 @@ class Hysteresis(Settings):
     off: _Number = Field(default=-1.0, description="stop below this score")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Hysteresis:
+    def _check_order(self) -> Hysteresis:
         if self.off >= self.on:
             raise ValueError(f"decoder.router.off: {self.off:g} is not below on = {self.on:g}; allowed: below on")
         return self

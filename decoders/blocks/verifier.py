@@ -87,7 +87,7 @@ def acceptance(estimator: Estimator, measured: float, most_entropy: float) -> fl
             return min(measured, 1.0)
 
 
-def expected_accepted(alphas: Iterable[float]) -> float:
+def expected_tokens(alphas: Iterable[float]) -> float:
     """K of a run, sum_k prod_{i <= k} alpha_i."""
     expected, product = 0.0, 1.0
     for alpha in alphas:
@@ -127,7 +127,7 @@ def signals_of(
         over = run if router.entropy_of == "span" else masks
         entropy = sum(measured[place] / most_entropy for place in over) / max(len(over), 1)
     elif not isinstance(router, MinSpan):
-        expected = expected_accepted(acceptance(estimator, measured[place], most_entropy) for place in run)
+        expected = expected_tokens(acceptance(estimator, measured[place], most_entropy) for place in run)
     return Signals(len(run), expected, num_sure, progress, entropy, size)
 
 
@@ -263,8 +263,8 @@ class SelfVerifier:
             spans += Span(copied, block.end, first, 0, block.end + 1 - first, own=SELF)
         rows = [end - start + j if j < copied else run[j] - shift for j in range(count)]
         tokens = s.tokens[start:first] + drafts + [self._rules.mask] * copied
-        told = yield s.forward(VERIFY, tokens, spans, s.runs(JUDGE, rows, range(first, end)), drafts)
+        answer = yield s.forward(VERIFY, tokens, spans, s.runs(JUDGE, rows, range(first, end)), drafts)
         s.proposed += count
-        s.accepted += told.accepted
-        judged = min(told.accepted + 1, count)
-        return [Revealed(first + j, told.tokens[j], told.log_ps[j]) for j in range(judged)]
+        s.accepted += answer.accepted
+        judged = min(answer.accepted + 1, count)
+        return [Revealed(first + j, answer.tokens[j], answer.log_ps[j]) for j in range(judged)]

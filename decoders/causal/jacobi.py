@@ -114,7 +114,7 @@ class Blocks:
     def hold(self, first: int, chain: list[int], drafts: list[int]) -> None:
         """Accept provisionally, in every pseudo-active block, the drafts that equal the chain's predictions. Both lists begin
         at the column `first` and are equally long."""
-        same = [said == draft for said, draft in zip(chain, drafts, strict=True)]
+        same = [prediction == draft for prediction, draft in zip(chain, drafts, strict=True)]
         for block in range(self.active + 1, self.opened):
             start, held, count = self._s.prompt + block * self._n - first, self._held.get(block, 0), 0
             while count < self._n and (count < held or any(same[start + count : start + count + 1])):
@@ -192,11 +192,11 @@ def best_line(answer: Answer, chain: Line, candidates: list[list[int]], num: int
     real-active block the line follows the chain."""
     best, first = chain, len(chain.tokens)
     for candidate in candidates:
-        said = [chain.tokens[0], *answer.tokens[first : first + num]]
-        accepted = next((place for place, token in enumerate(candidate) if token != said[place]), num)
+        predicted = [chain.tokens[0], *answer.tokens[first : first + num]]
+        accepted = next((place for place, token in enumerate(candidate) if token != predicted[place]), num)
         if accepted > best.accepted:
             log_ps = [chain.log_ps[0], *answer.log_ps[first : first + num]]
-            best = Line(said + chain.tokens[num + 1 :], log_ps + chain.log_ps[num + 1 :], accepted)
+            best = Line(predicted + chain.tokens[num + 1 :], log_ps + chain.log_ps[num + 1 :], accepted)
         first += num
     return best
 
@@ -213,7 +213,7 @@ class NgramPool:
 
     def push(self, run: list[int]) -> None:
         """Put a run into the pool, cut to `longest` tokens; one that is there already becomes the most recent. A run of fewer
-        than two tokens proposes nothing and is left out."""
+        than two tokens proposes nothing and is skipped."""
         if len(run) < 2:
             return
         run = run[: self._longest]
@@ -225,19 +225,19 @@ class NgramPool:
     def candidates(self, last: int, drafts: list[int], most: int) -> list[list[int]]:
         """Up to `most` different proposals for what follows the token `last`, each as long as the drafts. A run proposes the
         tokens after its first occurrence of `last`, cut to the number of drafts or filled up with the current drafts. Proposals
-        that equal the drafts themselves are left out."""
-        found: list[list[int]] = []
+        that equal the drafts themselves are skipped."""
+        proposals: list[list[int]] = []
         for run in self._runs:
             # A token at the end of a run has nothing after it.
             if last not in run[:-1]:
                 continue
             after = run[run.index(last) + 1 :][: len(drafts)]
             proposal = after + drafts[len(after) :]
-            if proposal != drafts and proposal not in found:
-                found.append(proposal)
-            if len(found) == most:
+            if proposal != drafts and proposal not in proposals:
+                proposals.append(proposal)
+            if len(proposals) == most:
                 break
-        return found
+        return proposals
 
 
 def jacobi_algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:

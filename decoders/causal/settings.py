@@ -48,7 +48,7 @@ class NgramDrafterSettings(Settings):
     min_n: int = Field(default=1, ge=1, le=16, description="fewest tokens that must match")
 
     @model_validator(mode="after")
-    def _ordered(self) -> NgramDrafterSettings:
+    def _check_order(self) -> NgramDrafterSettings:
         if self.min_n > self.max_n:
             raise ValueError(f"decoder.drafter.min_n: {self.min_n} is above max_n = {self.max_n}; allowed: 1 .. max_n")
         return self

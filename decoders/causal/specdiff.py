@@ -36,7 +36,7 @@ import numpy as np
 
 from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import SpecDiffSettings
-from draftmill.decoders.causal.speculative import Allot, Drafter, Drafting, allotted, speculative
+from draftmill.decoders.causal.speculative import Allot, Drafter, Drafting, allot_drafts, speculative
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -77,7 +77,7 @@ def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
     def draft(most: int) -> Drafting:
         n = s.decided
         count = yield from allot(most if r.longest is None else min(most, r.longest - 1))
-        order = _shuffled(s, n, count) if r.settings.order == "native" else list(range(count))
+        order = _random_order(s, n, count) if r.settings.order == "native" else list(range(count))
         size = r.chunk(count)
         drafts: list[int | None] = [None] * count
         for first in range(0, count, max(size, 1)):
@@ -94,18 +94,18 @@ def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
             s.nfe_draft += 1
             if r.has_head:
                 yield ask(runs=(), drafts=())
-                told = yield Roll(MARKOV, n + now[0], len(now), n + now[0] - start - r.shift, n + now[0])
+                answer = yield Roll(MARKOV, n + now[0], len(now), n + now[0] - start - r.shift, n + now[0])
             else:
                 runs = [Run(n + at - start - r.shift, size, n + at, DRAFT) for at, size in runs_of(now)]
-                told = yield ask(runs=[number for run in runs for number in run], drafts=[NO_DRAFT] * len(now))
-            for offset, token in zip(now, told.tokens, strict=True):
+                answer = yield ask(runs=[number for run in runs for number in run], drafts=[NO_DRAFT] * len(now))
+            for offset, token in zip(now, answer.tokens, strict=True):
                 drafts[offset] = s.tokens[n + offset] = token
         return s.tokens[n : n + count]
 
     return draft
 
 
-def _shuffled(s: Sample, n: int, count: int) -> list[int]:
+def _random_order(s: Sample, n: int, count: int) -> list[int]:
     """The offsets of the drafts in the sample's own random order."""
     positions, when = np.arange(n, n + count), np.full(count, n)
     words = np.tile(np.array(keys.split_key(s.key)), (count, 1))
@@ -144,7 +144,7 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
     assert not (has_head and settings.order == "native"), "a head corrects for what stands before"
     k = MOST_AUTO if settings.gamma == "auto" else settings.gamma
     r = Revealing(settings, has_head, info.mask_id, info.shift, info.max_length, drafter.vocab_size)
-    drafting = partial(by_diffusion, r=r, allot=partial(allotted, is_auto=is_auto))
+    drafting = partial(by_diffusion, r=r, allot=partial(allot_drafts, is_auto=is_auto))
     return Algorithm(
         decode=partial(speculative, k=k, drafter=drafting, kind=JUDGE, searches=is_auto),
         window=k + 1,

@@ -45,7 +45,7 @@ Allot = Callable[[int], Generator[Any, Any, int]]
 
 
 def speculative(s: Sample, k: int, drafter: Callable[[Sample], Drafter], kind: int, *, searches: bool) -> Decoding:
-    """Draft, verify, commit the drafts that hold and the token after them. With `searches`, drafting may be left out."""
+    """Draft, verify, commit the drafts that hold and the token after them. With `searches`, drafting may be skipped."""
     draft = drafter(s)
     while s.decided < s.length:
         n, drafts = s.decided, list[int]()
@@ -80,12 +80,12 @@ def by_lookup(s: Sample, max_n: int, min_n: int, allot: Allot) -> Drafter:
     lookup = Lookup(max_n, min_n)
 
     def draft(most: int) -> Drafting:
-        found = list[int]()
+        drafts = list[int]()
         if most:
             s.nfe_draft += 1
-            found = lookup.drafts(s.tokens, s.decided, most)
-        count = yield from allot(len(found))
-        return found[:count]
+            drafts = lookup.drafts(s.tokens, s.decided, most)
+        count = yield from allot(len(drafts))
+        return drafts[:count]
 
     return draft
 
@@ -100,13 +100,13 @@ def among_texts(s: Sample, k: int, index: SuffixIndex, allot: Allot, *, searches
         known = s.decided
 
     def draft(most: int) -> Drafting:
-        found = list[int]()
+        drafts = list[int]()
         read()
         if most:
             s.nfe_draft += 1
-            found = reader.drafts(most)
-        count = yield from allot(len(found))
-        return found[:count]
+            drafts = reader.drafts(most)
+        count = yield from allot(len(drafts))
+        return drafts[:count]
 
     read()
     yield from speculative(s, k, lambda _: draft, SURE, searches=searches)
@@ -125,15 +125,15 @@ class Lookup:
 
     def drafts(self, text: list[int], length: int, most: int) -> list[int]:
         """Up to `most` tokens to follow `text[:length]`: those after the last occurrence of its last n tokens, for the largest
-        n. A copy that reaches the end of the text goes on with what it has copied: a repetition goes on. Empty without a
+        n. A copy that reaches the end of the text continues with what it has copied: a repetition continues. Empty without a
         match."""
-        found = self._match(text, length)
-        period = length - found
-        return [text[found + place % period] for place in range(most)] if found else []
+        start = self._match(text, length)
+        period = length - start
+        return [text[start + place % period] for place in range(most)] if start else []
 
     def _match(self, text: list[int], length: int) -> int:
         """The place after the longest earlier match of the text's end, the last one of several; 0 without a match."""
-        end_of, found = self._end_of, 0
+        end_of, after = self._end_of, 0
         # An n-gram is known as soon as a token follows it: all that end before the text's last token are.
         for end in range(self._known, length + 1):
             code, place = 0, 1
@@ -145,12 +145,12 @@ class Lookup:
                 if end < length:
                     end_of[code + place] = end
                 elif n < length:
-                    found = end_of.get(code + place, found)
+                    after = end_of.get(code + place, after)
         self._known = length
-        return found
+        return after
 
 
-def allotted(most: int, *, is_auto: bool) -> Generator[Any, Any, int]:
+def allot_drafts(most: int, *, is_auto: bool) -> Generator[Any, Any, int]:
     """All drafts that there can be, or as many as the budget gives."""
     return (yield Offer(most)) if is_auto else most
 
@@ -161,7 +161,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         return autoregressive.algorithm(setup, settings)
     is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
-    allot, kind = partial(allotted, is_auto=is_auto), SURE
+    allot, kind = partial(allot_drafts, is_auto=is_auto), SURE
     drafter: Callable[[Sample], Drafter]
     match settings.drafter:
         case SuffixDrafterSettings():

@@ -74,7 +74,7 @@ class Reader:
                 index.young, index.old, index.era = Automaton(), index.young, index.era + 1
             self._follow_era()
             self._last = index.young.extend(self._last, token)
-            self._match, self._length = advanced(index.old, self._match, self._length, token)
+            self._match, self._length = advance(index.old, self._match, self._length, token)
 
     def _follow_era(self) -> None:
         index = self._index
@@ -91,20 +91,20 @@ class Reader:
         self._follow_era()
         index = self._index
         young, old = index.young, index.old
-        own = shortened(young, self._last, young.length[self._last])
-        other = shortened(old, self._match, self._length)
+        own = shorten(young, self._last, young.length[self._last])
+        other = shorten(old, self._match, self._length)
         automaton, (state, length) = (young, own) if own[1] >= other[1] else (old, other)
-        most, found, sure = min(most, int(length * index.factor)), list[int](), 1.0
-        while len(found) < most and length:
+        most, tokens, sure = min(most, int(length * index.factor)), list[int](), 1.0
+        while len(tokens) < most and length:
             sure *= automaton.count[state] / automaton.total[state]  # the probability that all so far hold
             if sure < index.least:
                 break
-            found.append(automaton.best[state])
-            state, length = shortened(automaton, automaton.target[state], length + 1)
-        return found
+            tokens.append(automaton.best[state])
+            state, length = shorten(automaton, automaton.target[state], length + 1)
+        return tokens
 
 
-def shortened(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
+def shorten(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
     """The state and length of the longest context, of those that end this one, which something has followed."""
     while automaton.best[state] == NOWHERE and state != ROOT:
         state = automaton.link[state]
@@ -112,14 +112,14 @@ def shortened(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
     return state, length
 
 
-def advanced(automaton: Automaton, state: int, length: int, token: int) -> tuple[int, int]:
+def advance(automaton: Automaton, state: int, length: int, token: int) -> tuple[int, int]:
     """The state of the longest end that the automaton knows, and its length, after one more token of a text."""
-    while (found := automaton.step(state, token)) == NOWHERE:
+    while (target := automaton.step(state, token)) == NOWHERE:
         if state == ROOT:
             return ROOT, 0
         state = automaton.link[state]
         length = automaton.length[state]
-    return found, length + 1
+    return target, length + 1
 
 
 class Automaton:
@@ -145,22 +145,22 @@ class Automaton:
         return NOWHERE if others is None or token not in others else others[token] & _TARGET
 
     def extend(self, state: int, token: int) -> int:
-        """Let a text whose last state this is go on with a token; returns its new last state."""
-        found = self.step(state, token)
-        if found >= 0:
-            self._followed(state, token)
-            if self.length[found] == self.length[state] + 1:
-                return found
+        """Add a token to a text whose last state this is; returns its new last state."""
+        target = self.step(state, token)
+        if target >= 0:
+            self._count_again(state, token)
+            if self.length[target] == self.length[state] + 1:
+                return target
             self.size += 1
-            return self._split(state, token, found)
+            return self._split(state, token, target)
         self.size += 1
         new, link = self._new(self.length[state] + 1, ROOT), self.link
-        while state >= 0 and (found := self.step(state, token)) < 0:
+        while state >= 0 and (target := self.step(state, token)) < 0:
             self._lead(state, token, new)
             state = link[state]
         if state >= 0:
-            self._followed(state, token)
-            link[new] = found if self.length[found] == self.length[state] + 1 else self._split(state, token, found)
+            self._count_again(state, token)
+            link[new] = target if self.length[target] == self.length[state] + 1 else self._split(state, token, target)
         return new
 
     def _new(self, length: int, link: int) -> int:
@@ -173,15 +173,15 @@ class Automaton:
         self._others.append(None)
         return len(self.length) - 1
 
-    def _split(self, state: int, token: int, found: int) -> int:
-        """Give the shorter contexts of `found`, up to those that end `state` and the token, a state of their own."""
-        new = self._new(self.length[state] + 1, self.link[found])
+    def _split(self, state: int, token: int, target: int) -> int:
+        """Give the shorter contexts of `target`, up to those that end `state` and the token, a state of their own."""
+        new = self._new(self.length[state] + 1, self.link[target])
         for column in (self.best, self.target, self.count, self.total):
-            column[new] = column[found]
-        others = self._others[found]
+            column[new] = column[target]
+        others = self._others[target]
         self._others[new] = None if others is None else others.copy()
-        self.link[found] = new
-        while state >= 0 and self.step(state, token) == found:
+        self.link[target] = new
+        while state >= 0 and self.step(state, token) == target:
             self._redirect(state, token, new)
             state = self.link[state]
         return new
@@ -196,7 +196,7 @@ class Automaton:
             self._keep(state, self.best[state], _ONCE | self.target[state])
         self.best[state], self.target[state], self.count[state] = token, target, 1
 
-    def _followed(self, state: int, token: int) -> None:
+    def _count_again(self, state: int, token: int) -> None:
         """A token follows a state once more."""
         self.total[state] += 1
         if self.best[state] == token:

@@ -36,14 +36,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     key_0, key_1 = key
     for _ in range(ROUNDS):
         product_0, product_1 = word_0 * MULTIPLIERS[0], word_2 * MULTIPLIERS[1]
-        word_0 = _mixed(product_1 >> 32, word_1, key_0)
-        word_2 = _mixed(product_0 >> 32, word_3, key_1)
+        word_0 = _mix(product_1 >> 32, word_1, key_0)
+        word_2 = _mix(product_0 >> 32, word_3, key_1)
         word_1, word_3 = product_1, product_0
         key_0, key_1 = (key_0 + WEYL[0]) & MASK32, (key_1 + WEYL[1]) & MASK32
     return word_0, word_1 & MASK32, word_2, word_3 & MASK32
 
 
-def _mixed(high: Tensor, word: Tensor, key: Tensor) -> Tensor:
+def _mix(high: Tensor, word: Tensor, key: Tensor) -> Tensor:
     """(high ^ word ^ key), masked; keys must broadcast to counters, since the last two steps work in place."""
     return (high ^ word).bitwise_xor_(key).bitwise_and_(MASK32)
 

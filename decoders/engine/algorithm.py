@@ -35,11 +35,11 @@ class Algorithm:
 
     How tokens are drawn. `notes` are what answers tell of each row, by the distribution that it is drawn from if `warped`, else
     by the model's own; with `measured` the last of them is, at temperature 0, of the distribution after top-k and top-p. With
-    `fresh` each step draws anew, and `ahead` more draws are told. `by_ratio`: drafts are accepted with probability min(1,
+    `fresh` each step draws anew, and answers have `ahead` more draws. `by_ratio`: drafts are accepted with probability min(1,
     (p/q)^temper), by default if the sampling settings say so. `keeps_laws`: its drafts have a distribution, which the rejection
     rule reads, kept in `banks` of a window each; `names_laws`: the decoder names it. `knows_logprob`: the log-probabilities of
     its tokens add up to that of the text. With `scores` the samples have tokens to score where others have holes; `estimates`: by
-    several canvases each (score_engine.py).
+    several canvases each (engine.py, `ScoreEngine`).
 
     Lengths `auto`: `most_auto` is the most drafts of a sample if their number is chosen by time, else 0; `auto_rows` and
     `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` those of a drafting model (budget.py).

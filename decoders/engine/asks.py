@@ -101,8 +101,8 @@ class Ask(NamedTuple):
     decided tokens.
 
     `stretches` say what rows see in place of the rule above: MOST_STRETCHES pairs [low, high) of columns a span, the empty ones
-    last. `sigmas` are the total noise of each canvas, for a model that is told. `num_drafts` is what an iteration drafts in this
-    forward of a drafting model and others.
+    last. `sigmas` are the total noise of each canvas, for a model that is conditioned on it. `num_drafts` is what an iteration
+    drafts in this forward of a drafting model and others.
     """
 
     tokens: Sequence[int] | Ints

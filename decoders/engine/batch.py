@@ -1,7 +1,7 @@
 """All that a forward and its draws need of the host, as one struct of arrays; and what comes back, cut into answers.
 
     asks of all samples    pack      numpy arrays: rows, sampled rows, what judges their drafts
-    Batch                  padded    up to the size of a captured forward; here and nowhere else
+    Batch                  pad       up to the size of a captured forward; here and nowhere else
                            to        the same names on the device, sent as one buffer
     record                 answers   float64 numbers of all sampled rows -> an Answer a sample
 
@@ -96,7 +96,7 @@ class Batch:
     token that is scored. A token drawn is noted in the cell `note_R`. Of rows under the rejection rule `judged_R` have a
     draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers, `owner_R`
     their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are its
-    chain. A head reads `told_5R` (rolls.py)."""
+    chain. A draft head reads `head_5R` (rolls.py)."""
 
     slots_G: Any = None
     sigma_G: Any = None
@@ -128,7 +128,7 @@ class Batch:
     row_D: Any = None
     first_B: Any = None
     size_B: Any = None
-    told_5R: Any = None
+    head_5R: Any = None
     # ---- what only the host knows
     layout: Any = None
     rule: Any = None
@@ -168,12 +168,14 @@ class Batch:
     def counts(self) -> dict[str, int]:
         """How long each axis is; with one sampled row more where dead drafts need one."""
         lengths = {"G": self.num_groups, "N": self.owner_N, "Q": self.owner_Q, "D": self.row_D, "B": self.num_samples}
-        found = {axis: one if isinstance(one, int) else 0 if one is None else len(one) for axis, one in lengths.items()}
-        return found | {"R": self.num_sampled + self.by_ratio}
+        sizes = {
+            axis: rows if isinstance(rows, int) else 0 if rows is None else len(rows) for axis, rows in lengths.items()
+        }
+        return sizes | {"R": self.num_sampled + self.by_ratio}
 
     # ---- on its way to the device --------------------------------------------------------------------------------
 
-    def padded(self, sizes: dict[str, int], *, dead_column: int, dead_note: int, dead_cell: int) -> None:
+    def pad(self, sizes: dict[str, int], *, dead_column: int, dead_note: int, dead_cell: int) -> None:
         """Fill every array up to the size of its axis. What fills up means nothing: dead rows are token 0 of slot 0, see
         nothing, and write a column that no row sees; dead sampled rows leave what is kept of them where nobody reads it. At
         least one sampled row is dead, for dead drafts."""
@@ -208,9 +210,9 @@ class Batch:
 
         def view(array: NDArray[Any]) -> Tensor:
             nonlocal first
-            found = buffer[first : first + array.size]
+            part = buffer[first : first + array.size]
             first += array.size
-            return (found.view(torch.float64) if array.dtype == np.float64 else found).view(array.shape)
+            return (part.view(torch.float64) if array.dtype == np.float64 else part).view(array.shape)
 
         return self._with(view)
 
@@ -221,18 +223,18 @@ class Batch:
         return self.cut(put(self.flat(), device))
 
     def _with(self, tensor: Any) -> Batch:
-        made = Batch()
+        batch = Batch()
         for name in _FACTS:
-            setattr(made, name, getattr(self, name))
+            setattr(batch, name, getattr(self, name))
         for name in _ARRAYS:
             array = getattr(self, name)
             if array is not None:
-                setattr(made, name, tensor(array))
-        return made
+                setattr(batch, name, tensor(array))
+        return batch
 
 
-_ARRAYS: Final = tuple(one.name for one in fields(Batch))[: [one.name for one in fields(Batch)].index("layout")]
-_FACTS: Final = tuple(one.name for one in fields(Batch))[len(_ARRAYS) :]
+_ARRAYS: Final = tuple(field.name for field in fields(Batch))[: [field.name for field in fields(Batch)].index("layout")]
+_FACTS: Final = tuple(field.name for field in fields(Batch))[len(_ARRAYS) :]
 
 
 def put(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -252,7 +254,7 @@ def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layou
     b.rows_B = rows_B = _add_queries(b, asks) if layout.streams else rows_B
     runs_UF, owner_U = _table([ask.runs for ask in asks], _RUN)
     when_B = np.array([sample.decided if ask.when < 0 else ask.when for sample, ask in zip(samples, asks, strict=True)])
-    draft_R = _joined([ask.drafts for ask in asks])
+    draft_R = _join([ask.drafts for ask in asks])
     row_B = rows_B.cumsum() - rows_B
     add_sampled(b, runs_UF, owner_U, draft_R, slots, slot_B=slot_B, row_B=row_B, rows_B=rows_B, when_B=when_B)
     return b
@@ -273,17 +275,17 @@ def _add_rows(b: Batch, samples: Sequence[Sample], asks: Sequence[Ask], slot_B: 
     neighbours = slice(slots[0], slots[0] + len(slots))
     b.slots = neighbours if slots == list(range(neighbours.start, neighbours.stop)) else None
     assert (span_PF[:, _COUNT] > 0).all(), "a span without rows"
-    rows_NF, step_N, b.owner_N = _expanded(span_PF, _COUNT, group_P)
+    rows_NF, step_N, b.owner_N = _expand(span_PF, _COUNT, group_P)
     b.num_rows = len(rows_NF)
     b.line_N, b.num_lines = _lines(b.owner_N, b.num_groups)
     b.column_N = rows_NF[:, _COLUMN] + step_N
-    b.token_N = _joined([ask.tokens for ask in asks])
+    b.token_N = _join([ask.tokens for ask in asks])
     assert len(b.token_N) == b.num_rows, "a row without a token"
     if layout.mask_id is not None:
         b.token_N = np.where(b.token_N == HOLE, layout.mask_id, b.token_N)
     if layout.most_id < FAR:
         b.token_N = np.minimum(b.token_N, layout.most_id)
-    low_IN, high_IN = _sights(rows_NF, b.column_N, _joined([ask.stretches for ask in asks]), span_PF[:, _COUNT])
+    low_IN, high_IN = _sights(rows_NF, b.column_N, _join([ask.stretches for ask in asks]), span_PF[:, _COUNT])
     b.num_columns = int(high_IN.max(initial=0))
     b.longest = max(len(sample.tokens) for sample in samples)
     b.high_IN = high_IN
@@ -323,7 +325,7 @@ def _sights(rows_NF: Ints, column_N: Ints, stretches: Ints, count_P: Ints) -> tu
 def _add_queries(b: Batch, asks: Sequence[Ask]) -> Ints:
     """The query rows of an any-subset model; returns how many each sample has, [B]."""
     span_PF, owner_P = _table([ask.queries for ask in asks], _SPAN)
-    rows_QF, step_Q, b.owner_Q = _expanded(span_PF, _COUNT, owner_P)
+    rows_QF, step_Q, b.owner_Q = _expand(span_PF, _COUNT, owner_P)
     b.line_Q, b.num_query_lines = _lines(b.owner_Q, len(asks))
     b.rank_Q = rows_QF[:, _COLUMN] + step_Q
     b.limit_Q = np.maximum(rows_QF[:, _BELOW], b.rank_Q + 1 - rows_QF[:, _LAG])
@@ -349,7 +351,7 @@ def add_sampled(
     `when_B`."""
     layout, rule = b.layout, b.rule
     b.sampled_B = np.bincount(owner_U, runs_UF[:, _SAMPLED], len(slot_B)).astype(np.int64)
-    runs_RF, step_R, owner_R = _expanded(runs_UF, _SAMPLED, owner_U)
+    runs_RF, step_R, owner_R = _expand(runs_UF, _SAMPLED, owner_U)
     b.num_sampled = len(owner_R)
     kind_R, row_R = runs_RF[:, _KIND], runs_RF[:, _ROW] + step_R
     assert b.num_sampled == len(draft_R), "an ask has one draft entry for each sampled row"
@@ -422,7 +424,7 @@ def steps(count_P: Ints) -> Ints:
     return np.arange(int(count_P.sum())) - np.repeat(count_P.cumsum() - count_P, count_P)
 
 
-def _expanded(table_PF: Ints, count: int, owner_P: Ints) -> tuple[Ints, Ints, Ints]:
+def _expand(table_PF: Ints, count: int, owner_P: Ints) -> tuple[Ints, Ints, Ints]:
     """Each entry as often as its field `count` says; the number of each copy, and its owner."""
     count_P = table_PF[:, count]
     if (count_P == 1).all():
@@ -439,10 +441,10 @@ def _lines(owner_N: Ints, num_groups: int) -> tuple[Ints, int]:
 def _table(parts: Sequence[Sequence[int] | Ints], width: int) -> tuple[Ints, Ints]:
     """Flat numbers of all samples as rows of `width` numbers, and the sample of each."""
     counts = [len(part) // width for part in parts]
-    return _joined(parts).reshape(-1, width), np.repeat(np.arange(len(parts)), counts)
+    return _join(parts).reshape(-1, width), np.repeat(np.arange(len(parts)), counts)
 
 
-def _joined(parts: Sequence[Sequence[int] | Ints]) -> Ints:
+def _join(parts: Sequence[Sequence[int] | Ints]) -> Ints:
     """All numbers one after the other, int64."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
@@ -453,40 +455,40 @@ def _joined(parts: Sequence[Sequence[int] | Ints]) -> Ints:
 
 
 def answers(b: Batch, record: NDArray[np.float64] | None) -> list[Answer]:
-    """What each sample is told, in their order. Without a record nothing was sampled."""
+    """The answer of each sample, in their order. Without a record nothing was sampled."""
     if record is None:
         nothing: Any = np.zeros((1 + b.rule.ahead, 0)) if b.rule.as_arrays else []
         return [Answer(0, nothing, nothing)] * b.num_samples
-    told_AFR, accepted_B = _told(b, record)
-    ends, found = b.sampled_B.cumsum().tolist(), list[Answer]()
+    fields_AFR, accepted_B = _split_record(b, record)
+    ends, replies = b.sampled_B.cumsum().tolist(), list[Answer]()
     if b.rule.as_arrays:
-        token_AR = told_AFR[:, 0].astype(np.int64)
+        token_AR = fields_AFR[:, 0].astype(np.int64)
         for first, end in zip([0, *ends], ends, strict=False):
             part = slice(first, end)
-            found.append(Answer(0, token_AR[:, part], told_AFR[:, 1, part], told_AFR[:, 2:, part].swapaxes(0, 1)))
-        return found
-    tokens = told_AFR[0, 0].astype(np.int64).tolist()
-    log_ps, *notes = told_AFR[0, 1:].tolist()
+            replies.append(Answer(0, token_AR[:, part], fields_AFR[:, 1, part], fields_AFR[:, 2:, part].swapaxes(0, 1)))
+        return replies
+    tokens = fields_AFR[0, 0].astype(np.int64).tolist()
+    log_ps, *notes = fields_AFR[0, 1:].tolist()
     for accepted, first, end in zip(accepted_B, [0, *ends], ends, strict=False):
-        found.append(Answer(accepted, tokens[first:end], log_ps[first:end], [note[first:end] for note in notes]))
-    return found
+        replies.append(Answer(accepted, tokens[first:end], log_ps[first:end], [note[first:end] for note in notes]))
+    return replies
 
 
-def _told(b: Batch, record: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
-    """What is told of each sampled row, [A, F, R], and how many leading drafts of each sample hold."""
-    num_told, num_rows = 2 + b.rule.num_notes, b.row_R.shape[-1]
-    count = (1 + b.rule.ahead) * num_told * num_rows
-    told_AFR = record[:count].reshape(-1, num_told, num_rows)[:, :, : b.num_sampled]
+def _split_record(b: Batch, record: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
+    """The fields of each sampled row, [A, F, R], and how many leading drafts of each sample hold."""
+    num_fields, num_rows = 2 + b.rule.num_notes, b.row_R.shape[-1]
+    count = (1 + b.rule.ahead) * num_fields * num_rows
+    fields_AFR = record[:count].reshape(-1, num_fields, num_rows)[:, :, : b.num_sampled]
     if b.by_ratio:
-        return told_AFR, record[count : count + b.num_samples].astype(np.int64).tolist()
+        return fields_AFR, record[count : count + b.num_samples].astype(np.int64).tolist()
     draft_R = b.asked_R
     if b.rule.as_arrays or not (draft_R != NO_DRAFT).any():
-        return told_AFR, [0] * b.num_samples
-    return told_AFR, count_leading(told_AFR[0, 0] == draft_R, b.sampled_B).tolist()
+        return fields_AFR, [0] * b.num_samples
+    return fields_AFR, count_leading(fields_AFR[0, 0] == draft_R, b.sampled_B).tolist()
 
 
 def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
-    """The samples of a forward that have NaN or infinity in their states, or NaN in what is told of them."""
+    """The samples of a forward that have NaN or infinity in their states, or NaN in the fields of their rows."""
     if np.isfinite(record).all():
         return []
     bad = set[int]()
@@ -495,8 +497,8 @@ def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
         bad_G = owner_N[~np.isfinite(record[len(record) - len(owner_N) :])]
         bad.update(b.sample_G[bad_G].tolist())
     if np.isnan(record).any():
-        told_AFR, _ = _told(b, record)
-        rows = np.flatnonzero(np.isnan(told_AFR).any((0, 1)))
+        fields_AFR, _ = _split_record(b, record)
+        rows = np.flatnonzero(np.isnan(fields_AFR).any((0, 1)))
         bad.update(np.searchsorted(b.sampled_B.cumsum(), rows, side="right").tolist())
     return sorted(bad)
 

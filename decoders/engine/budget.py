@@ -72,8 +72,9 @@ class DraftBudget:
     drafts take besides forwards, where they are drawn one after the other: by their number in the longest draft, and by all of
     them in place of keys.
 
-    The engine calls `settle` before each step, `drafted`, `drew` and `spent` for what drafting takes, and `ran` after the step.
-    These `plan` the drafts, record what the step took (`timed`), and `learn` from the iterations that ended.
+    The engine calls `settle` before each step, then `note_drafting`, `note_drawing` and `spend` for what drafting takes, and
+    `end_step` after the step. These `plan` the drafts, record the step's time (`note_step`), and `learn` from the iterations that
+    ended.
     """
 
     def __init__(
@@ -137,24 +138,24 @@ class DraftBudget:
                 sample.ask = sample.decoding.send(count)  # type: ignore[union-attr]
             assert not isinstance(sample.ask, Offer), "an offer is followed by an ask"
 
-    def drafted(self, rows: int, kv_tokens: int, seconds: float) -> None:
+    def note_drafting(self, rows: int, kv_tokens: int, seconds: float) -> None:
         """A forward of the drafting model ran, with its draws: its rows, and the columns that they read."""
         if self.drafter is not None:
             self.drafter.observe(rows, kv_tokens, seconds)
 
-    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
+    def note_drawing(self, num_samples: int, num_ranks: int, seconds: float) -> None:
         """Drafts were drawn without a forward, for so many samples and ranks of the one with the most."""
         self.drawing.observe(num_ranks, num_ranks * num_samples, seconds)
 
-    def spent(self, seconds: float) -> None:
+    def spend(self, seconds: float) -> None:
         """All drafting before the target's forward took this long."""
         if self._is_open:
             self._ledger.spend(seconds)
 
-    def ran(self, samples: list[Sample], rows: int, kv_tokens: int, seconds: float, *, is_usual: bool) -> None:
+    def end_step(self, samples: list[Sample], rows: int, kv_tokens: int, seconds: float, *, is_usual: bool) -> None:
         """The target's forward of the step is done; `just` of a sample says what an iteration brought that ended with it."""
         if is_usual:
-            self.timed(rows, kv_tokens, seconds)
+            self.note_step(rows, kv_tokens, seconds)
         ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
         for sample in samples:
             sample.just = None
@@ -168,7 +169,7 @@ class DraftBudget:
         self._ledger.win(int(gained_B.sum()) + (0 if self._fresh else len(slots_B)))
         self.survival.learn(slots_B, tried_B, gained_B)
 
-    def timed(self, tokens: int, kv_tokens: int, seconds: float) -> None:
+    def note_step(self, tokens: int, kv_tokens: int, seconds: float) -> None:
         """Record the seconds of a step with one target forward."""
         self._ledger.spend(seconds)
         self.target.observe(tokens, round(kv_tokens * self._lines), seconds)

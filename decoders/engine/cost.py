@@ -107,36 +107,36 @@ def _fit(cells: list[_Cell]) -> Cost:
     weights_P = np.sqrt(num_P) / seconds_P
     if len(cells) == 1:
         # One size tells nothing about others: assume that half of its time is a fixed cost.
-        found = np.array([seconds_P[0] / 2, seconds_P[0] / 2 / features[0, 1], 0.0])
+        coefficients = np.array([seconds_P[0] / 2, seconds_P[0] / 2 / features[0, 1], 0.0])
     else:
         # If all forwards read about the same number of keys, their cost cannot be separated from the fixed cost.
         varied = float(np.ptp(features[:, 2])) > _KEYS_VARY * float(features[:, 2].mean())
         columns = [0, 1, 2] if len(cells) >= _CELLS_FOR_KEYS and varied else [0, 1]
-        found = _non_negative(features * weights_P[:, None], seconds_P * weights_P, columns)
-    line_P = features[:, :2] @ found[:2]
-    own_P = np.maximum(seconds_P - found[2] * features[:, 2], 0.0)
+        coefficients = _non_negative(features * weights_P[:, None], seconds_P * weights_P, columns)
+    line_P = features[:, :2] @ coefficients[:2]
+    own_P = np.maximum(seconds_P - coefficients[2] * features[:, 2], 0.0)
     mixed_P = (num_P * own_P + _LINE_WEIGHT * line_P) / (num_P + _LINE_WEIGHT)
     return Cost(
-        base=float(found[0]),
-        per_token=float(found[1]),
-        per_kv_token=float(found[2]),
+        base=float(coefficients[0]),
+        per_token=float(coefficients[1]),
+        per_kv_token=float(coefficients[2]),
         tokens_P=features[:, 1].copy(),
         seconds_P=_never_falling(mixed_P, num_P),
     )
 
 
-def _non_negative(features: Numbers, wanted: Numbers, columns: list[int]) -> Numbers:
+def _non_negative(features: Numbers, targets: Numbers, columns: list[int]) -> Numbers:
     """Solve least squares over these columns; a negative coefficient is set to zero, the last column's first."""
-    found = np.zeros(features.shape[1])
+    coefficients = np.zeros(features.shape[1])
     while columns:
         scale = np.linalg.norm(features[:, columns], axis=0)
         scale[scale == 0.0] = 1.0
-        solution = np.linalg.lstsq(features[:, columns] / scale, wanted, rcond=1e-9)[0] / scale
+        solution = np.linalg.lstsq(features[:, columns] / scale, targets, rcond=1e-9)[0] / scale
         if (solution >= 0.0).all():
-            found[columns] = solution
+            coefficients[columns] = solution
             break
         columns = [column for column in columns if column != columns[int(np.flatnonzero(solution < 0.0)[-1])]]
-    return found
+    return coefficients
 
 
 def _never_falling(values_P: Numbers, weights_P: Numbers) -> Numbers:

@@ -77,10 +77,10 @@ class CudaRecorder:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                found = work()
+                result = work()
         finally:
             torch.cuda.set_stream(stream)  # torch.cuda.graph leaves its own stream current where a capture fails
-        return graph.replay, found
+        return graph.replay, result
 
     def drop_pool(self) -> None:
         """See Recorder. A pool whose graphs are gone must not be captured into again, and cuBLAS' workspace may lie in it."""
@@ -96,7 +96,7 @@ class _Graph:
 
     inputs: Tensor
     replay: Callable[[], None]
-    found: Work
+    result: Work
     work: Callable[[Batch], Work]
 
 
@@ -142,16 +142,16 @@ class Graphs:
             self._fill(graph.inputs, batch)
             graph.replay()
             self.num_replayed += 1
-            return graph.found
-        found = work(batch.to(self._device))
+            return graph.result
+        result = work(batch.to(self._device))
         # More graphs only while those that there are have been used often enough.
         pays = self.num_captured < 2 * _MOST_GRAPHS or self.num_replayed >= _LEAST_USES * self.num_captured
         if self.stopped is None and key in _SEEN and pays:
             if len(_LIVING) >= _MOST_GRAPHS:
                 drop_all()
-            self._capture(key, batch, work, found)
+            self._capture(key, batch, work, result)
         _SEEN.add(key)
-        return found
+        return result
 
     def _fill(self, inputs: Tensor, batch: Batch) -> None:
         flat = torch.from_numpy(batch.flat())
@@ -167,9 +167,9 @@ class Graphs:
             inputs = torch.zeros(len(batch.flat()), dtype=torch.int64, device=self._device)
             sent = batch.cut(inputs)
             self._fill(inputs, batch)
-            replay, found = self._recorder.capture(lambda: work(sent))
+            replay, result = self._recorder.capture(lambda: work(sent))
             replay()
-            is_close = bool(_close(found.record, expected.record).all().cpu())
+            is_close = bool(_close(result.record, expected.record).all().cpu())
         except torch.OutOfMemoryError:
             drop_all()
             return
@@ -178,7 +178,7 @@ class Graphs:
             self._stop(f"a step could not be captured: {type(error).__name__}: {why}")
             return
         if is_close:
-            _LIVING[key] = _Graph(inputs, replay, replace(found, stays=True), work)
+            _LIVING[key] = _Graph(inputs, replay, replace(result, stays=True), work)
         else:
             self._stop("a captured step gave another result")
 
@@ -190,10 +190,10 @@ class Graphs:
         )
 
 
-def _close(found: Tensor, expected: Tensor) -> Tensor:
+def _close(record: Tensor, expected: Tensor) -> Tensor:
     """Which numbers of two records agree. A sample may have NaN or an infinity, which must then be in both."""
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    return same | ((found - expected).abs() <= _ROUNDING)
+    same = (record == expected) | (record.isnan() & expected.isnan())
+    return same | ((record - expected).abs() <= _ROUNDING)
 
 
 def find_graphs(backbone: Any) -> Graphs | None:

@@ -24,7 +24,7 @@ import torch
 from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom
+from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Offer, Roll, SampleFrom
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, pack, put, steps
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
@@ -36,6 +36,7 @@ from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding_order
 from draftmill.decoders.engine.scheduler import DEVICE_ROWS, Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.estimates import Text
 
 
 class Engine:
@@ -48,7 +49,7 @@ class Engine:
         # Texts of any-subset models have no ends; a masked canvas is filled to its end unless a completion says what ends it.
         has_ends = algorithm.kind != "any_subset" and not algorithm.scores
         self.stops = setup.stops or (Stops() if algorithm.kind != "masked" else None) if has_ends else None
-        self.plan = MemoryPlan.unmeasured(setup.backbone.device)
+        self.plan = MemoryPlan.default(setup.backbone.device)
         self.slots = SlotTable(setup.sampling, setup.max_rows)
         self.sampler = make_sampler(setup, algorithm, self.slots, self.plan)
         self.models = [self._target(setup)]
@@ -149,7 +150,7 @@ class Engine:
     @property
     def graphs(self) -> str:
         """Whether forwards are replayed as graphs: `on`, or `off: ` and why. `on` as long as nothing has failed."""
-        reasons = [one.graphs.stopped if one.graphs else why_no_graphs(one.backbone) for one in self.models]
+        reasons = [runner.graphs.stopped if runner.graphs else why_no_graphs(runner.backbone) for runner in self.models]
         return next((f"off: {reason}" for reason in reasons if reason), "on")
 
     def columns(self, length: int) -> int:
@@ -157,11 +158,11 @@ class Engine:
         count = self.algorithm.columns(length)
         if not self.algorithm.keeps:
             return self.algorithm.num_slots * rounded(count, self._multiple)
-        return count + any(one.graphs is not None for one in self.models)
+        return count + any(runner.graphs is not None for runner in self.models)
 
     def slot_bytes(self, num_columns: int) -> int:
         """Bytes of a sample with this many columns in its slot of each model's cache."""
-        return num_columns * sum(one.cell_bytes for one in self.models) + self.sampler.slot_bytes
+        return num_columns * sum(runner.cell_bytes for runner in self.models) + self.sampler.slot_bytes
 
     def room(self, length: int) -> int:
         """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
@@ -182,7 +183,7 @@ class Engine:
             self.backbone.device,
             free_bytes,
             row_bytes=int(getattr(self.backbone, "row_bytes", 0)),
-            captures=any(one.graphs is not None for one in self.models),
+            captures=any(runner.graphs is not None for runner in self.models),
         )
 
     def _longest_with(self, length: int) -> int:
@@ -227,11 +228,11 @@ class Engine:
 
     def _allocate(self, shape: Shape) -> None:
         self._shape = Shape()  # until the resize has succeeded
-        if any(one.graphs is not None for one in self.models):
+        if any(runner.graphs is not None for runner in self.models):
             drop_all()
         self.sampler.resize(min(shape.slots, self.max_rows))
-        for one in reversed(self.models):
-            one.resize(shape.slots, shape.columns, self._multiple)
+        for runner in reversed(self.models):
+            runner.resize(shape.slots, shape.columns, self._multiple)
         self.scheduler.prefixes.resize(shape.slots, shape.columns)
         self._shape = shape
 
@@ -250,7 +251,7 @@ class Engine:
 
     def clear(self) -> list[int]:
         """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
-        dropped = [sample.request.index for sample in self.samples] + [one.index for one in self._instant]
+        dropped = [sample.request.index for sample in self.samples] + [outcome.index for outcome in self._instant]
         for slot in range(len(self._slots)):
             self.slots.release(slot)
         self._slots, self._instant = [], []
@@ -273,7 +274,7 @@ class Engine:
         self._draft(turn)
         ended = self._evaluate(turn, deciding)
         if self.scheduler.line:
-            self.scheduler.ran(turn)
+            self.scheduler.finish_prompts(turn)
         self.stats.steps += 1
         self.stats.slot_steps += len(turn.samples) if turn.prefill_only else self._shape.possible - turn.num_waiting
         return done + [self._finish(sample) for sample in ended]
@@ -303,26 +304,26 @@ class Engine:
                 # The drafting model's columns keep up with the target's.
                 asks = [sample.catch_up(sample.chunk) for sample in turn.chunks]
                 drafter.start(pack(turn.chunks, asks, self.slots, drafter.layout, drafter.rule))
-            if rolling := [one for one in turn.samples if isinstance(one.ask, Roll)]:
+            if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
                 self._roll_model(rolling, drafter, is_usual=is_usual)
-            while asking := [one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model]:
+            while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
                 self._draft_windows(asking, drafter, is_usual=is_usual)
         if self.budget is not None:
-            self.budget.spent(time.perf_counter() - began_s)
+            self.budget.spend(time.perf_counter() - began_s)
 
     def _draft_from_names(self, samples: list[Sample]) -> None:
         """Draw drafts from distributions that decoders name, rank after rank."""
         began_s, most, count = time.perf_counter(), 0, 0
         while asking := [sample for sample in samples if isinstance(sample.ask, SampleFrom)]:
             most, count = most + 1, max(count, len(asking))
-            self._resume(asking, self.sampler.named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
+            self._resume(asking, self.sampler.draw_named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
         if most and self.budget is not None:
-            self.budget.drew(count, most, time.perf_counter() - began_s)
+            self.budget.note_drawing(count, most, time.perf_counter() - began_s)
 
     def _roll_model(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
         """Draft windows by the drafting model."""
         began_s = time.perf_counter()
-        found, ran = roll_model(samples, drafter, self.slots, self.algorithm.window, self.scheduler.prompt_rows)
+        replies, ran = roll_model(samples, drafter, self.slots, self.algorithm.window, self.scheduler.prompt_rows)
         laps = []
         for going, _, started in ran:
             laps.append(sum(started.seconds))
@@ -333,8 +334,8 @@ class Engine:
             whole_s = time.perf_counter() - began_s
             for (_, num_columns, started), lap_s in zip(ran, laps, strict=True):
                 share_s = whole_s * lap_s / max(sum(laps), 1e-9)
-                self.budget.drafted(started.batch.num_rows, num_columns, share_s)
-        self._resume(samples, found)
+                self.budget.note_drafting(started.batch.num_rows, num_columns, share_s)
+        self._resume(samples, replies)
 
     def _draft_windows(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
         """One forward of a drafting model over windows, and what a head drafts from its rows."""
@@ -348,7 +349,7 @@ class Engine:
         self._resume(samples, answers(started.batch, record))
         if self.budget is not None and is_usual:
             num_drafts = sum(ask.num_drafts for ask in asks)
-            self.budget.drafted(num_drafts, num_columns, time.perf_counter() - began_s)
+            self.budget.note_drafting(num_drafts, num_columns, time.perf_counter() - began_s)
         if rolling := [sample for sample in samples if isinstance(sample.ask, Roll)]:
             self._roll_rows(rolling, samples, started.batch, drafter)
 
@@ -374,23 +375,23 @@ class Engine:
             self._copy_columns(samples)
         if self.budget is not None:
             seconds, is_usual = time.perf_counter() - began_s, not (turn.prefill_only or turn.mixed)
-            self.budget.ran(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
-        if rolling := [one for one in samples if isinstance(one.ask, Roll) and one.ask.head != MODEL]:
+            self.budget.end_step(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
+        if rolling := [sample for sample in samples if isinstance(sample.ask, Roll) and sample.ask.head != MODEL]:
             seconds = self._roll_rows(rolling, samples, batch, self.target)
             if self.budget is not None:
-                self.budget.spent(seconds)
+                self.budget.spend(seconds)
         return ended
 
     def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch, runner: ModelRunner) -> float:
         """Draft windows from rows of the forward that has just run; returns the seconds."""
         began_s = time.perf_counter()
         most = max(sample.ask.num_drafts for sample in rolling if isinstance(sample.ask, Roll))
-        found = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
+        replies = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
         self._charge(rolling, sum(runner.seconds()))
-        self._resume(rolling, found)
+        self._resume(rolling, replies)
         seconds = time.perf_counter() - began_s
         if self.budget is not None:
-            self.budget.drew(len(rolling), most, seconds)
+            self.budget.note_drawing(len(rolling), most, seconds)
         return seconds
 
     def _copy_columns(self, samples: list[Sample]) -> None:
@@ -446,12 +447,12 @@ class Engine:
             for sample in bad:
                 self.scheduler.prefixes.forget(sample.slot)
         if bad:
-            self.target.wipe([one.slot for one in bad] if self.algorithm.keeps else batch.slots_G.tolist())
+            self.target.wipe([sample.slot for sample in bad] if self.algorithm.keeps else batch.slots_G.tolist())
 
-    def _resume(self, samples: Sequence[Sample], found: Iterable[Answer]) -> list[Sample]:
+    def _resume(self, samples: Sequence[Sample], replies: Iterable[Answer]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
         ended = []
-        for sample, answer in zip(samples, found, strict=True):
+        for sample, answer in zip(samples, replies, strict=True):
             if sample.is_bad:
                 sample.ask = None
                 ended.append(sample)
@@ -474,3 +475,85 @@ class Engine:
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
         return outcome
+
+
+# ---- estimated scores ------------------------------------------------------------------------------------------------
+
+
+class ScoreEngine(Engine):
+    """Runs estimated scores (decoders/estimates.py): texts whose canvases each need one forward and keep nothing of it.
+
+    Each forward takes the next canvases in the order in which their texts came, as many as fit: no text waits for another. Every
+    canvas has a slot of the cache for the time of a forward. Another text enters while the next forward has room for its
+    canvases. An evaluation is a canvas: a text with three of them in a forward is charged three times.
+    """
+
+    def __init__(self, setup: Setup, algorithm: Algorithm) -> None:
+        super().__init__(setup, algorithm)
+        self._counts = dict[int, int]()  # how many canvases each slot's text runs in this step
+        self._memory_bound: int | None = None  # how many canvases may run at once since memory ran out
+
+    @property
+    def texts(self) -> list[Text]:
+        """The texts inside, in the order in which they came."""
+        texts = [sample for sample in self.samples if isinstance(sample, Text)]
+        return sorted(texts, key=lambda text: text.times.admitted_s)
+
+    def room(self, length: int) -> int:
+        """One more text while the next forward has room for its canvases."""
+        if not self.active:
+            return 1
+        pending = sum(text.left for text in self.texts)
+        return int(pending < self._most_canvases(length) and self.active < self.max_rows)
+
+    def _most_canvases(self, length: int) -> int:
+        """How many canvases may run at once beside one of this length; at least one."""
+        most = max(self._capacity.most_rows(self._capacity.columns(self._longest_with(length))), 1)
+        return most if self._memory_bound is None else min(most, self._memory_bound)
+
+    def _turn(self) -> Turn:
+        """The texts that run some of their canvases now."""
+        left, taking = self._most_canvases(1), list[Sample]()
+        self._shape = self._shape._replace(possible=left)
+        for text in self.texts:
+            assert text.decoding is not None, "a text in a slot has a generator"
+            offer = text.ask or next(text.decoding)
+            assert isinstance(offer, Offer), "a text offers its canvases before each forward"
+            text.ask, count = offer, min(offer.most, left)
+            if count:
+                text.ask, left = text.decoding.send(count), left - count
+                self._counts[text.slot] = count
+                taking.append(text)
+        return Turn(taking)
+
+    def _evaluate(self, turn: Turn, deciding: list[Sample]) -> list[Sample]:
+        """Run the canvases; where they do not fit into memory none is run, and from here on no more than half as many are."""
+        num_canvases = sum(self._counts[text.slot] for text in turn.samples)
+        try:
+            possible = self._shape.possible
+            self._make_room(num_canvases, 1)
+            self._shape = self._shape._replace(possible=possible)
+            return super()._evaluate(turn, deciding)
+        except (MemoryError, torch.OutOfMemoryError):
+            if num_canvases == 1:
+                raise
+            self._memory_bound = num_canvases // 2
+            return self._resume(turn.samples, [None] * len(turn.samples))  # type: ignore[list-item]
+
+    def _count(self, samples: list[Sample], started: Started, laps: list[float]) -> None:
+        """Charge each text for its canvases."""
+        batch, stats = started.batch, self.stats
+        count_B = np.array([self._counts[text.slot] for text in samples])
+        active, seconds = int(count_B.sum()), sum(laps)
+        for text, count in zip(samples, count_B.tolist(), strict=True):
+            if not text.nfe:
+                text.first_s += laps[0]
+            text.nfe += count
+            text.device_s += count * seconds / active
+            text.batch_rows += count * active
+            text.used_rows += count * batch.num_rows
+            text.computed_rows += count * started.computed
+        stats.active_slot_steps += active
+        stats.useful_rows += batch.num_rows
+        stats.computed_rows += started.computed
+        stats.forward_s += seconds

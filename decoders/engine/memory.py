@@ -43,7 +43,7 @@ class MemoryPlan:
     prompt_rows: int | None = None
 
     @classmethod
-    def unmeasured(cls, device: torch.device) -> MemoryPlan:
+    def default(cls, device: torch.device) -> MemoryPlan:
         """For a device whose free memory is unknown."""
         on_cpu = device.type == "cpu"
         return cls(_CPU_LOGITS if on_cpu else _GPU_LOGITS, _CPU_NOISE if on_cpu else 0)
@@ -52,7 +52,7 @@ class MemoryPlan:
     def of(cls, device: torch.device, free_bytes: int, *, row_bytes: int, captures: bool = False) -> MemoryPlan:
         """Share out what is free; `row_bytes` are the activations of a token row in a forward. `captures`: forwards are
         captured as graphs."""
-        most = cls.unmeasured(device)
+        most = cls.default(device)
         logits, prompts = min(most.logits, free_bytes // 64), free_bytes // 8
         noise = min(most.noise, free_bytes // 16)
         slots = free_bytes * 9 // 10 - _COPIES * logits * (2 if captures else 1) - noise - prompts

@@ -3,7 +3,7 @@
     start     send the batch and run it, without waiting; where it can be captured, as one graph (cuda_graphs.py)
     wait      the record of a forward, on the host; others may be started before
 
-A record is flat float64: what is told of the sampled rows (sampler.py), then the sum of the hidden states of each row, which is
+A record is flat float64: the fields of the sampled rows (sampler.py), then the sum of the hidden states of each row, which is
 NaN or infinite if any of these is. Legend: see batch.py.
 """
 
@@ -39,7 +39,7 @@ class Clock:
         self._laps = list[Any]()
         self._is_paused = False
 
-    def timed(self, function: Callable[..., _T], *arguments: Any) -> _T:
+    def measure(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call and time a function; calls inside of it are timed with it."""
         if self._is_paused:
             return function(*arguments)
@@ -74,14 +74,14 @@ def seconds_of(laps: Sequence[tuple[Any, Any]]) -> list[float]:
 class HostCopy:
     """Numbers on their way from the device to the host; other work may be started on the device before they are read."""
 
-    def __init__(self, found: Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
-        if found.device.type == "cpu":
+        if tensor.device.type == "cpu":
             # The memory may be a captured forward's, which the next one fills again.
-            self._host = found.clone()
+            self._host = tensor.clone()
             return
-        self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        self._host.copy_(found, non_blocking=True)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()
 
@@ -89,8 +89,8 @@ class HostCopy:
         """What has come; waits for it, and for nothing that was started later."""
         if self._copied is not None:
             self._copied.synchronize()
-        found: NDArray[np.float64] = self._host.numpy()
-        return found
+        numbers: NDArray[np.float64] = self._host.numpy()
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class ModelRunner:
         self._never: Tensor | None = None
         if self._info is not None:
             never = {*self._info.suppressed, *([] if self._info.mask_id is None else [self._info.mask_id])}
-            inside = sorted(one for one in never if one < vocab_size)
+            inside = sorted(token for token in never if token < vocab_size)
             self._never = torch.tensor(inside, dtype=torch.int64, device=self.device)
         self.hidden_ND: Tensor | None = None
         """Hidden states of all rows (query rows) of the last forward; a Roll reads them."""
@@ -183,12 +183,12 @@ class ModelRunner:
 
     def start(self, b: Batch) -> Started:
         """Send the batch and run it, without waiting for its record."""
-        if self._padded(b):
+        if self._pad_batch(b):
             assert self.graphs is not None, "a forward is filled up to be captured"
-            done = self.clock.timed(self.graphs.run, "forward", b, self._work)
+            done = self.clock.measure(self.graphs.run, "forward", b, self._work)
         else:
             sent = b.to(self.device)
-            hidden_ND = self.clock.timed(self.backbone.forward, self.rows(sent))
+            hidden_ND = self.clock.measure(self.backbone.forward, self.rows(sent))
             record = self._record(sent, hidden_ND) if b.num_sampled else torch.zeros(0)
             done = Work(hidden_ND, record, self.backbone.num_rows_computed)
         self.hidden_ND, self._source = done.hidden_ND, done if done.stays else None
@@ -205,21 +205,21 @@ class ModelRunner:
 
     def _record(self, sent: Batch, hidden_ND: Tensor) -> Tensor:
         hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
-        told = self._sampler.record(self.logits, hidden_RD, sent, is_target=self.is_target)
+        record = self._sampler.record(self.logits, hidden_RD, sent, is_target=self.is_target)
         if not self.layout.has_flags:
-            return told
+            return record
         sums_N = self.backbone.sums_N
         if sent.is_padded:
             # What fills up may be anything, another time something else: it counts for nobody.
             line_N = torch.cat([sent.line_N, sent.line_Q]) if self.layout.streams else sent.line_N
             sums_N = sums_N.where(line_N >= 0, 0.0)
-        return torch.cat([told, sums_N])
+        return torch.cat([record, sums_N])
 
     def size(self, count: int) -> int:
         """To how many rows of a captured forward so many are filled up."""
         return (self.graphs and self.graphs.size(count)) or count
 
-    def _padded(self, b: Batch) -> bool:
+    def _pad_batch(self, b: Batch) -> bool:
         """Fill the batch up to the size of a captured forward; False where this one is not captured."""
         graphs = self.graphs
         if graphs is None or not self.is_captured or not b.num_sampled:
@@ -233,7 +233,7 @@ class ModelRunner:
         if len(self._sampler.parts(sizes["R"])) > 1:
             return False
         dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
-        b.padded(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
+        b.pad(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
         return True
 
     def more(self, key: Hashable, b: Batch, work: Draws) -> NDArray[np.float64]:
@@ -241,9 +241,9 @@ class ModelRunner:
         hidden_ND, source = self.hidden_ND, self._source
         assert hidden_ND is not None, "a forward came before"
         if key is None or self.graphs is None or source is None:
-            return HostCopy(self.clock.timed(work, b.to(self.device), hidden_ND)).numbers()
+            return HostCopy(self.clock.measure(work, b.to(self.device), hidden_ND)).numbers()
         states_ND = source.hidden_ND
-        done = self.clock.timed(
+        done = self.clock.measure(
             self.graphs.run, (key, source), b, lambda sent: Work(states_ND, work(sent, states_ND), 0)
         )
         return HostCopy(done.record).numbers()
@@ -305,7 +305,7 @@ class ModelRunner:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""
-        logits_RV: Tensor = self.clock.timed(self.backbone.logits, hidden_RD)
+        logits_RV: Tensor = self.clock.measure(self.backbone.logits, hidden_RD)
         missing = self._vocab_size - logits_RV.shape[1]
         if missing > 0:
             logits_RV = functional.pad(logits_RV, (0, missing), value=-torch.inf)

@@ -55,14 +55,14 @@ def roll_rows(
         counts = [asks[order[0]].num_drafts] * len(order)
     rolled, windows = [samples[index] for index in order], [asks[index] for index in order]
     counts = counts or [ask.num_drafts for ask in windows]
-    # Of drafts nothing but the tokens is told.
+    # Of drafts the record has nothing but the tokens.
     rule = runner.rule._replace(num_notes=0, ahead=0, as_arrays=False)
     b, parts = _pack(rolled, windows, ran, slots, counts=counts, layout=runner.layout, rule=rule)
     if asks[0].head == INDEPENDENT:
-        work = partial(independent, runner, sampler)
+        work = partial(draft_independently, runner, sampler)
     else:
         assert heads is not None, "a roll by a head that was not loaded"
-        work = partial(corrected, runner, sampler, heads, parts)
+        work = partial(draft_by_head, runner, sampler, heads, parts)
     record = runner.more((asks[0].head, len(parts)) if whole else None, b, work)
     tokens, place = record[: b.num_sampled].astype(np.int64).tolist(), dict[int, int]()
     for number, index in enumerate(order):
@@ -95,9 +95,9 @@ def _pack(
     runs_UF[:, 0], runs_UF[:, 2] = row_B[owner_U] + offset_U, rank_B[owner_U] + offset_U
     b = Batch(layout=layout._replace(has_flags=False, notes_drafts=False), rule=rule)
     if asks[0].head != INDEPENDENT:
-        b.told_5R = np.zeros((5, len(owner_U)), dtype=np.int64)
+        b.head_5R = np.zeros((5, len(owner_U)), dtype=np.int64)
         for place, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
-            b.told_5R[:, [first + place for first in starts[: ask.num_drafts]]] = _read(sample, ask, starts, place)
+            b.head_5R[:, [first + place for first in starts[: ask.num_drafts]]] = _read(sample, ask, starts, place)
     parts = [slice(first, first + count) for first, count in zip(starts, going_K.tolist(), strict=True)]
     add_sampled(
         b,
@@ -124,19 +124,19 @@ def _read(sample: Sample, ask: Roll, starts: Sequence[int], place: int) -> Ints:
         away = rank - other if sample.order is None else sample.order[rank] - sample.order[other]
         return max(-MAX_DISTANCE, min(MAX_DISTANCE, away)) + MAX_DISTANCE
 
-    found = []
+    columns = []
     for rank in range(ask.rank, ask.rank + ask.num_drafts):
         prev, before = max(rank - 1, 0), max(rank - 2, 0)
-        found.append((token(prev), token(before), distance(rank, prev), distance(rank, before), rank - ask.limit))
-    return np.array(found, dtype=np.int64).T
+        columns.append((token(prev), token(before), distance(rank, prev), distance(rank, before), rank - ask.limit))
+    return np.array(columns, dtype=np.int64).T
 
 
-def independent(runner: ModelRunner, sampler: Sampler, sent: Batch, hidden_ND: Tensor) -> Tensor:
+def draft_independently(runner: ModelRunner, sampler: Sampler, sent: Batch, hidden_ND: Tensor) -> Tensor:
     """Drafts from the rows' own distributions: no rank waits for the one before it."""
     return sampler.record(runner.logits, hidden_ND.index_select(0, sent.row_R), sent, is_target=False)
 
 
-def corrected(
+def draft_by_head(
     runner: ModelRunner, sampler: Sampler, heads: DraftHeads, parts: list[slice], sent: Batch, hidden_ND: Tensor
 ) -> Tensor:
     """Drafts rank after rank, each from its row, corrected by the head with the two tokens before it; float64 [R]."""
@@ -144,8 +144,8 @@ def corrected(
     for part in parts:
         # Ids, or references to drafts, of the token before each rank and of the one before that, one after the other.
         read_E, (prev_distance_R, before_distance_R, num_unseen_R) = (
-            sent.told_5R[:2, part].flatten(),
-            sent.told_5R[2:, part],
+            sent.head_5R[:2, part].flatten(),
+            sent.head_5R[2:, part],
         )
         own_E = drafted_R.index_select(0, (-2 - read_E).clamp(min=0))
         prev_RD, before_RD = runner.embed(torch.where(read_E <= -2, own_E, read_E).clamp(min=0)).chunk(2)
@@ -193,8 +193,8 @@ def roll_model(
 def catch_up(samples: Sequence[Sample], runner: ModelRunner, slots: SlotTable, window: int, budget: int | None) -> None:
     """Run prompts by the drafting model, whose cache takes over nothing from other samples. See roll_model."""
     while budget is not None:
-        long = [one for one in samples if one.decided - one.cached_draft > window + 1]
-        if sum(one.decided - one.cached_draft for one in long) <= budget:
+        long = [sample for sample in samples if sample.decided - sample.cached_draft > window + 1]
+        if sum(sample.decided - sample.cached_draft for sample in long) <= budget:
             return
         going, asks, left = list[Sample](), list[Ask](), budget
         for sample in long:

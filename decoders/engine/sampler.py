@@ -11,9 +11,17 @@ Under the rejection rule a draft leaves log q(draft) and its row's hidden state 
 there it is computed again from that state, which gives the same bits. At temperature 0 both rules give the maxima; S2D2's public
 code judges by the untempered distributions there, which `Algorithm.by_ratio` asks for.
 
+On a CPU the noise that several forwards read is computed once (`NoiseCache`): it costs as much as a small model's forward. A
+position keeps its noise until its token is decided: drafts are drawn by it, then the target's own token. Elsewhere kernels make
+noise as they draw.
+
+    cell      0   1   2   3   4   5        six cells a slot: rank r is kept in cell r % 6, until another rank needs the cell
+    rank      6   7   2   3   4   5
+
 Sources: Leviathan et al., 2023; Chen et al., 2023; ASSD, Algorithm 1; S2D2 (2026), Algorithm 3.
 
-Legend: R sampled rows, V vocabulary, B samples, D drafts, F what is told of a row, C cells.
+Legend: R sampled rows, V vocabulary, B samples, D drafts, S slots, C cells, F fields of a row: its token,
+log-probability and notes.
 """
 
 from __future__ import annotations
@@ -26,22 +34,126 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.draws import keys, noise
 from draftmill.decoders.draws.sampling import inverse_cdf_draw, log_law, residual
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Answer, Ints, SampleFrom
 from draftmill.decoders.engine.batch import Batch, Rule
 from draftmill.decoders.engine.memory import MemoryPlan
-from draftmill.decoders.engine.noise_cache import NoiseCache
 from draftmill.decoders.engine.samples import Sample, SlotTable
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.kernels.find import find_sampling
 from draftmill.decoders.kernels.sampling_reference import Warp, measure, sample
 
 _LEAST_ROWS: Final = 64
+_AT_ONCE: Final = 1 << 16
+"""How many noise values to compute at once: for a few values the overhead dominates."""
+_MOST_AHEAD: Final = 15
+_COLUMN_STEP: Final = 64
 
 Logits = Callable[[Tensor], Tensor]
 """Hidden states [R, D] -> raw logits [R, V]."""
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+class NoiseCache:
+    """Keeps `window` ranks of each slot and, where the vocabulary is small, some after them. Without a window whole canvases
+    are kept. With `fresh` each draw has noise of its own, and nothing is kept. The host knows what each cell holds."""
+
+    def __init__(self, slots: SlotTable, vocab_size: int, window: int | None, *, fresh: bool) -> None:
+        self._slots, self._vocab_size, self._fresh = slots, vocab_size, fresh
+        self._ahead = 0 if window is None else min(_MOST_AHEAD, _AT_ONCE // vocab_size)
+        self._window, self._num_cells = window, 0 if window is None else window + self._ahead
+        self._held_SC: Ints = np.full((0, self._num_cells), -1)  # the rank that each cell holds; -1: none
+        self._noise_CV = torch.zeros(0, vocab_size)
+
+    def resize(self, num_slots: int, most_bytes: int) -> None:
+        """Keep noise for so many slots, as far as it fits; what is kept stays. A cell is allocated when a row first needs one."""
+        most = most_bytes // max(1, 4 * self._num_cells * self._vocab_size) if self._num_cells else num_slots
+        held_SC, count = self._held_SC, min(num_slots, most)
+        self._held_SC = np.full((count, self._num_cells), -1)
+        if len(self._noise_CV):
+            both = min(count, len(held_SC))
+            self._held_SC[:both] = held_SC[:both]
+            self._allocate(both * self._num_cells)
+
+    def _allocate(self, num_kept: int) -> None:
+        kept_CV = self._noise_CV[:num_kept]
+        self._noise_CV = torch.zeros(self._held_SC.size, self._vocab_size)
+        self._noise_CV[: len(kept_CV)] = kept_CV
+
+    def start(self, slot: int) -> None:
+        """A new sample: nothing of its noise is kept."""
+        self._held_SC[slot : slot + 1] = -1
+
+    def rows(self, b: Batch, part: slice, most_bytes: int, ahead: int) -> Tensor:
+        """The noise of some sampled rows, of the draw so many ahead, [R, V]."""
+        slot_R, rank_R = b.slot_R[part], b.rank_R[part]
+        if self._fresh or b.once:
+            return self._compute(slot_R, rank_R, b.host_draw_R[part] + ahead if self._fresh else np.zeros_like(rank_R))
+        if self._window is None:
+            self._fit_canvases(int(rank_R.max(initial=0)) + 1, most_bytes)
+        near_R = slot_R < len(self._held_SC) if self._num_cells else np.zeros(len(slot_R), dtype=np.bool_)
+        if near_R.all():
+            return self._read(slot_R, rank_R)
+        noise_RV = torch.empty(len(slot_R), self._vocab_size)
+        noise_RV[near_R] = self._read(slot_R[near_R], rank_R[near_R])
+        noise_RV[~near_R] = self._compute(slot_R[~near_R], rank_R[~near_R], np.zeros(int((~near_R).sum()), np.int64))
+        return noise_RV
+
+    def _fit_canvases(self, length: int, most_bytes: int) -> None:
+        if length <= self._num_cells:
+            return
+        count = len(self._held_SC)
+        self._num_cells = rounded(length, _COLUMN_STEP)
+        if count * self._num_cells * self._vocab_size * 4 > most_bytes:
+            self._num_cells = 0
+        self._held_SC = np.full((count, self._num_cells), -1)
+        self._noise_CV = torch.zeros(0, self._vocab_size)
+
+    def _read(self, slot_R: Ints, rank_R: Ints) -> Tensor:
+        if len(self._noise_CV) < self._held_SC.size:
+            self._allocate(0)
+        missing_R = self._held_SC[slot_R, rank_R % self._num_cells] != rank_R
+        if missing_R.any():
+            self._fill(slot_R[missing_R], rank_R[missing_R])
+        return self._noise_CV.index_select(0, torch.from_numpy(slot_R * self._num_cells + rank_R % self._num_cells))
+
+    def _fill(self, slot_N: Ints, rank_N: Ints) -> None:
+        """Compute what is missing; where this is cheap also the ranks after the last one of each slot."""
+        more = min(self._ahead, _AT_ONCE // (len(slot_N) * self._vocab_size) - 1)
+        if more > 0:
+            most_S = np.full(len(self._held_SC), -1)
+            np.maximum.at(most_S, slot_N, rank_N)
+            slots = np.flatnonzero(most_S >= 0)
+            further_N = (most_S[slots, None] + np.arange(1, more + 1)).reshape(-1)
+            others_N = np.repeat(slots, more)
+            inside_N = further_N < self._slots.length_S[others_N]
+            slot_N, rank_N = np.append(slot_N, others_N[inside_N]), np.append(rank_N, further_N[inside_N])
+        cell_N, first_N = np.unique(slot_N * self._num_cells + rank_N % self._num_cells, return_index=True)
+        slot_N, rank_N = slot_N[first_N], rank_N[first_N]
+        self._noise_CV[torch.from_numpy(cell_N)] = self._gumbel(slot_N, rank_N, np.zeros_like(rank_N))
+        self._held_SC[slot_N, rank_N % self._num_cells] = rank_N
+
+    def _compute(self, slot_R: Ints, rank_R: Ints, draw_R: Ints) -> Tensor:
+        """Noise that is not kept: that of each different (slot, rank, draw) is computed once."""
+        width, most = int(rank_R.max(initial=0)) + 1, int(draw_R.max(initial=0)) + 1
+        number_R = (slot_R * width + rank_R) * most + draw_R
+        _, first_N, which_R = np.unique(number_R, return_index=True, return_inverse=True)
+        noise_NV = self._gumbel(slot_R[first_N], rank_R[first_N], draw_R[first_N])
+        return noise_NV if len(first_N) == 1 == len(which_R) else noise_NV[torch.from_numpy(which_R.reshape(-1))]
+
+    def _gumbel(self, slot_N: Ints, rank_N: Ints, draw_N: Ints) -> Tensor:
+        order_SW = self._slots.order_SW
+        place_N = rank_N if order_SW is None else order_SW[slot_N, rank_N]
+        keys_N2 = torch.from_numpy(self._slots.key_S2[slot_N])
+        return noise.gumbel_rows(keys_N2, torch.from_numpy(place_N), self._vocab_size, draws_R=torch.from_numpy(draw_N))
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 class Sampler:
@@ -68,8 +180,8 @@ class Sampler:
         self.kernel = None if self._of_two or (self.by_ratio and algorithm.notes) else find_sampling(device, dtype)
         self.notes = algorithm.notes
         self._wanted = tuple(dict.fromkeys(self.notes))
-        told = [0, 1, *(2 + self._wanted.index(name) for name in self.notes)]
-        self._told_F = None if self._wanted == self.notes else torch.tensor(told, device=device)
+        order = [0, 1, *(2 + self._wanted.index(name) for name in self.notes)]
+        self._order_F = None if self._wanted == self.notes else torch.tensor(order, device=device)
         window = None if algorithm.kind == "masked" else algorithm.window
         self._noise = NoiseCache(slots, info.vocab_size, window, fresh=algorithm.fresh)
         # Of each cell the hidden state (where a decoder names distributions: these) of a draft, and log q(draft).
@@ -137,20 +249,22 @@ class Sampler:
     # ---- one record ----------------------------------------------------------------------------------------------
 
     def record(self, logits: Logits, hidden_RD: Tensor, b: Batch, *, is_target: bool) -> Tensor:
-        """What is told of all sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
+        """The fields of all sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
         if b.by_ratio:
             return self._by_ratio(logits, hidden_RD, b, is_target=is_target)
-        told = [self.told(logits(hidden_RD[part]), b, part, is_target=is_target) for part in self.parts(len(hidden_RD))]
-        told_AFR = told[0] if len(told) == 1 else torch.cat(told, 2)
-        self._note(b, told_AFR[0, 0].to(torch.int64), slice(None))
-        return told_AFR.flatten()
+        fields = [
+            self.draw_part(logits(hidden_RD[part]), b, part, is_target=is_target) for part in self.parts(len(hidden_RD))
+        ]
+        fields_AFR = fields[0] if len(fields) == 1 else torch.cat(fields, 2)
+        self._note(b, fields_AFR[0, 0].to(torch.int64), slice(None))
+        return fields_AFR.flatten()
 
-    def told(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
-        """What is told of some rows by the coupled rule: the tokens of the draw and of those ahead, [A, F, R]."""
+    def draw_part(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
+        """Draw the tokens of some rows by the coupled rule, also those ahead; the fields of the rows, [A, F, R]."""
         gumbel = None
         if self.kernel is None and self.device.type == "cpu":
             gumbel = partial(self._noise.rows, b, part, self.plan.noise)
-        told_AFR = (self.kernel or sample)(
+        fields_AFR = (self.kernel or sample)(
             logits_RV,
             self._warp(b, part),
             b.key_2R[:, part].T,
@@ -164,13 +278,13 @@ class Sampler:
             gumbel=gumbel,
         )
         if not is_target:
-            return told_AFR
-        if self._told_F is not None:
-            told_AFR = told_AFR.index_select(1, self._told_F)
+            return fields_AFR
+        if self._order_F is not None:
+            fields_AFR = fields_AFR.index_select(1, self._order_F)
         if self._of_two:
             law_RV = log_law(logits_RV.to(torch.float64), self._warm)
-            told_AFR[0, -1] = measure(self.notes[-1], law_RV, told_AFR[0, 0].to(torch.int64))
-        return told_AFR
+            fields_AFR[0, -1] = measure(self.notes[-1], law_RV, fields_AFR[0, 0].to(torch.int64))
+        return fields_AFR
 
     def _warp(self, b: Batch, part: slice | Tensor) -> Warp:
         own_2R = None if b.own_2R is None else b.own_2R[:, part]
@@ -187,27 +301,29 @@ class Sampler:
         """Draw drafts and keep what they were drawn from; judge the chains."""
         parts = self.parts(len(hidden_RD))
         weighed = [
-            self._weighed(logits(hidden_RD[part]), b, part, alone=len(parts) == 1, is_target=is_target)
+            self._weigh_rows(logits(hidden_RD[part]), b, part, alone=len(parts) == 1, is_target=is_target)
             for part in parts
         ]
-        told_FR = torch.cat([told for told, *_ in weighed], 1)
+        fields_FR = torch.cat([fields for fields, *_ in weighed], 1)
         log_p_R = torch.cat([log_p for _, log_p, *_ in weighed])
         held = weighed[0][2:] if len(weighed) == 1 else None
         accepted_B = torch.zeros_like(b.size_B)
         if b.any_chain:
-            told_FR, accepted_B = self._judged(logits, hidden_RD, b, told_FR, log_p_R, held)
+            fields_FR, accepted_B = self._judge_chains(logits, hidden_RD, b, fields_FR, log_p_R, held)
         if b.row_D.shape[0] and self._states_CD.shape[1]:
             states_DD = hidden_RD[b.row_D]
             if self.algorithm.names_laws:
-                states_DD = self._again(logits, hidden_RD, b, b.row_D, held)[1]
+                states_DD = self._compute_again(logits, hidden_RD, b, b.row_D, held)[1]
             # At temperature 0 S2D2's code takes the model's own probability, which is a note.
-            log_q_D = told_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
+            log_q_D = fields_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
             self._keep(b.cell_R[b.row_D], states_DD, log_q_D)
-        self._note(b, told_FR[0].to(torch.int64), slice(None))
-        return torch.cat([told_FR.flatten(), accepted_B.to(torch.float64)])
+        self._note(b, fields_FR[0].to(torch.int64), slice(None))
+        return torch.cat([fields_FR.flatten(), accepted_B.to(torch.float64)])
 
-    def _weighed(self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool) -> tuple[Tensor, ...]:
-        """What is told of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
+    def _weigh_rows(
+        self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool
+    ) -> tuple[Tensor, ...]:
+        """The fields of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
         from. Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows."""
         warp = self._warp(b, part)
         logits_RV = warp.suppress(logits_RV)
@@ -215,20 +331,20 @@ class Sampler:
         p_RV = self._judging(logits_RV, law_RV)
         token_R, uniform_R = b.draft_R[part], b.uniform_R[part]
         if not alone:
-            token_R = torch.where(b.judged_R[part] > 0, token_R, self._drawn(law_RV, uniform_R))
+            token_R = torch.where(b.judged_R[part] > 0, token_R, self._draw_from(law_RV, uniform_R))
         elif b.row_D.shape[0]:
-            token_R = token_R.index_copy(0, b.row_D, self._drawn(law_RV[b.row_D], uniform_R[b.row_D]))
-        told = [token_R, torch.zeros_like(uniform_R)]
+            token_R = token_R.index_copy(0, b.row_D, self._draw_from(law_RV[b.row_D], uniform_R[b.row_D]))
+        fields = [token_R, torch.zeros_like(uniform_R)]
         if is_target:
-            told[1] = self._log_p(logits_RV, law_RV, warp, token_R)
+            fields[1] = self._log_p(logits_RV, law_RV, warp, token_R)
             laws = [law_RV] * len(self.notes)
             if self.algorithm.measured:
                 laws[-1] = p_RV
-            told += [measure(name, law, token_R) for name, law in zip(self.notes, laws, strict=True)]
+            fields += [measure(name, law, token_R) for name, law in zip(self.notes, laws, strict=True)]
         log_p_R = p_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
-        return torch.stack([one.to(torch.float64) for one in told]), log_p_R, logits_RV, law_RV
+        return torch.stack([field.to(torch.float64) for field in fields]), log_p_R, logits_RV, law_RV
 
-    def _drawn(self, law_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    def _draw_from(self, law_RV: Tensor, uniform_R: Tensor) -> Tensor:
         return law_RV.argmax(-1) if self._greedy else inverse_cdf_draw(law_RV.exp(), uniform_R)
 
     def law(self, logits_RV: Tensor, warp: Warp) -> Tensor:
@@ -253,16 +369,16 @@ class Sampler:
         self._states_CD[cell_D] = states_DD.to(self._states_CD.dtype)
         self._log_q_C[cell_D] = log_q_D
 
-    def _judged(
+    def _judge_chains(
         self,
         logits: Logits,
         hidden_RD: Tensor,
         b: Batch,
-        told_FR: Tensor,
+        fields_FR: Tensor,
         log_p_R: Tensor,
         held: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """What is told of rows, with the token after the drafts of each chain that hold; and how many these are, [B]. `held`
+        """The fields of rows, with the token after the drafts of each chain that hold; and how many these are, [B]. `held`
         are the logits and distributions of all rows, where they fit into memory at once."""
         owner_R, size_B, judged_R = b.owner_R, b.size_B, b.judged_R > 0
         # Where no distribution is kept, rows follow drafts that nobody judges: their token is drawn here, and q is not read.
@@ -276,7 +392,7 @@ class Sampler:
         # Where every draft holds and no row is left, or there is no chain, the token drawn here means nothing.
         last_B = (b.first_B + torch.minimum(accepted_B, (size_B - 1).clamp(min=0))).clamp(max=len(hidden_RD) - 1)
         refused_B = judged_R[last_B]
-        logits_BV, law_BV, warp = self._again(logits, hidden_RD, b, last_B, held)
+        logits_BV, law_BV, warp = self._compute_again(logits, hidden_RD, b, last_B, held)
         p_BV = self._judging(logits_BV, law_BV)
         if has_q:
             q_BV = self._states_CD[b.cell_R[last_B]]
@@ -291,10 +407,10 @@ class Sampler:
             token_B = torch.where(refused_B, token_B, law_BV.argmax(-1))
         new_2B = torch.stack([token_B.to(torch.float64), self._log_p(logits_BV, law_BV, warp, token_B)])
         is_next_R = (row_R == last_B[owner_R]) & (accepted_B < size_B)[owner_R]
-        told_2R = torch.where(is_next_R, new_2B.index_select(1, owner_R), told_FR[:2])
-        return torch.cat([told_2R, told_FR[2:]]), accepted_B
+        fields_2R = torch.where(is_next_R, new_2B.index_select(1, owner_R), fields_FR[:2])
+        return torch.cat([fields_2R, fields_FR[2:]]), accepted_B
 
-    def _again(
+    def _compute_again(
         self, logits: Logits, hidden_RD: Tensor, b: Batch, row_B: Tensor, held: Sequence[Tensor] | None
     ) -> tuple[Tensor, Tensor, Warp]:
         """Logits and distributions of some rows again: those held, else computed once more, which gives the same bits."""
@@ -309,7 +425,7 @@ class Sampler:
     def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, b: Batch, part: slice) -> Tensor:
         """A draft from each row's logits, [R]; the rejection rule keeps what it was drawn from."""
         if not b.by_ratio:
-            return self.told(logits_RV, b, part, is_target=False)[0, 0].to(torch.int64)
+            return self.draw_part(logits_RV, b, part, is_target=False)[0, 0].to(torch.int64)
         warp = self._warp(b, part)
         law_RV = self.law(warp.suppress(logits_RV), warp)
         token_R = inverse_cdf_draw(law_RV.exp(), b.uniform_R[part])
@@ -317,7 +433,7 @@ class Sampler:
         self._keep(b.cell_R[part], hidden_RD, log_q_R)
         return token_R
 
-    def named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
+    def draw_named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
         """Drafts from distributions that decoders name: few tokens, drawn on the host, so that no device is waited for."""
         token_BT, weight_BT = spread(asks, self._vocab_size, self._never)
         slot_B, rank_B, when_B = np.array(
@@ -343,11 +459,11 @@ class Sampler:
         """Send distributions of few tokens to where drafts are judged."""
         log_q_B = law_BT.gather(1, index_B.unsqueeze(1)).to(torch.float64)
         sent = Batch(
-            row_R=cell_B, told_5R=token_BT.numpy().T, own_2R=torch.cat([law_BT.to(torch.float64), log_q_B], 1).numpy().T
+            row_R=cell_B, head_5R=token_BT.numpy().T, own_2R=torch.cat([law_BT.to(torch.float64), log_q_B], 1).numpy().T
         ).to(self.device)
         law_BV = self._states_CD.new_full((len(cell_B), self._vocab_size), -torch.inf)
         # Places that fill a row up hold no mass: where two name one token, the greater counts.
-        law_BV.scatter_reduce_(1, sent.told_5R.T, sent.own_2R[:-1].T.to(law_BV.dtype), "amax")
+        law_BV.scatter_reduce_(1, sent.head_5R.T, sent.own_2R[:-1].T.to(law_BV.dtype), "amax")
         self._keep(sent.row_R, law_BV, sent.own_2R[-1])
 
 

@@ -225,7 +225,7 @@ class Sample:
             histogram += [0] * (committed + 1 - len(histogram))
         histogram[committed] += 1
 
-    def _generated(self) -> tuple[list[int], list[float]]:
+    def _generated_tokens(self) -> tuple[list[int], list[float]]:
         """The generated tokens in canvas order, and their log-probabilities if the request asks for them."""
         places = list(range(self.prompt, self.decided))
         if self.order is not None:
@@ -237,7 +237,7 @@ class Sample:
         """The result."""
         now, ran = time.perf_counter(), self.nfe > 0
         broken = self.is_bad or not math.isfinite(self.logprob)
-        text, log_ps = self._generated()
+        text, log_ps = self._generated_tokens()
         asks_scores = self.log_ps is not None and ran and not broken
         scores = np.array(log_ps, dtype=np.float32) if asks_scores else None
         wait_s = self.times.admitted_s - self.times.queued_s

@@ -58,7 +58,7 @@ _FEW_PROMPTS: Final = 4
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The samples of one step. It is the first evaluation of those that are `new`; those in `chunks` run a part of their
-    prompts. `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples are left out until others' prompts
+    prompts. `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples wait until others' prompts
     have run."""
 
     samples: list[Sample]
@@ -121,10 +121,10 @@ class Scheduler:
     def drop(self, samples: Sequence[Sample]) -> None:
         """These samples end before their prompts have run."""
         slots = {sample.slot for sample in samples}
-        self.line = [one for one in self.line if one.sample.slot not in slots]
-        for one in self.line:
-            if one.source is not None and one.source.sample.slot in slots:
-                one.source, one.settled = None, False
+        self.line = [prefill for prefill in self.line if prefill.sample.slot not in slots]
+        for prefill in self.line:
+            if prefill.source is not None and prefill.source.sample.slot in slots:
+                prefill.source, prefill.settled = None, False
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
@@ -136,16 +136,16 @@ class Scheduler:
         ready = self._ready()
         if budget is None:
             new = sorted(ready, key=lambda sample: sample.slot)
-            line = sorted((one.sample for one in self.line), key=lambda sample: sample.slot)
+            line = sorted((prefill.sample for prefill in self.line), key=lambda sample: sample.slot)
             return self._turn(line, new[: fitting(new, plan.prompt_rows)])
         return self._turn(everyone, schedule_chunks(ready, self.algorithm, budget))
 
     def _turn(self, everyone: list[Sample], running: list[Sample]) -> Turn:
         """The step of those whose prompts have run, and of `running` ones among those in line."""
-        slots = {one.sample.slot for one in self.line} - {sample.slot for sample in running}
+        slots = {prefill.sample.slot for prefill in self.line} - {sample.slot for sample in running}
         samples = [sample for sample in everyone if sample.slot not in slots]
         prefill_only = len(samples) == len(running)
-        new, chunks = ([one for one in running if bool(one.chunk) is cut] for cut in (False, True))
+        new, chunks = ([prefill for prefill in running if bool(prefill.chunk) is cut] for cut in (False, True))
         self._begin(running)
         return Turn(samples, prefill_only, bool(running) and not prefill_only, new, chunks, len(slots))
 
@@ -166,24 +166,24 @@ class Scheduler:
     def _ready(self) -> list[Sample]:
         """Those that wait for no other one's prompt; columns that others hold are copied into their slots."""
         coming = list[Prefill]()
-        for one in self.line:
-            if not one.settled or (one.source is not None and not one.waits):
-                self._settle(one, coming)
-            if not one.waits:
-                coming.append(one)
-        return [one.sample for one in coming]
+        for prefill in self.line:
+            if not prefill.settled or (prefill.source is not None and not prefill.waits):
+                self._settle(prefill, coming)
+            if not prefill.waits:
+                coming.append(prefill)
+        return [prefill.sample for prefill in coming]
 
-    def _settle(self, one: Prefill, coming: list[Prefill]) -> None:
+    def _settle(self, prefill: Prefill, coming: list[Prefill]) -> None:
         """Take over what is there, and find out whether it is worth waiting for one of those that run before."""
-        one.settled, one.source = True, None
-        sample, most = one.sample, self.algorithm.reusable(one.sample)
+        prefill.settled, prefill.source = True, None
+        sample, most = prefill.sample, self.algorithm.reusable(prefill.sample)
         if not most:
             return
         self._take_over(sample, most)
-        columns, slot = self.prefixes.find_pending(sample.slot, most, [other.sample.slot for other in coming])
+        columns, slot = self.prefixes.find_pending(sample.slot, most, [source.sample.slot for source in coming])
         if is_worth(columns - sample.cached, columns == most):
-            one.source = next(other for other in coming if other.sample.slot == slot)
-            one.columns = columns
+            prefill.source = next(source for source in coming if source.sample.slot == slot)
+            prefill.columns = columns
 
     def _take_over(self, sample: Sample, most: int) -> None:
         """Copy what another slot holds of a new sample's prompt."""
@@ -191,36 +191,36 @@ class Scheduler:
         if is_worth(columns - sample.cached, columns == most):
             self._copy_prefix(slot, sample.slot, columns)
             sample.cached = columns
-            self.prefixes.holds(sample.slot, columns)
+            self.prefixes.note_held(sample.slot, columns)
 
     def _begin(self, running: Sequence[Sample]) -> None:
         """These samples run rows of their prompts now; each prompt is counted when it begins."""
         slots = {sample.slot for sample in running}
-        for one in self.line:
-            if one.sample.slot in slots and not one.begun:
-                one.begun = True
-                if most := self.algorithm.reusable(one.sample):
-                    self._stats.prompt_rows += columns_left(one.sample, most)
-                    self._stats.prompt_rows_shared += one.sample.cached
+        for prefill in self.line:
+            if prefill.sample.slot in slots and not prefill.begun:
+                prefill.begun = True
+                if most := self.algorithm.reusable(prefill.sample):
+                    self._stats.prompt_rows += columns_left(prefill.sample, most)
+                    self._stats.prompt_rows_shared += prefill.sample.cached
 
     # ---- after it ------------------------------------------------------------------------------------------------
 
-    def ran(self, turn: Turn) -> None:
+    def finish_prompts(self, turn: Turn) -> None:
         """The prompts of new samples are in place; those who wait take them over before a slot has its next sample."""
         for sample in turn.chunks:
             if not sample.is_bad:
-                self.prefixes.holds(sample.slot, sample.cached)
+                self.prefixes.note_held(sample.slot, sample.cached)
         slots = {sample.slot for sample in turn.new}
-        for one in self.line:
-            if one.sample.slot in slots:
-                one.done = True
-                if most := self.algorithm.reusable(one.sample):
-                    self.prefixes.holds(one.sample.slot, columns_left(one.sample, most))
+        for prefill in self.line:
+            if prefill.sample.slot in slots:
+                prefill.done = True
+                if most := self.algorithm.reusable(prefill.sample):
+                    self.prefixes.note_held(prefill.sample.slot, columns_left(prefill.sample, most))
         if turn.new:
-            self.line = [one for one in self.line if not one.done]
-            for one in self.line:
-                if one.source is not None and one.source.done:
-                    self._take_over(one.sample, self.algorithm.reusable(one.sample))
+            self.line = [prefill for prefill in self.line if not prefill.done]
+            for prefill in self.line:
+                if prefill.source is not None and prefill.source.done:
+                    self._take_over(prefill.sample, self.algorithm.reusable(prefill.sample))
 
 
 def is_worth(saved: int, is_all: bool) -> bool:
@@ -319,12 +319,12 @@ class PrefixCache:
         own, length = np.array([slot]), len(prompt)
         differ = np.flatnonzero(self._prompt_SC[slot, :most] != prompt[:most])
         common_A = np.minimum(int(differ[0]) if len(differ) else most, self._held_S[own])
-        found = int(self._whole(common_A, own, length)[0])
+        columns = int(self._whole(common_A, own, length)[0])
         self._prompt_SC[slot, :length] = prompt
-        self._length_S[slot], self._held_S[slot] = length, found
-        return found
+        self._length_S[slot], self._held_S[slot] = length, columns
+        return columns
 
-    def holds(self, slot: int, count: int) -> None:
+    def note_held(self, slot: int, count: int) -> None:
         """The first `count` columns of the prompt in a slot are in place."""
         self._held_S[slot] = count
 

@@ -1,8 +1,8 @@
-"""Attention of flat rows over one layer of the slot cache, in Triton: trial.reference_attend on a GPU.
+"""Attention of flat rows over one layer of the slot cache, in Triton: find.reference_attend on a GPU.
 
 One program serves a tile of rows, the G query heads of one key head, and one share of the columns. It walks through the intervals
-one after the other, from the first column that a row of the tile sees to the last one. A column that an earlier interval has
-shown to a row already is left out, so that it counts once. No mask, no copy of the cache, no column beyond what the tile sees.
+one after the other, from the first column that a row of the tile sees to the last one. A column that a row sees in an earlier
+interval is skipped, so that it counts once. No mask, no copy of the cache, no column beyond what the tile sees.
 
 Scores are kept in base 2 (exp2 is what the device has). Sums are in float32 as the columns come: Milakov and Gimelshein, "Online
 normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022); the shares are added as in Dao et al.,
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftmill.decoders.kernels.seen import Seen, line_bytes
+from draftmill.decoders.kernels.seen import Seen, line_bytes, power_of_two
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What the kernel computes with; anything else is the reference's."""
@@ -67,45 +67,13 @@ def _join(query, key, value, score_bias, seen, most, total, mixed, scale, WIDE: 
 
 @triton.jit
 def attend_tiles(
-    query,
-    keys,
-    values,
-    out,
-    out_most,
-    out_total,
-    tiles,
-    slots,
-    lows,
-    highs,
-    row_positions,
-    positions,
-    relative,
-    scale,
-    num_rows,
-    num_columns,
-    window,
-    num_distances,
-    query_n,
-    query_h,
-    cache_s,
-    cache_k,
-    cache_w,
-    positions_s,
-    relative_n,
-    relative_h,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LINES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    INTERVALS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    query, keys, values, out, out_most, out_total, tiles, slots, lows, highs, row_positions, positions, relative,
+    scale, num_rows, num_columns, window, num_distances,
+    query_n, query_h, cache_s, cache_k, cache_w, positions_s, relative_n, relative_h,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr,
+    RELATIVE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """See the module's docstring. A tile has LINES >= ROWS x GROUP lines, a line has PADDED >= WIDTH numbers, all powers of
     two. With one share `out` is the answer, [N, H, d]; with several it holds each share's unfinished sum, float32 [SHARES, N,
     H, d], and `out_most` and `out_total` [SHARES, N, H] its largest score and the sum of its weights."""
@@ -206,7 +174,7 @@ def attend(
     relative_NHP: Tensor | None = None,
     shares: int | None = None,
 ) -> Tensor:
-    """See trial.reference_attend. The columns are cut into `shares` parts, a power of two; None: as many as are worth it.
+    """See find.reference_attend. The columns are cut into `shares` parts, a power of two; None: as many as are worth it.
     Raises ValueError where query and cache have dtypes that the kernel does not know."""
     if query_NHd.dtype not in DTYPES or layer_2SKWd.dtype != query_NHd.dtype:
         raise ValueError(f"query {query_NHd.dtype}, cache {layer_2SKWd.dtype}; allowed: the same one of {DTYPES}")
@@ -218,70 +186,40 @@ def attend(
         return out_NHd
     assert seen.low_IN.is_contiguous() and seen.high_IN.is_contiguous(), "stretches of rows follow each other"
     query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
-    lines, padded = max(_LEAST_LINES, _power(seen.rows_at_once * group)), max(_LEAST_WIDTH, _power(width))
-    block = _block(width, query_NHd.dtype)
+    lines, padded = max(_LEAST_LINES, power_of_two(seen.rows_at_once * group)), max(_LEAST_WIDTH, power_of_two(width))
     num_tiles = seen.first_T.shape[0]
     shares = shares or _shares(num_tiles * key_heads, num_columns)
-    found = out_NHd
-    largest = totals = out_NHd
+    sums = largest = totals = out_NHd
     if shares > 1:
-        found = out_NHd.new_empty(shares, num_rows, num_heads, width, dtype=torch.float32)
+        sums = out_NHd.new_empty(shares, num_rows, num_heads, width, dtype=torch.float32)
         largest, totals = out_NHd.new_empty(2, shares, num_rows, num_heads, dtype=torch.float32)
-    positions, row_positions, relative = seen.slot_N, seen.slot_N, query_NHd
-    if window is not None or relative_NHP is not None:
-        assert seen.positions_SW is not None and seen.position_N is not None, (
-            "windows and relative scores read positions"
-        )
-        positions, row_positions = seen.positions_SW, seen.position_N
-    if relative_NHP is not None:
-        assert relative_NHP.stride(2) == 1, "the numbers of a row's distances follow each other"
-        relative = relative_NHP
+    # A kernel that reads no positions or distances takes any tensor in their place.
+    relative = query_NHd if relative_NHP is None else relative_NHP
+    assert relative_NHP is None or relative_NHP.stride(2) == 1, "the numbers of a row's distances follow each other"
+    reads_positions = window is not None or relative_NHP is not None
+    row_positions, positions = _positions(seen) if reads_positions else (seen.slot_N, seen.slot_N)
     attend_tiles[(num_tiles, key_heads, shares)](
-        query_NHd,
-        layer_2SKWd[0],
-        layer_2SKWd[1],
-        found,
-        largest,
-        totals,
-        seen.first_T,
-        seen.slot_N,
-        seen.low_IN,
-        seen.high_IN,
-        row_positions,
-        positions,
-        relative,
-        scaling * math.log2(math.e),
-        num_rows,
-        num_columns,
-        window or 0,
-        relative.shape[-1],
-        query_NHd.stride(0),
-        query_NHd.stride(1),
-        *layer_2SKWd.stride()[1:4],
-        positions.stride(0),
-        relative.stride(0),
+        query_NHd, layer_2SKWd[0], layer_2SKWd[1], sums, largest, totals, seen.first_T, seen.slot_N, seen.low_IN,
+        seen.high_IN, row_positions, positions, relative,
+        scaling * math.log2(math.e), num_rows, num_columns, window or 0, relative.shape[-1],
+        query_NHd.stride(0), query_NHd.stride(1), *layer_2SKWd.stride()[1:4], positions.stride(0), relative.stride(0),
         relative.stride(1),
-        HEADS=num_heads,
-        GROUP=group,
-        LINES=lines,
-        WIDTH=width,
-        PADDED=padded,
-        ROWS=seen.rows_at_once,
-        INTERVALS=seen.low_IN.shape[0],
-        BLOCK=block,
-        SHARES=shares,
-        WINDOW=window is not None,
-        RELATIVE=relative_NHP is not None,
-        WIDE=query_NHd.dtype == torch.float32,
-        num_warps=8 if lines * padded > 1 << 13 else 4,
-        num_stages=_STAGES,
-        enable_fp_fusion=True,
-    )
+        HEADS=num_heads, GROUP=group, LINES=lines, WIDTH=width, PADDED=padded, ROWS=seen.rows_at_once,
+        INTERVALS=seen.low_IN.shape[0], BLOCK=_block(width, query_NHd.dtype), SHARES=shares, WINDOW=window is not None,
+        RELATIVE=relative_NHP is not None, WIDE=query_NHd.dtype == torch.float32,
+        num_warps=8 if lines * padded > 1 << 13 else 4, num_stages=_STAGES, enable_fp_fusion=True,
+    )  # fmt: skip
     if shares > 1:
         add_shares[(num_rows * num_heads,)](
-            found, largest, totals, out_NHd, num_rows * num_heads, WIDTH=width, PADDED=padded, SHARES=shares
+            sums, largest, totals, out_NHd, num_rows * num_heads, WIDTH=width, PADDED=padded, SHARES=shares
         )
     return out_NHd
+
+
+def _positions(seen: Seen) -> tuple[Tensor, Tensor]:
+    """Those of rows and of columns, which windows and relative scores read."""
+    assert seen.positions_SW is not None and seen.position_N is not None, "windows and relative scores read positions"
+    return seen.position_N, seen.positions_SW
 
 
 def _block(width: int, dtype: torch.dtype) -> int:
@@ -292,10 +230,5 @@ def _block(width: int, dtype: torch.dtype) -> int:
 
 def _shares(num_programs: int, num_columns: int) -> int:
     """Into how many parts the columns are cut: enough to keep the device busy, none of them short."""
-    wanted = min(_BUSY // max(1, num_programs), num_columns // _LEAST_SHARE, _MOST_SHARES)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
+    most = min(_BUSY // max(1, num_programs), num_columns // _LEAST_SHARE, _MOST_SHARES)
+    return 1 << (most.bit_length() - 1) if most > 1 else 1

@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts on a GPU: trial.reference_product by torch's grouped product, or in Triton.
+"""Products of rows with the weights of their experts on a GPU: find.reference_product by torch's grouped product, or in Triton.
 
 torch's product is taken where its fast form is known to exist (bfloat16 on Hopper); its other forms read the ends
 back to the host, which would wait.
@@ -20,28 +20,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from draftmill.decoders.kernels.seen import power_of_two
+
 _TORCH_MAJOR: Final = 9
 _ALIGNED: Final = 8  # numbers of bfloat16 in the 16 bytes to which rows must be aligned
 
 
 @triton.jit
 def multiply_tiles(
-    rows,
-    weights,
-    ends,
-    out,
-    num_experts,
-    WIDTH_OUT,
-    WIDTH_IN,
-    rows_p,
-    weights_e,
-    weights_m,
-    EXPERTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    rows, weights, ends, out, num_experts, WIDTH_OUT, WIDTH_IN, rows_p, weights_e, weights_m,
+    EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """One tile of rows times one block of columns; EXPERTS is a power of two, at least the number of experts."""
     precision: tl.constexpr = "ieee" if WIDE else "tf32"
     tile = tl.program_id(0)
@@ -75,7 +64,7 @@ def multiply_tiles(
 
 
 def product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
-    """See trial.reference_product."""
+    """See find.reference_product."""
     if _has_torch_product(rows_PD, weight_EMD):
         return functional.grouped_mm(rows_PD, weight_EMD.transpose(1, 2), offs=end_E)
     return triton_product(rows_PD, weight_EMD, end_E)
@@ -97,32 +86,13 @@ def triton_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor
         return out_PM
     assert rows_PD.stride(1) == 1 and weight_EMD.stride(2) == 1, "the numbers of a row follow each other"
     wide = rows_PD.dtype == torch.float32
-    block_p = max(16, min(64, _power(num_rows // num_experts)))
+    block_p = max(16, min(64, power_of_two(num_rows // num_experts)))
     block_m, block_d = (32, 32) if wide else (64, 64)
     most_tiles = num_rows // block_p + min(num_rows, num_experts)
     multiply_tiles[(most_tiles, -(-width_out // block_m))](
-        rows_PD,
-        weight_EMD,
-        end_E,
-        out_PM,
-        num_experts,
-        width_out,
-        width_in,
-        rows_PD.stride(0),
-        weight_EMD.stride(0),
-        weight_EMD.stride(1),
-        EXPERTS=_power(num_experts),
-        BLOCK_P=block_p,
-        BLOCK_M=block_m,
-        BLOCK_D=block_d,
-        WIDE=wide,
-        num_warps=4,
-        num_stages=3,
-        enable_fp_fusion=True,
-    )
+        rows_PD, weight_EMD, end_E, out_PM, num_experts, width_out, width_in,
+        rows_PD.stride(0), weight_EMD.stride(0), weight_EMD.stride(1),
+        EXPERTS=power_of_two(num_experts), BLOCK_P=block_p, BLOCK_M=block_m, BLOCK_D=block_d, WIDE=wide,
+        num_warps=4, num_stages=3, enable_fp_fusion=True,
+    )  # fmt: skip
     return out_PM
-
-
-def _power(number: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(0, number - 1).bit_length()

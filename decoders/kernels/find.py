@@ -60,13 +60,13 @@ def attention_problem(
     """Why attention is not used for such heads. The smallest and the largest tile take unequal shared memory: both are tried.
     `relative`: the model adds a score that depends on distances."""
 
-    def tried() -> list[tuple[Tensor, Tensor]]:
+    def trial() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import attention
 
         query_NHd = _normal(device, 8, num_heads, width).to(dtype)
         layer_2SKWd = _normal(device, 2, 3, key_heads, 300, width).to(dtype)
         slot_N, low_IN, high_IN = (
-            torch.tensor(told, dtype=torch.int32, device=device) for told in (_SLOTS, _LOW, _HIGH)
+            torch.tensor(values, dtype=torch.int32, device=device) for values in (_SLOTS, _LOW, _HIGH)
         )
         scores = {"relative_NHP": _normal(device, 8, num_heads, 600).to(dtype)} if relative else {}
         most, pairs = most_lines(width, dtype), []
@@ -81,19 +81,19 @@ def attention_problem(
                 group=num_heads // key_heads,
                 lines=most,
             )
-            asked, how = (query_NHd, layer_2SKWd, seen), {"scaling": width**-0.5, "window": window, **scores}
-            found = attention.attend(*asked, **how, shares=shares)
-            pairs.append((found, reference_attend(*asked, **how)))
+            asked, options = (query_NHd, layer_2SKWd, seen), {"scaling": width**-0.5, "window": window, **scores}
+            result = attention.attend(*asked, **options, shares=shares)
+            pairs.append((result, reference_attend(*asked, **options)))
         return pairs
 
-    return _problem("attention", device, tried)
+    return _problem("attention", device, trial)
 
 
 @lru_cache
 def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the product with the weights of experts is not used."""
 
-    def tried() -> list[tuple[Tensor, Tensor]]:
+    def trial() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import experts
 
         rows_PD, weight_EMD = _normal(device, 70, 96).to(dtype), (_normal(device, 5, 72, 96) / 10).to(dtype)
@@ -101,39 +101,39 @@ def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
         expected = reference_product(rows_PD, weight_EMD, end_E)
         return [(experts.product(rows_PD, weight_EMD, end_E), expected)]
 
-    return _problem("experts", device, tried)
+    return _problem("experts", device, trial)
 
 
 @lru_cache
 def sampling_problem(device: torch.device) -> str | None:
-    """Why the kernel for tokens and what is told of them is not used; tried with and without notes and cuts."""
+    """Why the kernel for tokens and their notes is not used; tried with and without notes and cuts."""
 
-    def tried() -> list[tuple[Tensor, Tensor]]:
+    def trial() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import sampling
 
         number_R = torch.arange(8, device=device)
         keys = noise.key_words([sample_key(0, str(row)) for row in range(8)], device)
         own_2R = torch.tensor([[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4], dtype=torch.float64, device=device)
-        # Of every three rows the first names no token, whose own log-probability is told then.
-        told: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
-        noted: dict[str, Any] = {**told, "wanted": sampling_reference.WANTED, "mask_id": 5}
+        # Of every three rows the first names no token to score: then it is the token drawn.
+        scored: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
+        noted: dict[str, Any] = {**scored, "wanted": sampling_reference.WANTED, "mask_id": 5}
         pairs = []
-        for top_k, warped, more in ((None, False, {}), (30, False, told), (None, False, noted), (30, True, noted)):
+        for top_k, warped, more in ((None, False, {}), (30, False, scored), (None, False, noted), (30, True, noted)):
             job = Sampling(top_k=top_k)
             warp = sampling_reference.Warp(job, job, own_2R, True, number_R[:3], torch.arange(601, device=device) < 3)
-            found, expected = (
-                one.sample(_normal(device, 8, 601) * 4, warp, keys, number_R, warped=warped, **more).float()
-                for one in (sampling, sampling_reference)
+            result, expected = (
+                module.sample(_normal(device, 8, 601) * 4, warp, keys, number_R, warped=warped, **more).float()
+                for module in (sampling, sampling_reference)
             )
-            pairs += list(zip(found.unbind(1), expected.unbind(1), strict=True))
+            pairs += list(zip(result.unbind(1), expected.unbind(1), strict=True))
         return pairs
 
-    return _problem("sampling", device, tried)
+    return _problem("sampling", device, trial)
 
 
-def _problem(name: str, device: torch.device, tried: Callable[[], list[tuple[Tensor, Tensor]]]) -> str | None:
+def _problem(name: str, device: torch.device, trial: Callable[[], list[tuple[Tensor, Tensor]]]) -> str | None:
     try:
-        wrong = [float((found - expected).abs().max()) for found, expected in tried() if not _close(found, expected)]
+        wrong = [float((result - expected).abs().max()) for result, expected in trial() if not _close(result, expected)]
     except Exception as error:  # noqa: BLE001 - see below
         # Of any kind: a missing Python.h is a CalledProcessError, a missing libcuda an AssertionError, a cache that can't be
         # written a PermissionError. A lost device (an illegal access, say) rejects every later call, with or without kernels:
@@ -149,10 +149,10 @@ def _problem(name: str, device: torch.device, tried: Callable[[], list[tuple[Ten
     return reason or None
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(result: Tensor, expected: Tensor) -> bool:
     """Whether all numbers agree up to rounding; NaN never does."""
-    most = _ROUNDING[found.dtype] * expected.abs().max().clamp(min=1.0)
-    return bool(((found - expected).abs() <= most).all())
+    most = _ROUNDING[result.dtype] * expected.abs().max().clamp(min=1.0)
+    return bool(((result - expected).abs() <= most).all())
 
 
 def _normal(device: torch.device, *shape: int) -> Tensor:
@@ -245,7 +245,7 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
 
 
 def find_sampling(device: torch.device, dtype: torch.dtype) -> Sample | None:
-    """What draws the tokens of a model of this dtype, and tells of them."""
+    """What draws the tokens of a model of this dtype, and makes their notes."""
     if not _is_used("sampling", device, dtype, lambda: sampling_problem(device)):
         return None
     from draftmill.decoders.kernels.sampling import sample

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from draftmill.decoders.draws.keys import TARGET
 from draftmill.decoders.kernels.sampling_reference import WANTED, Wanted, Warp
+from draftmill.decoders.kernels.seen import power_of_two
 
 _BLOCK: Final = 2048
 """The most tokens that a program reads at once."""
@@ -53,7 +54,7 @@ def _number_at(logits, suppressed, token):
 
 
 @triton.jit
-def _ordered(number):
+def _sort_key(number):
     """An integer that grows with a float32."""
     bits = number.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -63,13 +64,13 @@ def _ordered(number):
 def _kth_largest(logits, suppressed, temperature, most, K, V, BLOCK: tl.constexpr):
     """The K-th largest of the numbers at this temperature: the least one with fewer than K above it."""
     low = tl.full([], -2147483648, tl.int64)
-    high = _ordered(most).to(tl.int64)
+    high = _sort_key(most).to(tl.int64)
     for _ in range(32):
         middle = low + ((high - low) >> 1)
         above = tl.full([], 0, tl.int32)
         for first in range(0, V, BLOCK):
             token, number = _numbers_at(logits, suppressed, first, V, BLOCK)
-            bits = _ordered(number / temperature).to(tl.int64)
+            bits = _sort_key(number / temperature).to(tl.int64)
             above += tl.sum(((bits > middle) & (token < V)).to(tl.int32), 0)
         fits = above < K
         high = tl.where(fits, middle, high)
@@ -88,24 +89,24 @@ def _law_of(number, temperature, least, most, log_total):
 @triton.jit
 def _mass_above(logits, suppressed, temperature, least, most, log_total, bound, V, BLOCK: tl.constexpr):
     """The mass of all tokens with more mass than `bound`."""
-    found = tl.full([], 0.0, tl.float64)
+    total = tl.full([], 0.0, tl.float64)
     for first in range(0, V, BLOCK):
         _, number = _numbers_at(logits, suppressed, first, V, BLOCK)
         mass = tl.exp(_law_of(number, temperature, least, most, log_total))
-        found += tl.sum(tl.where(mass > bound, mass, 0.0).to(tl.float64), 0)
-    return found
+        total += tl.sum(tl.where(mass > bound, mass, 0.0).to(tl.float64), 0)
+    return total
 
 
 @triton.jit
 def _mass_before(logits, suppressed, temperature, least, most, log_total, own, chosen, V, BLOCK: tl.constexpr):
     """The mass of the tokens that come before one with mass `own` in the order of mass, among equals of index."""
-    found = tl.full([], 0.0, tl.float64)
+    total = tl.full([], 0.0, tl.float64)
     for first in range(0, V, BLOCK):
         token, number = _numbers_at(logits, suppressed, first, V, BLOCK)
         mass = tl.exp(_law_of(number, temperature, least, most, log_total))
         before = (mass > own) | ((mass == own) & (token < chosen))
-        found += tl.sum(tl.where(before, mass, 0.0).to(tl.float64), 0)
-    return found
+        total += tl.sum(tl.where(before, mass, 0.0).to(tl.float64), 0)
+    return total
 
 
 @triton.jit
@@ -294,31 +295,11 @@ def _log_scores(logits, mask, V, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R"])
 def sample_rows(
-    logits,
-    suppressed,
-    own,
-    keys,
-    positions,
-    draws,
-    scored,
-    out,
-    logits_r,
-    R,
-    V,
-    K,
-    mask,
-    PURPOSE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    F: tl.constexpr,
-    WARPED: tl.constexpr,
-    AT_TOP1: tl.constexpr,
-    AT_MARGIN: tl.constexpr,
-    AT_ENTROPY: tl.constexpr,
-    AT_SQUARES: tl.constexpr,
-    AT_SCORES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, suppressed, own, keys, positions, draws, scored, out, logits_r, R, V, K, mask,
+    PURPOSE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, F: tl.constexpr, WARPED: tl.constexpr,
+    AT_TOP1: tl.constexpr, AT_MARGIN: tl.constexpr, AT_ENTROPY: tl.constexpr, AT_SQUARES: tl.constexpr,
+    AT_SCORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """See the module's docstring. AT_ says in which row of `out` a note goes; 0, which is the token's, that it is not wanted.
     `own` are temperatures, then top-p. `draws` and `scored` may be None."""
     row, step = tl.program_id(0), tl.program_id(1)
@@ -367,8 +348,8 @@ def sample_rows(
                 margin = (best - second) / whole
     named = chosen
     if scored is not None:
-        told = tl.load(scored + row).to(tl.int32)
-        named = tl.where(told < 0, chosen, told)
+        target = tl.load(scored + row).to(tl.int32)
+        named = tl.where(target < 0, chosen, target)
     number = _number_at(logits, suppressed, named)
     tl.store(out, chosen.to(tl.float64))
     if F:
@@ -404,30 +385,20 @@ def sample(
     gumbel: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
     """See sampling_reference.py; logits in float32 or half precision, which stay as they are."""
-    assert warp.own_2R is not None and gumbel is None, "a kernel is told each row's settings, and computes its noise"
+    assert warp.own_2R is not None and gumbel is None, "a kernel gets each row's settings, and computes its noise"
     assert mask_id >= 0 or "scores" not in wanted, "scores leave out the mask"
     assert logits_RV.stride(1) == 1, "the logits of a row follow each other"
     (num_rows, vocab_size), top_k = logits_RV.shape, warp.job.top_k
-    told_AFR = torch.empty(1 + ahead, 2 + len(wanted), num_rows, dtype=torch.float64, device=logits_RV.device)
+    fields_AFR = torch.empty(1 + ahead, 2 + len(wanted), num_rows, dtype=torch.float64, device=logits_RV.device)
     if num_rows:
+        asked = (warp.own_2R, key_R2, position_R, draw_R, scored_R)
         sample_rows[(num_rows, 1 + ahead)](
-            logits_RV,
-            warp.suppressed_V.view(torch.int8),
-            *(None if one is None else one.contiguous() for one in (warp.own_2R, key_R2, position_R, draw_R, scored_R)),
-            told_AFR,
-            logits_RV.stride(0),
-            num_rows,
-            vocab_size,
-            top_k or 0,
-            mask_id,
-            PURPOSE=TARGET,
-            TOP_K=top_k is not None and top_k < vocab_size,
-            TOP_P=warp.cuts,
-            F=len(wanted),
-            WARPED=warped and bool(wanted),
+            logits_RV, warp.suppressed_V.view(torch.int8),
+            *(None if tensor is None else tensor.contiguous() for tensor in asked),
+            fields_AFR, logits_RV.stride(0), num_rows, vocab_size, top_k or 0, mask_id,
+            PURPOSE=TARGET, TOP_K=top_k is not None and top_k < vocab_size, TOP_P=warp.cuts,
+            F=len(wanted), WARPED=warped and bool(wanted),
             **{f"AT_{name.upper()}": 2 + wanted.index(name) if name in wanted else 0 for name in WANTED},
-            BLOCK=max(16, min(_BLOCK, 1 << (vocab_size - 1).bit_length())),
-            num_warps=8,
-            enable_fp_fusion=False,
-        )
-    return told_AFR
+            BLOCK=max(16, min(_BLOCK, power_of_two(vocab_size))), num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return fields_AFR

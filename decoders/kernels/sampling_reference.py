@@ -100,21 +100,9 @@ def sample(
     scores_R = _log_scores(logits_RV, mask_id) if "scores" in wanted else None
     logits_RV = warp.suppress(logits_RV)
     uncut_RV = None if warp.greedy else warp.law(logits_RV, cut=False)
-    of_warped = warped and uncut_RV is not None
-    if wanted and not of_warped:
-        plain_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
-    elif uncut_RV is not None and warp.is_plain:
-        plain_RV = uncut_RV
-    else:
-        plain_RV = torch.log_softmax(logits_RV, dim=-1)
-    law_RV = plain_RV
-    if wanted and of_warped:
-        law_RV = warp.law(logits_RV, cut=True)
-        if warp.own_2R is not None:
-            exact_RV, greedy_R1 = torch.log_softmax(logits_RV.to(torch.float64), -1), warp.own_2R[0].unsqueeze(1) == 0.0
-            law_RV, plain_RV = (torch.where(greedy_R1, exact_RV, each) for each in (law_RV, plain_RV))
+    plain_RV, law_RV = _laws(logits_RV, uncut_RV, warp, is_noted=bool(wanted), warped=warped)
     draw_R = torch.zeros_like(position_R) if draw_R is None else draw_R
-    told = []
+    fields = []
     for step in range(1 + ahead):
         if uncut_RV is None:
             token_R = logits_RV.argmax(-1)
@@ -126,8 +114,29 @@ def sample(
         named_R = token_R if scored_R is None else torch.where(scored_R < 0, token_R, scored_R)
         notes = [scores_R if name == "scores" else measure(name, law_RV, token_R) for name in wanted]
         log_p_R = plain_RV.gather(-1, named_R.unsqueeze(-1)).squeeze(-1)
-        told.append(torch.stack([one.to(torch.float64) for one in (token_R, log_p_R, *notes)]))  # type: ignore[union-attr]
-    return torch.stack(told)
+        fields.append(torch.stack([field.to(torch.float64) for field in (token_R, log_p_R, *notes)]))  # type: ignore[union-attr]
+    return torch.stack(fields)
+
+
+def _laws(
+    logits_RV: Tensor, uncut_RV: Tensor | None, warp: Warp, *, is_noted: bool, warped: bool
+) -> tuple[Tensor, Tensor]:
+    """The model's own log-probabilities, and those that the notes are of, [R, V] each. Tokens are drawn from `uncut_RV`, but for
+    top-p; None: all are the maxima."""
+    of_warped = warped and uncut_RV is not None
+    if is_noted and not of_warped:
+        plain_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
+    elif uncut_RV is not None and warp.is_plain:
+        plain_RV = uncut_RV
+    else:
+        plain_RV = torch.log_softmax(logits_RV, dim=-1)
+    if not (is_noted and of_warped):
+        return plain_RV, plain_RV
+    law_RV = warp.law(logits_RV, cut=True)
+    if warp.own_2R is not None:
+        exact_RV, greedy_R1 = torch.log_softmax(logits_RV.to(torch.float64), -1), warp.own_2R[0].unsqueeze(1) == 0.0
+        law_RV, plain_RV = (torch.where(greedy_R1, exact_RV, each_RV) for each_RV in (law_RV, plain_RV))
+    return plain_RV, law_RV
 
 
 def measure(name: str, law_RV: Tensor, token_R: Tensor) -> Tensor:

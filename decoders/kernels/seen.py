@@ -33,7 +33,12 @@ def most_lines(width: int, dtype: torch.dtype) -> int:
 
 def line_bytes(width: int, dtype: torch.dtype) -> int:
     """Bytes of a query, key or value of one head in shared memory, where its numbers are filled up to a power of two."""
-    return max(16, 1 << (width - 1).bit_length()) * dtype.itemsize
+    return max(16, power_of_two(width)) * dtype.itemsize
+
+
+def power_of_two(number: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,8 @@ def by_scores(s: Canvas, steps: int, shift: int, vocab_size: int, *, euler: bool
         answer = yield ask_about(s, masks, time, shift)
         total_R = np.exp(answer.notes[0][0] - log_scale(total_noise(time), vocab_size))
         struck_R = strikes(s, masks, chances(total_R, time, later, euler=euler), step)
-        told = zip(picks_of(answer, masks), struck_R, strict=True)
-        s.reveal([pick for pick, struck in told if struck or step >= steps])
+        pairs = zip(picks_of(answer, masks), struck_R, strict=True)
+        s.reveal([pick for pick, struck in pairs if struck or step >= steps])
         step += 1
 
 

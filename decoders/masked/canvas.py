@@ -130,7 +130,7 @@ class Canvas(Sample):
         assert self.end in (EOS, STOP), "a completion that ends early has a reason"
         return count
 
-    def _generated(self) -> tuple[list[int], list[float]]:
+    def _generated_tokens(self) -> tuple[list[int], list[float]]:
         positions = sorted(self.log_p_at)[: self.keep]
         return [self.tokens[at] for at in positions], [self.log_p_at[at] for at in positions]
 
@@ -138,7 +138,7 @@ class Canvas(Sample):
         """See Sample; of a completion that ended early only what is kept counts."""
         outcome = super().outcome()
         if self.keep is not None and outcome.logprob is not None:
-            outcome.logprob = sum(self._generated()[1])
+            outcome.logprob = sum(self._generated_tokens()[1])
         return outcome
 
 
@@ -194,21 +194,21 @@ class CanvasAsk:
         stretch_R, first_A = np.repeat(np.arange(len(size_A)), size_A), size_A.cumsum() - size_A
         end_A = best_A.cumsum()
         place_P = np.repeat(first_A - end_A + best_A, best_A) + np.arange(int(end_A[-1]))
-        found, ends = list[list[list[Pick]]](), [0, *end_A.tolist()]
+        draws, ends = list[list[list[Pick]]](), [0, *end_A.tolist()]
         for sure_R, token_R, log_p_R in zip(sure_AR, answer.tokens, answer.log_ps, strict=True):
             best_P = np.lexsort((-sure_R, stretch_R))[place_P]
             parts = (-sure_R[best_P], position_R[best_P], token_R[best_P], log_p_R[best_P])
             picks = list(zip(*(part.tolist() for part in parts), strict=True))
-            found.append([picks[first:end] for first, end in pairwise(ends)])
-        return found
+            draws.append([picks[first:end] for first, end in pairwise(ends)])
+        return draws
 
     def sure(self, s: Canvas, kind: str, answer: Answer) -> NDArray[np.float64]:
         """How sure each token is, for each draw; `random`: a uniform number of the position."""
         if kind == "random":
             uniform_R: NDArray[np.float64] = s.order_uniforms[np.concatenate(self._positions)]
             return np.broadcast_to(uniform_R, np.shape(answer.tokens))
-        found: NDArray[np.float64] = -answer.notes[0] if kind == "entropy" else answer.notes[0]
-        return found
+        sure_AR: NDArray[np.float64] = -answer.notes[0] if kind == "entropy" else answer.notes[0]
+        return sure_AR
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -296,10 +296,10 @@ class Node:
         """Its masks at positions [low, high)."""
         first, end = bisect_left(holes, low), bisect_left(holes, high)
         gone = self.gone[bisect_left(self.gone, first) : bisect_left(self.gone, end)]
-        found = list(holes[first:end])
+        positions = list(holes[first:end])
         for index in reversed(gone):
-            del found[index - first]
-        return found
+            del positions[index - first]
+        return positions
 
 
 def build_tree(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed: bool) -> list[Node]:
@@ -342,7 +342,7 @@ class NodeLayout:
         """A node beside the canvas, which sees what the node before it sees, except what it runs itself."""
         node.visible, column = before.visible, self._column
         for low, high in runs:
-            node.visible = overlaid(node.visible, low, high, column)
+            node.visible = overlay(node.visible, low, high, column)
             column += high - low
         self._run(number, node, runs, beside=True)
 
@@ -384,32 +384,32 @@ class NodeLayout:
             block += 1
 
 
-def overlaid(visible: Visible, low: int, high: int, column: int) -> Visible:
+def overlay(visible: Visible, low: int, high: int, column: int) -> Visible:
     """A visible in which the positions [low, high) stand in the columns from `column` on."""
-    found: Visible = []
+    parts: Visible = []
     for first, end, at in visible:
         if first < low:
-            found.append((first, min(end, low), at))
+            parts.append((first, min(end, low), at))
         if end > high:
             start = max(first, high)
-            found.append((start, end, at + start - first))
-    return sorted([*found, (low, high, column)])
+            parts.append((start, end, at + start - first))
+    return sorted([*parts, (low, high, column)])
 
 
 def columns_of(visible: Visible) -> list[int]:
     """The columns of a visible as stretches [low, high), the empty ones last. Drafts reach two blocks. So five stretches are
     the most: what is before the first block, between the two and behind the second, and each block where it was last run."""
-    found: list[list[int]] = []
+    stretches: list[list[int]] = []
     for low, high in sorted((at, at + end - first) for first, end, at in visible if first < end):
-        if found and found[-1][1] == low:
-            found[-1][1] = high
+        if stretches and stretches[-1][1] == low:
+            stretches[-1][1] = high
         else:
-            found.append([low, high])
-    assert len(found) <= MOST_STRETCHES, f"a node sees {len(found)} stretches of columns"
-    return [number for stretch in found for number in stretch] + [0] * 2 * (MOST_STRETCHES - len(found))
+            stretches.append([low, high])
+    assert len(stretches) <= MOST_STRETCHES, f"a node sees {len(stretches)} stretches of columns"
+    return [number for stretch in stretches for number in stretch] + [0] * 2 * (MOST_STRETCHES - len(stretches))
 
 
-def evicted(visible: Visible, window: Positions) -> list[int]:
+def evictions(visible: Visible, window: Positions) -> list[int]:
     """What stands beside the canvas and is not run by the next forward's window: (from column, to column, count) each."""
     copies: list[int] = []
     for first, end, at in visible:
@@ -421,8 +421,8 @@ def evicted(visible: Visible, window: Positions) -> list[int]:
 
 def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[list[Pick]]]:
     """The picks of each stretch of each node."""
-    ends, found = 0, list[list[list[Pick]]]()
+    ends, picks_of_nodes = 0, list[list[list[Pick]]]()
     for node in nodes:
         first, ends = ends, ends + len(node.asked)
-        found.append(list(picks[first:ends]))
-    return found
+        picks_of_nodes.append(list(picks[first:ends]))
+    return picks_of_nodes

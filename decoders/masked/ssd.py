@@ -5,8 +5,8 @@ revealed (blocks first, then confidence). Where each step draws anew, the n-th d
 reveal if distributions stayed as they are (Algorithm.ahead). The first N drafts make a chain of canvases, each with one more
 draft, and all of them run in one forward:
 
-    node 0    the big _ sat _ _ .      the canvas as it is          next: cat at 2            the first draft: go on
-    node 1    the big cat sat _ _ .    with the first draft         next: mat at 5            the second draft: go on
+    node 0    the big _ sat _ _ .      the canvas as it is          next: cat at 2            the first draft: continue
+    node 1    the big cat sat _ _ .    with the first draft         next: mat at 5            the second draft: continue
     node 2    the big cat sat _ mat .  with the first two drafts    next: on at 4             not the third: take it and stop
 
 A node whose drafts are right reveals what `stepwise` reveals from that canvas, drafted or not. So every forward reveals between
@@ -59,13 +59,16 @@ from draftmill.decoders.masked.canvas import (
     Windows,
     build_tree,
     by_node,
-    evicted,
+    evictions,
 )
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.masked.stepwise import Reading, algorithm_of, reading_of
 
 MOST_AHEAD: Final = 8
 """For how many steps ahead masks are drawn; later drafts are what the last of these would reveal."""
+
+Picks = Sequence[Sequence[Pick]]
+"""The picks of a node, for each stretch that it was asked about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +124,14 @@ def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
         placed.place(nodes, windows, runs, cached=tree.cached)
         answer = yield placed.asked.ask()
         picks_A = placed.asked.picks(answer, placed.asked.sure(s, reading.confidence, answer))
-        said_A = [by_node(picks, nodes) for picks in picks_A]
-        news, last = walk(nodes, said_A[0], drafts, mixed=tree.mixed)
+        node_picks_A = [by_node(picks, nodes) for picks in picks_A]
+        news, last = walk(nodes, node_picks_A[0], drafts, mixed=tree.mixed)
         for number in {0, last} if last else (0,):
             step = s.decided - s.prompt + len(nodes[number].gone)
-            known.learn(nodes[number], [said[number] for said in said_A], step)
+            known.learn(nodes[number], [node_picks[number] for node_picks in node_picks_A], step)
         if tree.cached and tree.caching.refresh is not None:
             windows.last = nodes[last].block
-            s.copies = evicted(nodes[last].visible, windows.window(windows.last))
+            s.copies = evictions(nodes[last].visible, windows.window(windows.last))
         s.reveal(news, len(nodes) - 1, [token for _, token in drafts])
 
 
@@ -148,12 +151,12 @@ def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions) -> l
 
 
 def walk(
-    nodes: Sequence[Node], said: Sequence[Sequence[Sequence[Pick]]], drafts: Sequence[tuple[int, int]], *, mixed: bool
+    nodes: Sequence[Node], node_picks: Sequence[Picks], drafts: Sequence[tuple[int, int]], *, mixed: bool
 ) -> tuple[list[Pick], int]:
     """Follow the chain while a node's own choice is the next draft; returns the choices, and the last right node."""
     news, node, num = list[Pick](), 0, len(drafts)
     while True:
-        choice = said[node][0][0]
+        choice = node_picks[node][0][0]
         news.append(choice)
         if node < num and choice[1:3] == drafts[node]:
             node += 1
@@ -161,32 +164,32 @@ def walk(
         if mixed and node <= num - 2 and choice[1:3] == drafts[node + 1]:
             # Only the order of two drafts was wrong.
             node += num + 1
-            news.append(said[node][0][0])
+            news.append(node_picks[node][0][0])
         return news, node
 
 
 class Predictions:
-    """What was last said of the masks of each block, the surest first: the drafts of later rounds. A reading speaks of its own
+    """What was last predicted for the masks of each block, the surest first: the drafts of later rounds. A reading is for its own
     step, and of as many after it as were asked for, each with the tokens that the step would draw."""
 
     def __init__(self) -> None:
         # Of each block the first step, and the picks of that and of the next ones.
         self._known: dict[int, tuple[int, list[list[Pick]]]] = {}
 
-    def learn(self, node: Node, said_A: Sequence[Sequence[Sequence[Pick]]], first: int) -> None:
+    def learn(self, node: Node, picks_A: Sequence[Picks], first: int) -> None:
         """Take a node's readings of the steps from `first` on. Of a block that was read in part, the others stay as they were."""
         for block in dict.fromkeys(asked[0] for asked in node.asked):
             own = [index for index, asked in enumerate(node.asked) if asked[0] == block]
             stretches = [node.asked[index] for index in own]
             ranges = [(0, 1 << 60) if is_whole else (low, high) for _, low, high, _, is_whole in stretches]
             news = []
-            for step, said in enumerate(said_A, first):
+            for step, picks in enumerate(picks_A, first):
                 old = [pick for pick in self._at(block, step) if not any(low <= pick[1] < high for low, high in ranges)]
-                news.append(sorted([*old, *(pick for index in own for pick in said[index])]))
+                news.append(sorted([*old, *(pick for index in own for pick in picks[index])]))
             self._known[block] = first, news
 
     def _at(self, block: int, step: int) -> Sequence[Pick]:
-        """What was said of a block in a step, or in the next one that there is."""
+        """The picks of a block for a step, or for the last one that there is."""
         if block not in self._known:
             return ()
         first, picks_A = self._known[block]
@@ -194,15 +197,15 @@ class Predictions:
 
     def drafts(self, s: Canvas, last_block: int, most: int) -> list[tuple[int, int]]:
         """(position, token) of up to so many masks up to `last_block`, block by block, each from the picks of its step."""
-        found = dict[int, int]()
+        token_at = dict[int, int]()
         for block in sorted(block for block in self._known if block <= last_block):
-            while len(found) < most:
-                picks = self._at(block, s.decided - s.prompt + len(found))
-                pick = next((pick for pick in picks if s.tokens[pick[1]] < 0 and pick[1] not in found), None)
+            while len(token_at) < most:
+                picks = self._at(block, s.decided - s.prompt + len(token_at))
+                pick = next((pick for pick in picks if s.tokens[pick[1]] < 0 and pick[1] not in token_at), None)
                 if pick is None:
                     break
-                found[pick[1]] = pick[2]
-        return list(found.items())
+                token_at[pick[1]] = pick[2]
+        return list(token_at.items())
 
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
@@ -211,6 +214,6 @@ def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
     anew = settings.draws_anew and setup.sampling.temperature > 0.0
     k, reading = settings.draft_length, reading_of(setup, settings)
     tree = Tree(k, settings.tree == "mixed", reading.caching, settings.block_length)
-    made = algorithm_of(partial(ssd, tree=tree, reading=reading), setup, settings, knows_logprob=True)
-    made = replace(made, ahead=min(k, MOST_AHEAD) if anew else 0)
-    return replace(made, columns=tree.columns) if tree.cached else replace(made, num_slots=tree.most_nodes)
+    base = algorithm_of(partial(ssd, tree=tree, reading=reading), setup, settings, knows_logprob=True)
+    base = replace(base, ahead=min(k, MOST_AHEAD) if anew else 0)
+    return replace(base, columns=tree.columns) if tree.cached else replace(base, num_slots=tree.most_nodes)

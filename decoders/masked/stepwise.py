@@ -130,12 +130,12 @@ def dream_times(steps: int) -> Any:
 
 def above(tau: float, sure: list[float]) -> int:
     """As many as reach the threshold, at least one."""
-    return max(sum(one >= tau for one in sure), 1)
+    return max(sum(confidence >= tau for confidence in sure), 1)
 
 
 def within(factor: float, sure: list[float]) -> int:
     """The largest n with (n + 1) (1 - c_n) < factor, at least one."""
-    return max((n for n, one in enumerate(sure, 1) if (n + 1) * (1.0 - one) < factor), default=1)
+    return max((n for n, confidence in enumerate(sure, 1) if (n + 1) * (1.0 - confidence) < factor), default=1)
 
 
 def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:

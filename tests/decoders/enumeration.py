@@ -33,8 +33,7 @@ from draftmill.decoders.draws.sampling import log_law
 from draftmill.decoders.engine.asks import Answer, Ask, SampleFrom
 from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.noise_cache import NoiseCache
-from draftmill.decoders.engine.sampler import Logits, Sampler
+from draftmill.decoders.engine.sampler import Logits, NoiseCache, Sampler
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import Canvas
@@ -149,7 +148,7 @@ class ChosenSampler(Sampler):
 
     # ---- by the noise of a position ------------------------------------------------------------------------------
 
-    def told(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
+    def draw_part(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
         """See Sampler; all tokens of a position, drafts too, are drawn by its noise, which may be that of a step."""
         warp, chosen, rows = self._warp(b, part), Chosen(), range(b.num_sampled)[part]
         self._noise.chosen = {}
@@ -168,7 +167,7 @@ class ChosenSampler(Sampler):
                 self._noise.chosen[line] = points_PV[0]
                 corners.append((line, points_PV))
             self._check_corners(uncut_RV, b, rows, corners, chosen.tokens)
-        told_AFR = super().told(logits_RV, b, part, is_target=is_target)
+        told_AFR = super().draw_part(logits_RV, b, part, is_target=is_target)
         chosen.check(told_AFR[0, 0].to(torch.int64).tolist())
         return told_AFR
 
@@ -291,9 +290,9 @@ class ChosenSampler(Sampler):
 
     # ---- drafts from distributions that decoders name ------------------------------------------------------------
 
-    def named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
+    def draw_named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
         """See Sampler."""
-        chosen, gumbels, whole = Chosen(), dict[int, Tensor](), super().named
+        chosen, gumbels, whole = Chosen(), dict[int, Tensor](), super().draw_named
         for number, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
             index = sample.request.index
             if index not in self.choosers or (self._greedy and not self.by_ratio):

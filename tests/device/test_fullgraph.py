@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Mixture
-from draftmill.decoders.backbones.rows import Rows, StreamShape, TokenRows, numbered, token_rows
+from draftmill.decoders.backbones.rows import Rows, StreamShape, TokenRows, number_rows, token_rows
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.kernels.sampling_reference import WANTED, Warp, sample
@@ -44,9 +44,9 @@ def token_step(counts: list[int], firsts: list[int]) -> TokenRows:
 
 def stream_step(counts: list[int], firsts: list[int]) -> Rows:
     """Content rows of three slots, and two queries of each that see what was written."""
-    owner_C, line_C = numbered(counts)
+    owner_C, line_C = number_rows(counts)
     column_C = line_C + torch.tensor(firsts)[owner_C]
-    owner_Q, line_Q = numbered([2, 2, 2])
+    owner_Q, line_Q = number_rows([2, 2, 2])
     ends_B = torch.tensor(firsts) + torch.tensor(counts)
     shape = StreamShape(
         num_slots=3,

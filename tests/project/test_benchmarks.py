@@ -41,8 +41,8 @@ def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_pa
     found = {
         "alone": loops.generate(requests, rows=1),
         "batches": loops.generate(requests, rows=5),
-        "assisted": loops.assisted(requests, num_drafts=3),
-        "as it comes": loops.assisted(requests),
+        "assisted": loops.with_assistant(requests, num_drafts=3),
+        "as it comes": loops.with_assistant(requests),
         "look-up": loops.lookup(requests, num_drafts=3),
         "jacobi": loops.jacobi(requests, block_size=4),
     }

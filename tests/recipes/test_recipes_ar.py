@@ -38,14 +38,14 @@ def trainer_of(prepared: corpus.Prepared, steps: int, seed: int = 0) -> causal.T
 
 def test_packed_files_are_all_there_between_their_ends(prepared: corpus.Prepared) -> None:
     stream = prepared.train
-    ids = causal.packed(stream, seed=0)
+    ids = causal.pack(stream, seed=0)
     starts, ends = np.flatnonzero(ids == corpus.BOS_ID), np.flatnonzero(ids == corpus.EOS_ID)
     assert (ids[starts[1:] - 1] == corpus.EOS_ID).all()
     found = sorted(ids[a + 1 : b].tolist() for a, b in zip(starts, ends, strict=True))
     files = sorted(stream.ids[a:b].tolist() for a, b in zip(stream.bounds[:-1], stream.bounds[1:], strict=True))
     assert found == files
-    assert np.array_equal(ids, causal.packed(stream, seed=0))
-    assert not np.array_equal(ids, causal.packed(stream, seed=1))
+    assert np.array_equal(ids, causal.pack(stream, seed=0))
+    assert not np.array_equal(ids, causal.pack(stream, seed=1))
 
 
 def test_windows_depend_on_seed_and_step_only_and_reach_both_ends() -> None:

@@ -27,7 +27,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prepared(start: Path) -> corpus.Prepared:
     files = few_files()
-    return corpus.prepare(files[:-2], files[-2:], fim_folder.extended_tokenizer(start))
+    return corpus.prepare(files[:-2], files[-2:], fim_folder.extend_tokenizer(start))
 
 
 def test_a_row_is_prefix_suffix_middle_and_only_text_counts(prepared: corpus.Prepared) -> None:

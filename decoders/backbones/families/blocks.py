@@ -10,11 +10,10 @@ Sources: the checkpoints' configs, and the model files of SDAR (Cheng et al., 20
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftmill.decoders.backbones.families.causal import CausalFamily, Config
+from draftmill.decoders.backbones.families.causal import Config, rotary_family
 from draftmill.decoders.backbones.families.config_fields import demand, numbers, token_id
 
 MASK_KEYS: Final = ("mask_token_id", "mask_id")
@@ -50,7 +49,6 @@ def _first(config: Config, keys: tuple[str, ...]) -> str | None:
 
 # ---- SDAR and Fast-dLLM v2: Qwen3, and Qwen2 that still predicts the next token, seeing their block in both directions -----
 
-_ROTARY_BUFFERS: Final = ("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq")
 # Fields that name other code, or the kernels of a training run; they are ignored.
 _NOT_OURS: Final = {"model_type", "architectures", "auto_map", "attn_implementation"}
 
@@ -58,17 +56,6 @@ _NOT_OURS: Final = {"model_type", "architectures", "auto_map", "attn_implementat
 def _full_attention(config: Config) -> Config:
     demand(config, {"use_sliding_window": (False, None)})
     return {key: value for key, value in config.items() if key not in _NOT_OURS}
-
-
-def _qwen(name: str, classes: str) -> CausalFamily:
-    return CausalFamily(
-        name=name,
-        config_class=f"{classes}Config",
-        model_class=f"{classes}ForCausalLM",
-        prefix="model.",
-        buffers=_ROTARY_BUFFERS,
-        translate=_full_attention,
-    )
 
 
 def _full_attention_moe(config: Config) -> Config:
@@ -99,9 +86,6 @@ def _own_experts(model: Any) -> Any:
     return model
 
 
-_SDAR_MOE: Final = dataclasses.replace(_qwen("sdar_moe", "Qwen3Moe"), translate=_full_attention_moe, adapt=_own_experts)
-
-
 _SDAR: Final = BlockFacts(
     mask_token="<|MASK|>", mask_id=151669, block_keys=("block_size", "block_length"), block_size=4, ends=("<|im_end|>",)
 )
@@ -114,9 +98,9 @@ _FAST_DLLM_V2: Final = BlockFacts(
     shift=1,
 )
 QWEN_FAMILIES: Final = (
-    (_qwen("sdar", "Qwen3"), _SDAR),
-    (_SDAR_MOE, _SDAR),
-    (_qwen("fast_dllm_v2", "Qwen2"), _FAST_DLLM_V2),
+    (rotary_family("sdar", "Qwen3", translate=_full_attention), _SDAR),
+    (rotary_family("sdar_moe", "Qwen3Moe", translate=_full_attention_moe, adapt=_own_experts), _SDAR),
+    (rotary_family("fast_dllm_v2", "Qwen2", translate=_full_attention), _FAST_DLLM_V2),
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from draftmill.decoders.backbones.families.config_fields import read_fields
+from draftmill.decoders.backbones.families.config_fields import fitting, read_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,16 +123,17 @@ def _gpt_neo_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return ready
 
 
-def _rotary(name: str, classes: str, windows: Callable[[Any], tuple[int | None, ...]]) -> CausalFamily:
+def rotary_family(name: str, classes: str, **more: Any) -> CausalFamily:
+    """A family on transformers' `classes` with rotary positions; `more` are other fields of CausalFamily."""
     buffers = ("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq")
-    return CausalFamily(name, f"{classes}Config", f"{classes}ForCausalLM", "model.", buffers, windows=windows)
+    return CausalFamily(name, f"{classes}Config", f"{classes}ForCausalLM", "model.", buffers, **more)
 
 
 CAUSAL_FAMILIES: Final = (
-    _rotary("llama", "Llama", _no_windows),
-    _rotary("mistral", "Mistral", _one_window),
-    _rotary("qwen2", "Qwen2", _windows_by_type),
-    _rotary("qwen3", "Qwen3", _windows_by_type),
+    rotary_family("llama", "Llama"),
+    rotary_family("mistral", "Mistral", windows=_one_window),
+    rotary_family("qwen2", "Qwen2", windows=_windows_by_type),
+    rotary_family("qwen3", "Qwen3", windows=_windows_by_type),
     CausalFamily(
         name="gpt2",
         config_class="GPT2Config",
@@ -162,13 +163,15 @@ CAUSAL_FAMILIES: Final = (
 # ---- what config.json says ---------------------------------------------------------------------------------------
 
 
+# What reading an invalid config may raise besides ValueError.
+_UNREADABLE: Final = (TypeError, KeyError, AttributeError, ArithmeticError)
+
+
 def read_config(family: CausalFamily, config: Config) -> Any:
     """Return the fields of config.json as `parse_config` would; ValueError if it is unusable, or unsuited to batching."""
-    try:
+    with fitting(family.name, *_UNREADABLE):
         parsed = read_fields(family.config_class, _fields(family, config))
         _check(family, config, parsed)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise _unfit(family, error) from error
     return parsed
 
 
@@ -179,20 +182,12 @@ def parse_config(family: CausalFamily, config: Config) -> Any:
     from draftmill.decoders.backbones.lean_import import from_transformers
 
     read_config(family, config)
-    try:
-        parsed = from_transformers(family.config_class).from_dict(_fields(family, config))
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise _unfit(family, error) from error
-    return parsed
+    with fitting(family.name, *_UNREADABLE, StrictDataclassError):
+        return from_transformers(family.config_class).from_dict(_fields(family, config))
 
 
 def _fields(family: CausalFamily, config: Config) -> dict[str, Any]:
     return {key: value for key, value in family.translate(config).items() if key not in _HOW_TO_RUN}
-
-
-def _unfit(family: CausalFamily, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return ValueError(f"model.path: config.json does not fit family {family.name!r}: {reason}")
 
 
 def _check(family: CausalFamily, config: Config, parsed: Any) -> None:
@@ -250,15 +245,15 @@ def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> A
     """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
     from draftmill.decoders.backbones.lean_import import empty_modules, from_transformers
 
-    made = from_transformers(model_class)
+    module_class = from_transformers(model_class)
     try:
         with empty_modules():
-            return adapt(made(parsed))
+            return adapt(module_class(parsed))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"model.path: {model_class} rejects config.json: {type(error).__name__}: {error}") from error
 
 
-def weight_shapes(family: CausalFamily, config: Config) -> dict[str, tuple[int, ...]]:
+def weight_shapes(family: CausalFamily, config: Config) -> Shapes:
     """Name every tensor that a checkpoint must have, with its shape; a tied output layer is not one of them."""
     parsed = read_config(family, config)
     shapes = shapes_of(family.model_class, parsed)
@@ -294,42 +289,28 @@ _BIASES: Final = {
 
 def shapes_of(model_class: str, parsed: Any) -> Shapes:
     """Every tensor of a model, the output layer included though it may be tied; `parsed` as read_fields returns it."""
-    match model_class:
-        case "GPT2LMHeadModel":
-            return _gpt2_shapes(parsed)
-        case "GPTNeoForCausalLM":
-            return _gpt_neo_shapes(parsed)
-    return _rotary_shapes(model_class, parsed)
-
-
-def _rotary_shapes(model_class: str, parsed: Any) -> Shapes:
+    if model_class in {"GPT2LMHeadModel", "GPTNeoForCausalLM"}:
+        return _gpt_shapes(parsed, is_neo=model_class == "GPTNeoForCausalLM")
     vocab, width = parsed.vocab_size, parsed.hidden_size
-    found: Shapes = {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
     for layer in range(parsed.num_hidden_layers):
         parts = _attention(model_class, parsed) | _inner(model_class, parsed, layer)
         parts |= {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
-    return found | {"lm_head.weight": (vocab, width)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    return shapes | {"lm_head.weight": (vocab, width)}
 
 
 def _attention(model_class: str, parsed: Any) -> Shapes:
-    width = parsed.hidden_size
-    head = getattr(parsed, "head_dim", None) or width // parsed.num_attention_heads
+    width, head = parsed.hidden_size, head_width(parsed)
     outer, keys = parsed.num_attention_heads * head, parsed.num_key_value_heads * head
     biased, output_biased = _BIASES[model_class](parsed)
-    found: Shapes = {}
-    for name, rows, columns, bias in (
-        ("q_proj", outer, width, biased),
-        ("k_proj", keys, width, biased),
-        ("v_proj", keys, width, biased),
-        ("o_proj", width, outer, output_biased),
-    ):
-        found[f"self_attn.{name}.weight"] = (rows, columns)
-        if bias:
-            found[f"self_attn.{name}.bias"] = (rows,)
+    shapes: Shapes = {}
+    for name, num_out in (("q", outer), ("k", keys), ("v", keys)):
+        shapes |= product_shapes(f"self_attn.{name}_proj", num_out, width, bias=biased)
+    shapes |= product_shapes("self_attn.o_proj", width, outer, bias=output_biased)
     if model_class.startswith("Qwen3"):
-        found |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-    return found
+        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    return shapes
 
 
 def _inner(model_class: str, parsed: Any, layer: int) -> Shapes:
@@ -338,63 +319,45 @@ def _inner(model_class: str, parsed: Any, layer: int) -> Shapes:
     is_dense = model_class != "Qwen3MoeForCausalLM" or layer in parsed.mlp_only_layers
     if is_dense or (layer + 1) % parsed.decoder_sparse_step:
         return gated_shapes("mlp", width, parsed.intermediate_size, bias=getattr(parsed, "mlp_bias", False) is True)
-    found: Shapes = {"mlp.gate.weight": (parsed.num_experts, width)}
+    shapes: Shapes = {"mlp.gate.weight": (parsed.num_experts, width)}
     for expert in range(parsed.num_experts):
-        found |= gated_shapes(f"mlp.experts.{expert}", width, parsed.moe_intermediate_size)
-    return found
+        shapes |= gated_shapes(f"mlp.experts.{expert}", width, parsed.moe_intermediate_size)
+    return shapes
 
 
 def gated_shapes(prefix: str, width: int, inner: int, *, bias: bool = False) -> Shapes:
     """The tensors of a network down(activation(gate(x)) * up(x)) under this name."""
-    found: Shapes = {}
-    for name, rows, columns in (("gate_proj", inner, width), ("up_proj", inner, width), ("down_proj", width, inner)):
-        found[f"{prefix}.{name}.weight"] = (rows, columns)
-        if bias:
-            found[f"{prefix}.{name}.bias"] = (rows,)
-    return found
+    shapes = product_shapes(f"{prefix}.down_proj", width, inner, bias=bias)
+    for name in ("gate_proj", "up_proj"):
+        shapes |= product_shapes(f"{prefix}.{name}", inner, width, bias=bias)
+    return shapes
 
 
-def _gpt2_shapes(parsed: Any) -> Shapes:
-    """GPT-2's matrices are [in, out]."""
-    width, inner = parsed.n_embd, parsed.n_inner or 4 * parsed.n_embd
-    found = _gpt_ends(parsed.vocab_size, parsed.n_positions, width)
-    for layer in range(parsed.n_layer):
-        prefix = f"transformer.h.{layer}."
-        found |= _gpt_norms(prefix, width)
-        for name, rows, columns in (
-            ("attn.c_attn", width, 3 * width),
-            ("attn.c_proj", width, width),
-            ("mlp.c_fc", width, inner),
-            ("mlp.c_proj", inner, width),
-        ):
-            found |= {f"{prefix}{name}.weight": (rows, columns), f"{prefix}{name}.bias": (columns,)}
-    return found
+def product_shapes(name: str, num_out: int, num_in: int, *, bias: bool = True) -> Shapes:
+    """The tensors of a linear layer."""
+    shapes: Shapes = {f"{name}.weight": (num_out, num_in)}
+    if bias:
+        shapes[f"{name}.bias"] = (num_out,)
+    return shapes
 
 
-def _gpt_neo_shapes(parsed: Any) -> Shapes:
-    width = parsed.hidden_size
-    inner = parsed.intermediate_size or 4 * width
-    found = _gpt_ends(parsed.vocab_size, parsed.max_position_embeddings, width)
-    for layer in range(parsed.num_layers):
-        prefix = f"transformer.h.{layer}."
-        found |= _gpt_norms(prefix, width)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found[f"{prefix}attn.attention.{name}.weight"] = (width, width)
-        found[f"{prefix}attn.attention.out_proj.bias"] = (width,)
-        for name, rows, columns in (("c_fc", inner, width), ("c_proj", width, inner)):
-            found |= {f"{prefix}mlp.{name}.weight": (rows, columns), f"{prefix}mlp.{name}.bias": (rows,)}
-    return found
-
-
-def _gpt_ends(vocab: int, positions: int, width: int) -> Shapes:
-    norm = {f"transformer.ln_f.{name}": (width,) for name in ("weight", "bias")}
-    return {
-        "transformer.wte.weight": (vocab, width),
-        "transformer.wpe.weight": (positions, width),
-        "lm_head.weight": (vocab, width),
-        **norm,
-    }
-
-
-def _gpt_norms(prefix: str, width: int) -> Shapes:
-    return {f"{prefix}{norm}.{name}": (width,) for norm in ("ln_1", "ln_2") for name in ("weight", "bias")}
+def _gpt_shapes(parsed: Any, *, is_neo: bool) -> Shapes:
+    """GPT-2's matrices are [in, out], those of GPT-Neo [out, in]."""
+    vocab, width = parsed.vocab_size, parsed.hidden_size
+    inner = (parsed.intermediate_size if is_neo else parsed.n_inner) or 4 * width
+    norms: Shapes = {f"{norm}.{name}": (width,) for norm in ("ln_1", "ln_2") for name in ("weight", "bias")}
+    block = norms | {"mlp.c_fc.bias": (inner,), "mlp.c_proj.bias": (width,)}
+    if is_neo:
+        block |= {f"attn.attention.{name}_proj.weight": (width, width) for name in ("q", "k", "v", "out")}
+        block |= {"attn.attention.out_proj.bias": (width,)}
+        block |= {"mlp.c_fc.weight": (inner, width), "mlp.c_proj.weight": (width, inner)}
+    else:
+        block |= {"attn.c_attn.weight": (width, 3 * width), "attn.c_attn.bias": (3 * width,)}
+        block |= {"attn.c_proj.weight": (width, width), "attn.c_proj.bias": (width,)}
+        block |= {"mlp.c_fc.weight": (width, inner), "mlp.c_proj.weight": (inner, width)}
+    shapes: Shapes = {f"transformer.ln_f.{name}": (width,) for name in ("weight", "bias")}
+    shapes |= {"transformer.wte.weight": (vocab, width), "lm_head.weight": (vocab, width)}
+    shapes["transformer.wpe.weight"] = (parsed.max_position_embeddings, width)
+    for layer in range(parsed.num_hidden_layers):
+        shapes |= {f"transformer.h.{layer}.{name}": shape for name, shape in block.items()}
+    return shapes

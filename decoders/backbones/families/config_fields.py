@@ -7,7 +7,8 @@ compared with transformers in tests/decoders/backbones/test_causal_config.py. Un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -181,12 +182,12 @@ def read_fields(config_class: str, config: Config) -> SimpleNamespace:
     or ArithmeticError if config.json is invalid for that class, or no module can be built from it."""
     fields, aliases = FIELDS[config_class], ALIASES.get(config_class, {})
     given = {aliases.get(key, key): value for key, value in config.items()}
-    found = {key: default for key, (_, default) in fields.items()} | given
+    values = {key: default for key, (_, default) in fields.items()} | given
     for key, (kinds, _) in fields.items():
-        if not any(_is(found[key], kind) for kind in kinds.split(" | ")):
-            raise ValueError(f"{key} = {found[key]!r}; allowed: {kinds.replace(' | ', ', ').replace('None', 'null')}")
-    found |= {alias: found[key] for alias, key in aliases.items()}
-    parsed = SimpleNamespace(**found)
+        if not any(_is(values[key], kind) for kind in kinds.split(" | ")):
+            raise ValueError(f"{key} = {values[key]!r}; allowed: {kinds.replace(' | ', ', ').replace('None', 'null')}")
+    values |= {alias: values[key] for alias, key in aliases.items()}
+    parsed = SimpleNamespace(**values)
     _check_base(parsed)
     _DERIVE[config_class](parsed)
     _check_layers(parsed)
@@ -236,7 +237,7 @@ def _check_layers(parsed: Any) -> None:
     if types is not None and not (_is(types, "list[str]") and len(types) == parsed.num_hidden_layers):
         raise ValueError(f"layer_types has no entry for each of the {parsed.num_hidden_layers} layers")
     if types is not None:
-        parsed.layer_types = ["full_attention" if one == "attention" else one for one in types]
+        parsed.layer_types = ["full_attention" if kind == "attention" else kind for kind in types]
 
 
 def _llama(parsed: Any) -> None:
@@ -338,22 +339,34 @@ _DERIVE: Final[dict[str, Callable[[Any], None]]] = {
 # ---- single fields ----------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def fitting(family: str, *errors: type[Exception]) -> Iterator[None]:
+    """Within the `with` block, a ValueError, or one of these errors, becomes a ValueError that names config.json and the
+    family."""
+    caught: tuple[type[Exception], ...] = (ValueError, *errors)
+    try:
+        yield
+    except caught as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"model.path: config.json does not fit family {family!r}: {reason}") from error
+
+
 def numbers(config: Config, names: Mapping[str, str], family: str) -> dict[str, int]:
     """Read whole numbers >= 1; `names` maps ours to config.json's. ValueError names the first missing or invalid one."""
-    found = {}
+    sizes = {}
     for ours, theirs in names.items():
         value = config.get(theirs)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(
                 f"model.path: config.json of family {family!r} has {theirs} = {value!r}; allowed: whole numbers >= 1"
             )
-        found[ours] = value
-    return found
+        sizes[ours] = value
+    return sizes
 
 
-def demand(config: Config, wanted: Mapping[str, tuple[Any, ...]]) -> None:
+def demand(config: Config, supported: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise ValueError if config.json has an unsupported value; a missing key stands for the first allowed value."""
-    for key, allowed in wanted.items():
+    for key, allowed in supported.items():
         value = config.get(key, allowed[0])
         if value not in allowed:
             raise ValueError(f"it has {key} = {value!r}; supported: {', '.join(map(repr, allowed))}")

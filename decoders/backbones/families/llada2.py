@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftmill.decoders.backbones.families.causal import Config, gated_shapes
-from draftmill.decoders.backbones.families.config_fields import demand, numbers
+from draftmill.decoders.backbones.families.causal import Config, Shapes, gated_shapes
+from draftmill.decoders.backbones.families.config_fields import demand, fitting, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,22 @@ class LLaDA2Shape:
     rms_norm_eps: float
     rope_theta: float
     routed_scaling_factor: float
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} heads and {self.num_key_value_heads} key heads do not divide evenly"
+            )
+        each = self.num_experts // self.n_group
+        if self.num_experts % self.n_group or each < 2 or self.topk_group > self.n_group:
+            raise ValueError(
+                f"{self.num_experts} experts in n_group = {self.n_group}, of which topk_group = {self.topk_group} are kept; "
+                "allowed: equal groups of at least 2, no more kept than there are"
+            )
+        if self.num_experts_per_tok > self.topk_group * each:
+            raise ValueError(
+                f"num_experts_per_tok = {self.num_experts_per_tok}; {self.topk_group} groups of {each} have fewer experts"
+            )
 
 
 _COUNTS: Final = (
@@ -70,10 +86,10 @@ def llada2_shape(config: Config) -> LLaDA2Shape:
     heads, width = counts["num_attention_heads"], counts["hidden_size"]
     own = config.get("head_dim") is not None
     head_dim = numbers(config, {"head_dim": "head_dim"}, "llada2")["head_dim"] if own else width // heads
-    try:
+    with fitting("llada2"):
         demand(config, _BUILT)
         config = _with_rope_parameters(config)
-        shape = LLaDA2Shape(
+        return LLaDA2Shape(
             **counts,
             head_dim=head_dim,
             rotary_dim=_rotary_dim(config, head_dim),
@@ -83,10 +99,6 @@ def llada2_shape(config: Config) -> LLaDA2Shape:
             rope_theta=_positive(config, "rope_theta"),
             routed_scaling_factor=_positive(config, "routed_scaling_factor"),
         )
-        _check(shape)
-    except ValueError as error:
-        raise ValueError(f"model.path: config.json does not fit family 'llada2': {error}") from None
-    return shape
 
 
 def _with_rope_parameters(config: Config) -> Config:
@@ -126,29 +138,12 @@ def _positive(config: Config, key: str) -> float:
     return float(value)
 
 
-def _check(shape: LLaDA2Shape) -> None:
-    if shape.num_attention_heads % shape.num_key_value_heads:
-        raise ValueError(
-            f"{shape.num_attention_heads} heads and {shape.num_key_value_heads} key heads do not divide evenly"
-        )
-    each = shape.num_experts // shape.n_group
-    if shape.num_experts % shape.n_group or each < 2 or shape.topk_group > shape.n_group:
-        raise ValueError(
-            f"{shape.num_experts} experts in n_group = {shape.n_group}, of which topk_group = {shape.topk_group} are kept; "
-            "allowed: equal groups of at least 2, no more kept than there are"
-        )
-    if shape.num_experts_per_tok > shape.topk_group * each:
-        raise ValueError(
-            f"num_experts_per_tok = {shape.num_experts_per_tok}; {shape.topk_group} groups of {each} have fewer experts"
-        )
-
-
-def llada2_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def llada2_shapes(config: Config) -> Shapes:
     """Name every tensor of a LLaDA2 checkpoint, with its shape."""
     shape = llada2_shape(config)
     width, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
     joined = heads + 2 * shape.num_key_value_heads * shape.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "model.word_embeddings.weight": (shape.vocab_size, width),
         "model.norm.weight": (width,),
         "lm_head.weight": (shape.vocab_size, width),
@@ -166,9 +161,9 @@ def llada2_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _mixture(prefix: str, shape: LLaDA2Shape) -> dict[str, tuple[int, ...]]:
+def _mixture(prefix: str, shape: LLaDA2Shape) -> Shapes:
     width, inner, count = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
-    shapes: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (count, width)}
+    shapes: Shapes = {prefix + "gate.weight": (count, width)}
     shapes[prefix + "gate.expert_bias"] = (count,)
     for expert in range(count):
         shapes |= gated_shapes(f"{prefix}experts.{expert}", width, inner)

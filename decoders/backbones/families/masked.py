@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families import causal as causal_families
-from draftmill.decoders.backbones.families.causal import CausalFamily, Config
-from draftmill.decoders.backbones.families.config_fields import demand, numbers
+from draftmill.decoders.backbones.families.causal import CausalFamily, Config, Shapes, product_shapes, rotary_family
+from draftmill.decoders.backbones.families.config_fields import demand, fitting, numbers
 
 # Defaults of the public checkpoints for fields that config.json lacks.
 LLADA_MASK: Final = 126336
@@ -99,7 +99,7 @@ LLADA: Final = CausalFamily(
 )
 
 
-def llada_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def llada_shapes(config: Config) -> Shapes:
     """Name every tensor of a LLaDA checkpoint as it names them, with its shape."""
     llama = causal_families.weight_shapes(LLADA, config)
     names = [
@@ -118,14 +118,7 @@ def _dream_as_qwen2(config: Config) -> Config:
     return {key: value for key, value in config.items() if key not in {"model_type", "architectures", "auto_map"}}
 
 
-DREAM: Final = CausalFamily(
-    name="dream",
-    config_class="Qwen2Config",
-    model_class="Qwen2ForCausalLM",
-    prefix="model.",
-    buffers=("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq"),
-    translate=_dream_as_qwen2,
-)
+DREAM: Final = rotary_family("dream", "Qwen2", translate=_dream_as_qwen2)
 
 
 def dream_length(config: Config) -> int:
@@ -148,6 +141,12 @@ class DDiTShape:
     num_attention_heads: int
     max_length: int
     takes_sigma: bool
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"model.path: config.json: width {self.hidden_size} does not give {self.num_attention_heads} heads of even width"
+            )
 
 
 _FLAT: Final = {
@@ -176,13 +175,12 @@ def mdlm_shape(config: Config) -> DDiTShape:
     takes_sigma, noise = bool(config.get("time_conditioning", False)), config.get("noise")
     # The meaning of sigma matters only to a network that takes it as input.
     kind = noise.get("type") if takes_sigma and isinstance(noise, Mapping) else "loglinear"
-    _demand_ddit({**config, "noise.type": kind}, _MDLM_BUILT, "mdlm")
-    return _divided(
-        DDiTShape(
-            **numbers(sizes, names, "mdlm"),
-            **numbers(vocabulary, {"vocab_size": "vocab_size"}, "mdlm"),
-            takes_sigma=takes_sigma,
-        )
+    with fitting("mdlm"):
+        demand({**config, "noise.type": kind}, _MDLM_BUILT)
+    return DDiTShape(
+        **numbers(sizes, names, "mdlm"),
+        **numbers(vocabulary, {"vocab_size": "vocab_size"}, "mdlm"),
+        takes_sigma=takes_sigma,
     )
 
 
@@ -194,53 +192,30 @@ def sedd_shape(config: Config) -> DDiTShape:
         raise ValueError(f"model.path: config.json of family 'sedd' has no sections {', '.join(missing)}")
     model, graph, noise = (dict(part or {}) for part in parts.values())
     kinds = {"graph.type": graph.get("type"), "noise.type": noise.get("type")}
-    _demand_ddit(kinds, {"graph.type": ("absorb",), "noise.type": ("loglinear",)}, "sedd")
-    _demand_ddit(model, {"type": ("ddit",), "scale_by_sigma": (True,)}, "sedd")
+    with fitting("sedd"):
+        demand(kinds, {"graph.type": ("absorb",), "noise.type": ("loglinear",)})
+        demand(model, {"type": ("ddit",), "scale_by_sigma": (True,)})
     tokens = numbers(config, {"tokens": "tokens"}, "sedd")["tokens"]
-    return _divided(DDiTShape(**numbers(model, _NESTED, "sedd"), vocab_size=tokens + 1, takes_sigma=True))
-
-
-def _demand_ddit(config: Config, wanted: Mapping[str, tuple[Any, ...]], family: str) -> None:
-    try:
-        demand(config, wanted)
-    except ValueError as error:
-        raise ValueError(f"model.path: config.json does not fit family {family!r}: {error}") from None
-
-
-def _divided(shape: DDiTShape) -> DDiTShape:
-    if shape.hidden_size % (2 * shape.num_attention_heads):
-        raise ValueError(
-            f"model.path: config.json: width {shape.hidden_size} does not give {shape.num_attention_heads} heads of even width"
-        )
-    return shape
+    return DDiTShape(**numbers(model, _NESTED, "sedd"), vocab_size=tokens + 1, takes_sigma=True)
 
 
 _SIGMA_WIDTH: Final = 256
 
 
-def ddit_shapes(shape: DDiTShape, prefix: str) -> dict[str, tuple[int, ...]]:
+def ddit_shapes(shape: DDiTShape, prefix: str) -> Shapes:
     """Name every tensor of a diffusion transformer, with its shape."""
     width, condition, vocabulary = shape.hidden_size, shape.cond_dim, shape.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "vocab_embed.embedding": (vocabulary, width),
-        "sigma_map.mlp.0.weight": (condition, _SIGMA_WIDTH),
-        "sigma_map.mlp.0.bias": (condition,),
-        "sigma_map.mlp.2.weight": (condition, condition),
-        "sigma_map.mlp.2.bias": (condition,),
-        "output_layer.norm_final.weight": (width,),
-        "output_layer.adaLN_modulation.weight": (2 * width, condition),
-        "output_layer.adaLN_modulation.bias": (2 * width,),
-        "output_layer.linear.weight": (vocabulary, width),
-        "output_layer.linear.bias": (vocabulary,),
-    }
+    shapes: Shapes = {"vocab_embed.embedding": (vocabulary, width), "output_layer.norm_final.weight": (width,)}
+    shapes |= product_shapes("sigma_map.mlp.0", condition, _SIGMA_WIDTH)
+    shapes |= product_shapes("sigma_map.mlp.2", condition, condition)
+    shapes |= product_shapes("output_layer.adaLN_modulation", 2 * width, condition)
+    shapes |= product_shapes("output_layer.linear", vocabulary, width)
     for layer in range(shape.num_hidden_layers):
         block = f"blocks.{layer}."
         shapes |= {block + "norm1.weight": (width,), block + "norm2.weight": (width,)}
         shapes |= {block + "attn_qkv.weight": (3 * width, width), block + "attn_out.weight": (width, width)}
-        shapes |= {block + "mlp.0.weight": (4 * width, width), block + "mlp.0.bias": (4 * width,)}
-        shapes |= {block + "mlp.2.weight": (width, 4 * width), block + "mlp.2.bias": (width,)}
-        modulation = block + "adaLN_modulation."
-        shapes |= {modulation + "weight": (6 * width, condition), modulation + "bias": (6 * width,)}
+        shapes |= product_shapes(block + "mlp.0", 4 * width, width) | product_shapes(block + "mlp.2", width, 4 * width)
+        shapes |= product_shapes(block + "adaLN_modulation", 6 * width, condition)
     return {prefix + name: size for name, size in shapes.items()}
 
 

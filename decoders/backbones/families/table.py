@@ -167,7 +167,7 @@ _MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe"
 
 def masked_diffusion_families() -> tuple[str, ...]:
     """The families of masked-diffusion models; every row carries a token, unlike in two-stream models."""
-    return tuple(sorted(name for name, one in FAMILIES.items() if one.kind in {"masked", "ancestral"}))
+    return tuple(sorted(name for name, family in FAMILIES.items() if family.kind in {"masked", "ancestral"}))
 
 
 def find_family(config: Config, requested: str) -> Family:

@@ -6,13 +6,11 @@ defaults apply to fields that config.json lacks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftmill.decoders.backbones.families.config_fields import demand, numbers
-
-Config = Mapping[str, Any]
+from draftmill.decoders.backbones.families.causal import Config, Shapes, product_shapes
+from draftmill.decoders.backbones.families.config_fields import demand, fitting, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ _BUILT: Final[dict[str, tuple[Any, ...]]] = {
 def xlnet_shape(config: Config) -> XLNetShape:
     """Read an XLNet config; ValueError names the first missing, invalid or unsupported field."""
     sizes = numbers(config, {key: key for key in _SIZES}, "xlnet")
-    try:
+    with fitting("xlnet"):
         demand(config, _BUILT)
         shape = XLNetShape(
             **sizes,
@@ -62,8 +60,6 @@ def xlnet_shape(config: Config) -> XLNetShape:
                 f"it has d_model = {shape.d_model}, n_head = {shape.n_head}, d_head = {config.get('d_head')!r}; allowed: "
                 "an even d_model, n_head heads of which have a width of d_head"
             )
-    except ValueError as error:
-        raise ValueError(f"model.path: config.json does not fit family 'xlnet': {error}") from None
     return shape
 
 
@@ -74,11 +70,11 @@ def _number(config: Config, key: str, default: Any, kind: type) -> Any:
     return value
 
 
-def xlnet_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def xlnet_shapes(config: Config) -> Shapes:
     """Name every tensor of an XLNet checkpoint, with its shape; a tied output layer is not one of them."""
     shape = xlnet_shape(config)
     width, inner, vocab = shape.d_model, shape.d_inner, shape.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "transformer.mask_emb": (1, 1, width),
         "transformer.word_embedding.weight": (vocab, width),
         "lm_loss.bias": (vocab,),
@@ -91,8 +87,7 @@ def xlnet_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         shapes |= {attention + name: (shape.n_head, shape.d_head) for name in ("r_w_bias", "r_r_bias")}
         for norm in (attention, feed):
             shapes |= {f"{norm}layer_norm.weight": (width,), f"{norm}layer_norm.bias": (width,)}
-        shapes |= {feed + "layer_1.weight": (inner, width), feed + "layer_1.bias": (inner,)}
-        shapes |= {feed + "layer_2.weight": (width, inner), feed + "layer_2.bias": (width,)}
+        shapes |= product_shapes(feed + "layer_1", inner, width) | product_shapes(feed + "layer_2", width, inner)
     return shapes
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from draftmill.decoders.backbones import rotary
 from draftmill.decoders.backbones.packed import PackedLinear, can_pack
-from draftmill.decoders.backbones.rotary import can_join, joined, lean_layers
+from draftmill.decoders.backbones.rotary import can_join, join_products, lean_layers
 from tests.decoders.backbones.causal_models import (
     MODELS,
     decode_with_rejections,
@@ -114,7 +114,7 @@ def test_a_joined_product_is_its_parts_side_by_side(bias: bool) -> None:
     parts = [packed(width, 40, seed=width, bias=bias) for width in (64, 32, 32)]
     assert can_join(parts)
     rows = torch.randn(5, 40, generator=torch.Generator().manual_seed(9))
-    assert torch.equal(joined(parts)(rows), torch.cat([part(rows) for part in parts], 1))
+    assert torch.equal(join_products(parts)(rows), torch.cat([part(rows) for part in parts], 1))
 
 
 @needs_packing
@@ -122,7 +122,7 @@ def test_products_that_would_differ_are_not_joined(monkeypatch: pytest.MonkeyPat
     assert not can_join([packed(32, 40, seed=1), packed(32, 40, seed=2, bias=True)])
     assert not can_join([packed(32, 40, seed=1), packed(20, 40, seed=2)])
     assert not can_join([packed(32, 40, seed=1), torch.nn.Linear(40, 32)])
-    monkeypatch.setattr(rotary, "joined", lambda products: packed(64, 40, seed=3))
+    monkeypatch.setattr(rotary, "join_products", lambda products: packed(64, 40, seed=3))
     assert not can_join([packed(32, 40, seed=1), packed(32, 40, seed=2)])
 
 

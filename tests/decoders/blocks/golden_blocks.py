@@ -134,7 +134,7 @@ class Recorded(Sampler):
             seen.append(([], []))
         return super().record(logits, hidden_RD, b, is_target=is_target)
 
-    def _judged(self, logits, hidden_RD, b, told_FR, log_p_R, held):
+    def _judge_chains(self, logits, hidden_RD, b, told_FR, log_p_R, held):
         rows_R, token = b.judged_R > 0, None
         if rows_R.any():
             seen.append((self._log_q_C[b.cell_R[rows_R]].exp().tolist(), log_p_R[rows_R].exp().tolist()))
@@ -149,7 +149,7 @@ class Recorded(Sampler):
             return torch.tensor([token])
 
         with patch("draftmill.decoders.engine.sampler.inverse_cdf_draw", recover):
-            return super()._judged(logits, hidden_RD, b, told_FR, log_p_R, held)
+            return super()._judge_chains(logits, hidden_RD, b, told_FR, log_p_R, held)
 
 
 seen: list[tuple[list[float], list[float]]] = []

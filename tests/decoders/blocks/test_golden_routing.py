@@ -24,7 +24,7 @@ from draftmill.decoders.blocks.verifier import (
     Route,
     Threshold,
     acceptance,
-    expected_accepted,
+    expected_tokens,
     measure_of,
     route_of,
     signals_of,
@@ -200,7 +200,7 @@ def replay(case, routing, masks, logits, decoded, *, tau, top_p=1.0, progress_of
         verified = routing.route.decide(found)
         assert found.span == len(step["span"]) and verified == step[verdict], (case["name"], number)
         assert sure == step.get("num_high_confidence", sure)
-        expected = step.get("expected_accepted", found.expected)
+        expected = step.get("expected_tokens", found.expected)
         worst = max(worst, abs(found.expected - expected))
         if "score" in step:
             assert isinstance(routing.route, Threshold)
@@ -244,7 +244,7 @@ def test_the_estimators_are_the_public_ones(golden):
             measured = measure(note, law, drafts).tolist()
             alpha = [acceptance(estimator, one, math.log(law.shape[1])) for one in measured]
             assert alpha == pytest.approx(row["alpha"], abs=1e-5)
-            assert expected_accepted(alpha) == pytest.approx(row["expected_accepted"], abs=1e-5)
+            assert expected_tokens(alpha) == pytest.approx(row["expected_tokens"], abs=1e-5)
     assert names == set(NAMES)
 
 

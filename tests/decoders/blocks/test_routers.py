@@ -24,7 +24,7 @@ from draftmill.decoders.blocks.verifier import (
     Signals,
     Threshold,
     acceptance,
-    expected_accepted,
+    expected_tokens,
     first_run,
     measure_of,
     route_of,
@@ -100,7 +100,7 @@ def test_entropy_is_a_share_of_the_vocabularys():
 
 
 def test_expected_accepted_tokens_are_the_sum_of_products():
-    assert [expected_accepted(alphas) for alphas in ((0.5, 0.5, 0.25), (0.5, 0.0, 1.0, 1.0), ())] == [0.8125, 0.5, 0.0]
+    assert [expected_tokens(alphas) for alphas in ((0.5, 0.5, 0.25), (0.5, 0.0, 1.0, 1.0), ())] == [0.8125, 0.5, 0.0]
 
 
 def test_a_router_asks_for_what_it_reads():

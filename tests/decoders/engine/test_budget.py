@@ -98,7 +98,7 @@ def test_windows_of_two_forwards_are_chosen_where_rows_are_cheap():
         for _ in range(200):
             counts = budget.plan(slots, np.full(8, 7), kv_tokens=0, fresh=False)
             size = int(sum(rows[e] / (2 if e else 1) for e in counts))
-            budget.timed(size, 0, 1 + per_row * size)
+            budget.note_step(size, 0, 1 + per_row * size)
             gained = np.minimum(1 + (rng.random((8, 7)) < 0.9).cumprod(1).sum(1), counts)
             budget.learn(slots, counts, gained)
             chosen.append(counts.mean())

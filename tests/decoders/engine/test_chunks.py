@@ -437,13 +437,13 @@ def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts() -> None:
         stops=Stops(),
     )
     decoder: Any = build_decoder(setup, settings)
-    seen, told, ran = watched(decoder), list[bool](), decoder.budget.ran
+    seen, told, ran = watched(decoder), list[bool](), decoder.budget.end_step
 
     def heard(*given: Any, is_usual: bool) -> None:
         told.append(is_usual)
         ran(*given, is_usual=is_usual)
 
-    decoder.budget.ran = heard
+    decoder.budget.end_step = heard
     some = prompts(9, 60, 70, 40, 33, new=20)
     found = run_all(decoder, some)
     plain = made("autoregressive", 4, None, temperature=1.0)

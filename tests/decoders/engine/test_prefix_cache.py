@@ -344,7 +344,7 @@ def test_the_table_finds_what_a_plain_search_finds(multiple: int) -> None:
             assert not best or best == taken(multiple, prompt.tolist(), most, *plain[source])
             match int(rng.integers(3)):
                 case 0:
-                    table.holds(slot, len(prompt))
+                    table.note_held(slot, len(prompt))
                     plain[slot] = prompt.tolist(), len(prompt)
                 case 1:
                     table.forget(slot)
@@ -369,7 +369,7 @@ def test_a_prompt_that_runs_now_is_pending_and_those_that_differ_at_once_are_not
     assert table.find_pending(1, 3, [0]) == (3, 0)
     assert table.find_pending(2, 3, [0, 1]) == (0, -1) and table.find_pending(0, 3, []) == (0, -1)
     assert table.find(1, 3) == (0, -1)
-    table.holds(0, 2)
+    table.note_held(0, 2)
     assert table.find(1, 3) == (2, 0)
 
 
@@ -378,7 +378,7 @@ def test_a_cache_that_shrinks_keeps_what_fits() -> None:
     table.resize(2, 8)
     for slot, length in enumerate((8, 4)):
         table.insert(slot, np.arange(1, length + 1), length - 1)
-        table.holds(slot, length)
+        table.note_held(slot, length)
     table.resize(3, 6)
     table.insert(2, np.arange(1, 6), 4)
     assert table.find(2, 4) == (4, 1), "the first prompt was cut off"

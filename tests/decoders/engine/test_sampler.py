@@ -5,7 +5,7 @@ import pytest
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.noise_cache import NoiseCache
+from draftmill.decoders.engine.sampler import NoiseCache
 from draftmill.decoders.kernels.sampling_reference import sample
 from draftmill.decoders.registry import algorithm_of
 from tests.decoders.kernels.decoding import (

@@ -103,7 +103,7 @@ def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, windo
     return call
 
 
-def sample(*, top_k=None, wanted=(), warped=False, numbered=False, dtype=torch.float32):
+def sample(*, top_k=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32):
     def call(module):
         job, zeros, ids = Sampling(top_k=top_k), torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         own = torch.full((2, 4), 0.5, dtype=torch.float64)
@@ -114,8 +114,8 @@ def sample(*, top_k=None, wanted=(), warped=False, numbered=False, dtype=torch.f
             zeros,
             wanted=wanted,
             warped=warped,
-            draw_R=zeros if numbered else None,
-            scored_R=zeros if numbered else None,
+            draw_R=zeros if number_rows else None,
+            scored_R=zeros if number_rows else None,
             mask_id=7,
             ahead=1,
         )
@@ -132,10 +132,10 @@ ATTENTION, SAMPLING = ["attend_tiles", "add_shares"], ["sample_rows"]
 HALF = torch.bfloat16
 CASES = {
     "attention, an 8B Llama": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=4)),
-    "tokens, all warps": ("sampling", SAMPLING, "sample_rows", sample(top_k=20, numbered=True)),
+    "tokens, all warps": ("sampling", SAMPLING, "sample_rows", sample(top_k=20, number_rows=True)),
     "experts": ("experts", ["multiply_tiles"], "multiply_tiles", multiply(HALF)),
     "notes, all warps": (
-        "sampling", SAMPLING, "sample_rows", sample(top_k=20, wanted=WANTED, warped=True, numbered=True)
+        "sampling", SAMPLING, "sample_rows", sample(top_k=20, wanted=WANTED, warped=True, number_rows=True)
     ),
     "attention, two intervals and a window": (
         "attention", ATTENTION, "attend_tiles", attend(torch.float16, 32, 8, 96, intervals=2, window=100)

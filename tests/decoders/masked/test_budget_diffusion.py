@@ -41,7 +41,7 @@ class DiffusionWorld(World):
         if places:
             took = self.noisy(places)
             self.drawing.observe(most, total, took)
-            self.budget.spent(took)
+            self.budget.spend(took)
         return tokens, seconds + places
 
 
