@@ -187,19 +187,8 @@ class UnitRunner:
 
     def _fail_unit(self, unit: Open, error: BaseException) -> None:
         self._open.pop(unit.unit.lease)
-        infra = isinstance(error, StoreError | UserError | OSError)
-        kinds = ((StoreFull, STORE_FULL), (ChangedInput, CHANGED_INPUT))
-        kind = next((kind for of, kind in kinds if isinstance(error, of)), "store" if infra else "worker_error")
-        failure = Failure(
-            lease=unit.unit.lease,
-            unit=unit.unit.unit,
-            worker=self.worker,
-            kind="INFRA" if infra else "TASK",
-            error_kind=kind,
-            stage="store" if unit.closing else "read",
-            error=str(error) if isinstance(error, StoreError | UserError) else f"{type(error).__name__}: {error}",
-        )
-        self._answers.append(failure)
+        stage = "store" if unit.closing else "read"
+        self._answers.append(unit_failure(unit.unit, error, worker=self.worker, stage=stage))
 
     # ---- the decoder's side
 
@@ -307,6 +296,21 @@ class UnitRunner:
         unit.left -= 1
         self._meter.count(sample)
         self._close_if_ended(unit)
+
+
+def unit_failure(unit: WorkUnit, error: BaseException, *, worker: str, stage: str) -> Failure:
+    """The failure of a unit: INFRA for errors of stores and machines, TASK for all others, which its rows may cause."""
+    infra = isinstance(error, StoreError | UserError | OSError)
+    kinds = ((StoreFull, STORE_FULL), (ChangedInput, CHANGED_INPUT))
+    return Failure(
+        lease=unit.lease,
+        unit=unit.unit,
+        worker=worker,
+        kind="INFRA" if infra else "TASK",
+        error_kind=next((kind for of, kind in kinds if isinstance(error, of)), "store" if infra else "worker_error"),
+        stage=stage,
+        error=str(error) if isinstance(error, StoreError | UserError) else f"{type(error).__name__}: {error}",
+    )
 
 
 QUIET_STEPS = 64

@@ -36,6 +36,7 @@ from draftmill.storage.inputs.rows import InputFile
 
 if TYPE_CHECKING:
     from draftmill.actors.loop.loading import ModelCache
+    from draftmill.actors.measuring.measure import MeasureJob, Meters
     from draftmill.actors.ray.pool import Spare
     from draftmill.actors.rows.text import Tokenizer
     from draftmill.decoders.base import ModelInfo
@@ -100,7 +101,7 @@ class Backend:
         """What the job asks of the cluster's autoscaler; None if there is none."""
         return None
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         """A pool that has no workers yet; the backend must be open."""
         raise NotImplementedError
 
@@ -119,6 +120,7 @@ class LocalBackend(Backend):
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._model_cache: ModelCache | None = None
+        self._meters: Meters | None = None
 
     def check(self, spec: JobSpec) -> None:
         if len(spec.shapes) > 1:
@@ -142,19 +144,27 @@ class LocalBackend(Backend):
         resources = WorkerResources(1.0, 0.0, len(os.sched_getaffinity(0)), (), workers.max_rows, workers.max_tokens)
         return Allocation((resources,), (1,))
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         from draftmill.actors.loop.loading import ModelCache
         from draftmill.actors.loop.worker import LocalPool
 
+        (resources,) = allocation.kinds
+        if not isinstance(job, Job):
+            from draftmill.actors.measuring.measure import Meters, measure_runner
+
+            if self._meters is None or not self._keep:
+                self._meters = Meters()
+            return LocalPool(job, resources, build=partial(measure_runner, meters=self._meters))
         if self._keep and self._model_cache is None:
             self._model_cache = ModelCache()
-        return LocalPool(job, allocation.kinds[0], model_cache=self._model_cache)
+        return LocalPool(job, resources, model_cache=self._model_cache)
 
     def retire(self, pool: WorkerPool) -> None:
         pool.release()
 
     def end_spare(self) -> None:
         """See Backend; there are no processes, but networks in memory."""
+        self._meters = None
         if self._model_cache is not None:
             self._model_cache.clear()
 
@@ -169,7 +179,7 @@ class ReadingBackend(LocalBackend):
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
         return Allocation((WorkerResources(1.0, 0.0, 1),), (1,))
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         from draftmill.actors.loop.worker import LocalPool, reading_runner
 
         return LocalPool(
@@ -186,6 +196,7 @@ class RayBackend(Backend):
         self._start: _Start | None = None
         self._is_open = False
         self._spare: list[Spare] = []
+        self._spare_measure = False
 
     def check(self, spec: JobSpec) -> None:
         check_reachable(self.address)
@@ -253,16 +264,24 @@ class RayBackend(Backend):
             return None
         return Demand(lambda units: self._allocate(spec, possible, units=units), request_of_ray)
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         """See Backend. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
         from draftmill.actors.ray.pool import RayPool, end_workers
 
         if self._start is not None and (early := self._start.take_workers()):
-            self._spare = early
+            self._spare, self._spare_measure = early, False
+        measures = not isinstance(job, Job)
+        if measures != self._spare_measure:
+            self.end_spare()
+        self._spare_measure = measures
         places = {resources.place for resources in allocation.kinds}
         end_workers(actor for place, actor in self._spare if place not in places)
-        spare, self._spare = [one for one in self._spare if one[0] in places], []
-        return RayPool(job, allocation, early=spare)
+        spare, self._spare = [worker for worker in self._spare if worker[0] in places], []
+        if isinstance(job, Job):
+            return RayPool(job, allocation, early=spare)
+        from draftmill.actors.measuring.measure import MeasureWorker
+
+        return RayPool(job, allocation, worker_class=MeasureWorker, early=spare)
 
     def retire(self, pool: WorkerPool) -> None:
         if self._keep:

@@ -1,157 +1,85 @@
-"""Measures the units of a run that lack some of the wanted metrics, in this process or on Ray; resumable and exactly once.
+"""Measures the units of a run that lack some of the wanted metrics; resumable and exactly once.
 
-metrics, checked -> units without them -> sets recorded -> workers -> one file per unit and set
+metrics, checked -> units without them -> sets recorded -> scheduler, driver and workers of a run -> one file per unit and set
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import draftmill
-from draftmill.actors.job import WorkerResources
-from draftmill.actors.measuring.measure import MeasureJob, UnitMeasured, UnitMeasurer, UnitToMeasure
-from draftmill.actors.metrics.base import Stopping
+from draftmill.actors.job import Allocation
+from draftmill.actors.measuring.measure import MeasureJob, UnitToMeasure
 from draftmill.jobs.driving.backend import Backend
-from draftmill.jobs.driving.driver import CLOSING_S, POLL_S, StopFlag
+from draftmill.jobs.driving.driver import Driver, StopFlag
+from draftmill.jobs.driving.events import Level
 from draftmill.jobs.driving.progress import Display
-from draftmill.jobs.driving.totals import ratio
+from draftmill.jobs.driving.totals import Totals, ratio
 from draftmill.jobs.finished.metric_ready import Ready, check_columns
 from draftmill.jobs.finished.passes import Pass, finished
 from draftmill.jobs.formatting import counted, duration
-from draftmill.jobs.plan.worker_job import absolute
+from draftmill.jobs.plan.worker_job import absolute, limits_of
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.metric_files import MetricSet, measured_units, metric_sets, record_set
 from draftmill.storage.stores.interface import S3Options, Store
 
-
-@dataclass(slots=True)
-class SpareMeasurers:
-    """Workers that stay from one run to the next with the judges that they have loaded, so that a sweep loads a judge once."""
-
-    here: UnitMeasurer | None = None
-    actors: list[Any] = field(default_factory=list)
-    resources: WorkerResources | None = None
-
-    def take(self, resources: WorkerResources) -> list[Any]:
-        """The actors, which the caller owns from now on; those that have other resources are ended instead."""
-        if (self.resources is None) or (self.resources.cpus, self.resources.gpus) != (resources.cpus, resources.gpus):
-            self.end()
-        found, self.actors, self.resources = self.actors, [], resources
-        return found
-
-    def end(self) -> None:
-        """End the actors."""
-        if self.actors:
-            from draftmill.actors.ray.pool import end_workers
-
-            end_workers(self.actors)
-        self.actors = []
+MARGIN_S = 30.0
+"""Seconds beyond the time limit of a row after which a worker that can't interrupt its metric is killed."""
 
 
-@dataclass(slots=True)
-class _Measurement:
-    """Units to measure, the figures of what is done so far, and when to stop; `rows_before` were measured by earlier commands."""
+class MeasureDisplay(Display):
+    """Shows samples where a run shows tokens; of the events it shows the messages, as notes."""
 
-    job: MeasureJob
-    units: list[UnitToMeasure]
-    rows_before: int
-    display: Display
-    stop: StopFlag
-    grace_s: float
-    began_s: float = field(default_factory=time.monotonic)
-    done: int = 0
-    rows_done: int = 0
-    errors: int = 0
-    _until_s: float | None = None
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self.note = display.note  # type: ignore[method-assign]
 
-    def take(self, measured: Sequence[UnitMeasured]) -> None:
-        """Count measured units, and show how far the measurement is."""
-        self.done += len(measured)
-        self.rows_done += sum(unit.rows for unit in measured)
-        self.errors += sum(unit.errors for unit in measured)
-        rows = sum(unit.rows for unit in self.units)
-        done, total = self.rows_before + self.rows_done, self.rows_before + rows
-        rate, share = ratio(self.rows_done, time.monotonic() - self.began_s), ratio(done, total)
-        left = f"ETA {duration((rows - self.rows_done) / rate)}" if rate else "ETA -"
-        figures = f"{rate:,.1f} samples/s  {self.errors:,} errors  {left}"
-        self.display.line(share, f"measured {done:,}/{total:,} samples ({share:.0%})  {figures}")
+    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        if event == "quarantined":  # the rows of a unit are here the values to measure, see actors/measuring/measure.py
+            count = counted(facts["stop"] - facts["start"], "value")
+            message = f"unit {facts['unit']}: {count} can't be measured: {facts['error']}"
+        super().event(event, message, level=level, **facts)
 
-    def is_over(self) -> bool:
-        """Whether running units must be given up: once the flag is set, they may go on for the grace period."""
-        if self.stop.reason is None:
-            return False
-        if self._until_s is None:
-            run_on_s = max(0.0, self.grace_s - CLOSING_S)
-            self._until_s = time.monotonic() + run_on_s
-            self.display.note(f"{self.stop.reason}: finishing the running units, for at most {run_on_s:.0f} s")
-        return self.stop.urgent or time.monotonic() > self._until_s
-
-    def run_here(self, resources: WorkerResources, spare: SpareMeasurers) -> None:
-        """Measure in this process."""
-        before = spare.here
-        measurer = (
-            UnitMeasurer(self.job, resources.threads) if before is None else before.for_job(self.job, resources.threads)
-        )
-        spare.here = measurer
-        for unit in self.units:
-            if self.stop.reason is not None:
-                self.is_over()  # says that it stops
-                return
-            try:
-                self.take([measurer.measure(unit, self.is_over)])
-            except Stopping:
-                return
-
-    def run_on_ray(self, resources: WorkerResources, count: int, spare: SpareMeasurers) -> None:
-        """Measure on Ray; StoreError if a unit can't be measured, after all others."""
-        from draftmill.actors.measuring.measure_pool import MeasurePool
-
-        resources = replace(resources, threads=max(1, resources.threads))
-        pool = MeasurePool(self.job, resources, count, self.units, spare.take(resources))
-        pool.start()
-        try:
-            while pool.busy:
-                self.take(pool.poll(POLL_S))
-                if self.stop.reason is not None:
-                    pool.stop()
-                    if self.is_over():
-                        return
-            spare.actors = pool.release()
-        finally:
-            pool.close()
-        if pool.failed:
-            (pass_, unit), reason = min(pool.failed.items())
-            more = f" and {len(pool.failed) - 1} more" if len(pool.failed) > 1 else ""
-            raise StoreError(f"unit {unit} of pass {pass_}{more} can't be measured: {reason}; all others are measured")
+    def show(self, totals: Totals) -> None:
+        done, rows = totals.rows_done, totals.rows
+        share, rate = ratio(done, rows), ratio(done - totals.rows_before, totals.wall_s)
+        left = "-" if totals.eta_s is None else duration(totals.eta_s)
+        figures = f"{rate:,.1f} samples/s  {totals.committed.failed:,} errors  ETA {left}"
+        self._display.line(share, f"measured {done:,}/{rows:,} samples ({share:.0%})  {figures}")
 
 
-def units_to_measure(store: Store, passes: Sequence[Pass], ready: Ready) -> list[UnitToMeasure]:
-    """The units of all finished passes that lack some of the metrics, each with those that it lacks.
+def units_to_measure(store: Store, passes: Sequence[Pass], ready: Ready) -> dict[int, UnitToMeasure]:
+    """The units of all finished passes that lack some of the metrics, each with those that it lacks, by their numbers.
 
-    Reads listings and the descriptions of sets, no unit.
+    The units of the first pass have their own numbers, those of later passes the following ones. Reads listings and the
+    descriptions of sets, no unit.
     """
     sets = metric_sets(store)
     check_columns(ready, sets)
     measured = measured_units(store)
-    found = []
-    for one in finished(passes):
-        assert one.manifest is not None
-        folder = "" if one.number == 1 else f"passes/{one.number:04d}/"
-        for unit in one.manifest.units:
+    units: dict[int, UnitToMeasure] = {}
+    first = 0
+    for part in finished(passes):
+        assert part.manifest is not None
+        folder = "" if part.number == 1 else f"passes/{part.number:04d}/"
+        for unit in part.manifest.units:
             there = {
                 metric.identity
-                for name in measured.get((one.number, unit.unit), ())
+                for name in measured.get((part.number, unit.unit), ())
                 if name in sets
                 for metric in sets[name].metrics
             }
             lacking = tuple(n for n, metric in enumerate(ready.metrics) if metric.measured.identity not in there)
             if lacking:
-                found.append(UnitToMeasure(one.number, unit.unit, f"{folder}{unit.object}", unit.rows, lacking))
-    return found
+                place = UnitToMeasure(part.number, unit.unit, f"{folder}{unit.object}", unit.rows, lacking)
+                units[first + unit.unit] = place
+        first += part.plan.units
+    return units
 
 
 def measure_units(
@@ -161,56 +89,67 @@ def measure_units(
     ready: Ready,
     *,
     backend: Backend,
-    local: bool,
     display: Display,
     stop: StopFlag,
     grace_s: float,
     s3: S3Options,
-    spare: SpareMeasurers | None = None,
 ) -> bool:
     """Measure what is missing; returns whether all is measured, False if it was interrupted.
 
-    With `spare`, workers come from there and go back there; the caller ends them. The caller holds the run directory's
-    lease. Raises StoreError if a unit can't be measured, after all others.
+    A metric has `workers.stall_s` for a row. A row on which a metric takes longer, or ends its process again and again, gets the
+    reason as that metric's error. The caller holds the run directory's lease. Raises StoreError if the workers can't go on.
     """
     units = units_to_measure(store, passes, ready)
     if not units:
         return True
-    for lacking in dict.fromkeys(unit.metrics for unit in units):
-        record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
+    lacking = dict.fromkeys(unit.metrics for unit in units.values())
+    for indices in lacking:
+        record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in indices)))
+    limits = limits_of(spec)
     job = MeasureJob(
         store_url=absolute(store.url),
         s3=s3,
         fingerprint=passes[0].plan.fingerprint,
         code_version=draftmill.__version__,
         metrics=ready.metrics,
+        units=units,
+        row_s=limits.lease_s,
         reference=ready.reference,
         joiner=ready.joiner,
     )
-    rows = sum(unit.rows for unit in units)
-    before = sum(one.plan.rows for one in finished(passes)) - rows
-    measurement = _Measurement(job, units, before, display, stop, grace_s)
-    wanted = {index for unit in units for index in unit.metrics}
-    names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in sorted(wanted)))
+    rows, all_rows = sum(unit.rows for unit in units.values()), sum(part.plan.rows for part in finished(passes))
+    totals = Totals(units=len(units), rows=all_rows, rows_before=all_rows - rows)
+    indices = sorted({index for unit in units.values() for index in unit.metrics})
+    names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in indices))
     display.note(f"measuring {names}: {counted(len(units), 'unit')}, {rows:,} samples")
-    workers = spare or SpareMeasurers()
+    sizes = [
+        UnitSize(number, unit.rows * len(unit.metrics), unit.rows * len(unit.metrics)) for number, unit in units.items()
+    ]
     with backend.opened(display), stop.on_signals():
-        count, resources = _measurers(backend, spec, ready, len(units))
+        allocation = _allocate_measurers(backend, spec, ready, len(units))
+        pool = backend.pool(job, allocation)
+        scheduler = Scheduler(
+            sizes, workers=allocation.count, limits=replace(limits, lease_s=limits.lease_s + MARGIN_S)
+        )
+        is_done = False
         try:
-            if local:
-                measurement.run_here(resources, workers)
-            else:
-                measurement.run_on_ray(resources, count, workers)
+            finish = Driver(scheduler, pool, MeasureDisplay(display), totals, stop, grace_s).run()
+            is_done = finish.how == "done"
         finally:
-            if spare is None:  # a unit that failed leaves workers, too
-                workers.end()
-    return measurement.done == len(units)
+            if is_done:
+                backend.retire(pool)
+            else:
+                pool.close()
+    if finish.how in {"failed", "full"}:
+        raise StoreError(f"{finish.message}; run it again to resume")
+    return is_done
 
 
-def _measurers(backend: Backend, spec: JobSpec, ready: Ready, units: int) -> tuple[int, WorkerResources]:
+def _allocate_measurers(backend: Backend, spec: JobSpec, ready: Ready, units: int) -> Allocation:
     """As many workers as the run's own `workers` allow, of one kind; they get GPUs only if there is a judge."""
-    if any(metric.place is not None for metric in ready.metrics):
-        return backend.allocate(spec, units=units).largest
-    workers = spec.shapes[0].model_copy(update={"gpus": 0, "gpus_per_model": 1, "labels": {}})
-    bare = spec.model_copy(update={"workers": workers, "model": spec.model.model_copy(update={"device": "cpu"})})
-    return backend.allocate(bare, units=units).largest
+    if not any(metric.place is not None for metric in ready.metrics):
+        workers = spec.shapes[0].model_copy(update={"gpus": 0, "gpus_per_model": 1, "labels": {}})
+        model = spec.model.model_copy(update={"device": "cpu"})
+        spec = spec.model_copy(update={"workers": workers, "model": model})
+    count, resources = backend.allocate(spec, units=units).largest
+    return Allocation((replace(resources, threads=max(1, resources.threads), processes=1),), (count,))

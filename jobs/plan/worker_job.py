@@ -10,6 +10,7 @@ from draftmill.actors.job import Job, ModelPlace
 from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings, SpeculativeSettings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.rows import InputFile
 
@@ -83,3 +84,9 @@ def where(path: str) -> str:
 def absolute(path: str) -> str:
     """A local path made absolute; URLs stay unchanged."""
     return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def limits_of(spec: JobSpec) -> Limits:
+    """The scheduler's limits, with the spec's settings."""
+    stall_s, start_s = (max(getattr(shape, key) for shape in spec.shapes) for key in ("stall_s", "start_s"))
+    return Limits(attempts=spec.errors.attempts, lease_s=stall_s, start_s=start_s)

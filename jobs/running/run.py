@@ -203,7 +203,6 @@ def _measure(
         passes,
         ready,
         backend=backend,
-        local=options.local,
         display=display,
         stop=stop,
         grace_s=options.grace_s,

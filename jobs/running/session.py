@@ -24,11 +24,10 @@ from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.worker_job import limits_of, make_job
 from draftmill.jobs.running.outcome import RunOutcome
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError, UserError
@@ -199,12 +198,6 @@ def _hopelessness(run: Run) -> Callable[[int], bool]:
 
 IDLE_S = 20.0
 """Seconds after which a worker for which no unit is left ends, where an autoscaler can take its node away."""
-
-
-def limits_of(spec: JobSpec) -> Limits:
-    """The scheduler's limits, with the spec's settings."""
-    stall_s, start_s = (max(getattr(shape, key) for shape in spec.shapes) for key in ("stall_s", "start_s"))
-    return Limits(attempts=spec.errors.attempts, lease_s=stall_s, start_s=start_s)
 
 
 def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:

@@ -35,7 +35,7 @@ from draftmill.jobs.exit_codes import (
     severest,
     too_many_failed,
 )
-from draftmill.jobs.finished.measure import SpareMeasurers, measure_units
+from draftmill.jobs.finished.measure import measure_units
 from draftmill.jobs.finished.passes import left_failed, passes_of, units_done
 from draftmill.jobs.finished.summary import figure_text, read_summary
 from draftmill.jobs.formatting import counted, rate_text, table_lines
@@ -184,7 +184,6 @@ def measure_cases(
     if not lacking:
         return
     backend.end_spare()
-    spare = SpareMeasurers()
     with backend.opened(display):
         for number, case in enumerate(lacking, start=1):
             if stops.reason is not None:
@@ -192,13 +191,11 @@ def measure_cases(
                 continue
             display.heading = f"metrics of case {number} of {len(lacking)}, {case.name}: "
             display.note(f"metrics of case {number} of {len(lacking)}: {case.name}")
-            measure_case(case, options, stops, display, backend, spare)
-        spare.end()
+            measure_case(case, options, stops, display, backend)
+        backend.end_spare()
 
 
-def measure_case(
-    case: SweepCase, options: RunOptions, stops: Stops, display: Display, backend: Backend, spare: SpareMeasurers
-) -> None:
+def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Display, backend: Backend) -> None:
     """Measure one case; a problem of this case alone does not end the sweep."""
     s3 = case.spec.s3.options()
     assert case.metrics is not None
@@ -209,12 +206,10 @@ def measure_case(
             passes_of(case.store, s3=s3),
             case.metrics,
             backend=backend,
-            local=options.local,
             display=display,
             stop=stop,
             grace_s=options.grace_s,
             s3=s3,
-            spare=spare,
         )
         if not is_done:
             case.code = INTERRUPTED
