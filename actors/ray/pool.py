@@ -76,8 +76,8 @@ class RayPool:
     def __init__(
         self, job: Any, allocation: Allocation, *, worker_class: type = DecodeWorker, early: Sequence[Spare] = ()
     ) -> None:
-        """`job` is what a `worker_class` begins: a Job, or a MeasureJob. `early` are workers that have no job, from `early_workers`
-        or from another pool's `release`; `start` uses those of the same place before it starts others.
+        """`job` is what a `worker_class` begins: a Job or a MeasureJob. `early` are workers that have no job, from
+        `early_workers` or from another pool's `release`; `start` uses those of the same place before it starts others.
         """
         self._members: dict[str, Member] = {}
         self._allocation = allocation

@@ -17,8 +17,7 @@ from draftmill.jobs.schedule.events import (
     WorkerDied,
     WorkerUp,
 )
-from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.schedule.speeds import Outlook, fitting_unit
+from draftmill.jobs.schedule.scheduler import Outlook, Scheduler, fitting_unit
 from draftmill.jobs.schedule.unit_leases import KNOWN_S
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes, Waiting
 
