@@ -31,6 +31,9 @@ from draftmill.storage.stores.parallel import side_by_side
 
 SURVEYED: pa.Schema = pa.schema([*ROW_SCHEMA, BEGINNING])
 
+HASH = pa.field("hash", pa.binary(16), nullable=False)
+"""A column that tasks add to SURVEYED: hashes of the ids, by which the planner finds one that occurs twice."""
+
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
 """A batch is measured when it reaches one of these limits; the second bounds memory when rows are long."""

@@ -27,8 +27,8 @@ from draftmill.jobs.driving.ray_session import (
     ray_is_ours_to_start,
     ray_session,
 )
+from draftmill.jobs.plan.plan import Survey, reading_of, survey
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.survey import Survey, reading_of, survey
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import KeptTypes
@@ -414,8 +414,7 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
     def surveyed(
         spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
     ) -> Iterator[pa.Table]:
-        from draftmill.actors.planning.survey_items import SurveyJob, packed
-        from draftmill.actors.planning.survey_pool import SurveyPool
+        from draftmill.actors.planning.survey_pool import SurveyJob, SurveyPool, packed
 
         job = SurveyJob(
             reading=reading_of(spec),

@@ -28,9 +28,8 @@ from draftmill.actors.rows.unit_io import guarded
 from draftmill.decoders.base import HOLE, Decoder, Request
 from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.plan import lacks_a_column, make_maker, no_column
+from draftmill.jobs.plan.plan import each_sample, lacks_a_column, make_maker, no_column, survey
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.survey import each_sample, survey
 from draftmill.jobs.plan.worker_job import decoder_of, place_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import RowError, UserError

@@ -9,6 +9,7 @@ bytes. Memory use does not grow with the input.
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 import draftmill
-from draftmill.actors.planning.survey_items import HASH
-from draftmill.actors.planning.surveying import SURVEYED
+from draftmill.actors.planning.surveying import BATCH_ROWS, HASH, SURVEYED, Piece, Reading, surveyed
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.text import Tokenizer
@@ -39,7 +40,6 @@ from draftmill.jobs.plan.fingerprint import (
 )
 from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
-from draftmill.jobs.plan.survey import Survey, each_sample, survey
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from draftmill.storage.errors import UserError, brief, listed
@@ -49,8 +49,60 @@ from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
-from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
+from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA, PlannedRow, PlanTable, parts_of
 from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store
+
+MOST_THREADS = 16
+"""Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
+
+
+Survey = Callable[[JobSpec, Maker, Sequence[InputFile], KeptTypes | None], Iterator[pa.Table]]
+"""A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/driving/backend.py), whose tables
+also have the column draftmill.actors.planning.surveying.HASH."""
+
+
+def survey(
+    spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
+) -> Iterator[pa.Table]:
+    """Yield tables of SURVEYED in input order, at most `input.limit` rows in total.
+
+    `kept` collects the types of the columns that are copied into the results.
+
+    Raises UserError if a whole file is missing or damaged.
+    """
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    pieces = [Piece(number, file) for number, file in enumerate(inputs)]
+    return surveyed(reading_of(spec), maker, pieces, kept, limit=spec.input.limit, threads=threads)
+
+
+def reading_of(spec: JobSpec) -> Reading:
+    """What a spec says about reading its inputs."""
+    return Reading(
+        task=spec.task,
+        columns=spec.input.columns,
+        chunk_chars=spec.input.chunk_chars,
+        seed=spec.seed,
+        s3=spec.s3.options(),
+        kept=tuple(spec.kept),
+    )
+
+
+def each_sample(table: pa.Table, count: int) -> Iterator[pa.Table]:
+    """Repeat each row of a survey's table once for every sample (`sampling.n`); the samples of a row stay together.
+
+    Yields small tables, since there may be thousands of samples.
+    """
+    if count == 1:
+        yield table
+        return
+    at = ROW_SCHEMA.get_field_index("sample")
+    at_once = max(1, BATCH_ROWS // count)
+    for start in range(0, table.num_rows, at_once):
+        rows = table.slice(start, at_once)
+        repeated = rows.take(pa.array(np.repeat(np.arange(rows.num_rows), count)))
+        numbers = pa.array(np.tile(np.arange(count, dtype=np.int32), rows.num_rows))
+        yield repeated.set_column(at, ROW_SCHEMA.field("sample"), numbers)
+
 
 LOOKED_AT: Final = 1000
 """Rows among which a message looks for a value of a column."""

@@ -32,8 +32,17 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
-from draftmill.jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
-from draftmill.jobs.plan.survey import Survey, survey
+from draftmill.jobs.plan.plan import (
+    Plan,
+    Sift,
+    Survey,
+    build_plan,
+    compare_inputs,
+    compare_plan,
+    compare_settings,
+    load_plan,
+    survey,
+)
 from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec

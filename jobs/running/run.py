@@ -30,8 +30,7 @@ from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.ray_session import RayDidNotStart
 from draftmill.jobs.driving.run_log import LoggedDisplay
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
-from draftmill.jobs.finished.measure import measure_units, units_to_measure
-from draftmill.jobs.finished.metric_ready import Ready, kept_in, ready_metrics
+from draftmill.jobs.finished.measure import Ready, kept_in, measure_units, ready_metrics, units_to_measure
 from draftmill.jobs.finished.passes import (
     PRUNED,
     Pass,
@@ -50,9 +49,17 @@ from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.runs import finished_below
-from draftmill.jobs.running.outcome import RunOutcome, report_outcome
+from draftmill.jobs.running.outcome import (
+    RunOutcome,
+    broken_off,
+    close,
+    judge,
+    print_metrics,
+    print_table,
+    report_outcome,
+    without_ray,
+)
 from draftmill.jobs.running.session import Run, RunOptions, decode
-from draftmill.jobs.running.verdict import broken_off, close, judge, print_metrics, print_table, without_ray
 from draftmill.jobs.spec.dated_path import base_of, has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden
 from draftmill.jobs.spec.places import check_places

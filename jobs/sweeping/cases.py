@@ -12,8 +12,7 @@ from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
-from draftmill.jobs.finished.measure import units_to_measure
-from draftmill.jobs.finished.metric_ready import Ready
+from draftmill.jobs.finished.measure import Ready, units_to_measure
 from draftmill.jobs.finished.passes import passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, load_plan

@@ -53,8 +53,8 @@ from draftmill.jobs.forecasting.trial import (
 from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
+from draftmill.jobs.running.outcome import told_full
 from draftmill.jobs.running.session import Run, RunOptions, decode
-from draftmill.jobs.running.verdict import told_full
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
 from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.storage.errors import StoreError, UserError

@@ -26,8 +26,7 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import guarded
 from draftmill.jobs import cli
 from draftmill.jobs.finished.passes import latest_rows, passes_of
-from draftmill.jobs.plan.plan import checked
-from draftmill.jobs.plan.survey import survey
+from draftmill.jobs.plan.plan import checked, survey
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec, load_spec
 from draftmill.storage.errors import RowError, UserError
