@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
 from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
-from draftmill.actors.planning.beginnings import grouped
+from draftmill.actors.planning.beginnings import group_texts
 from draftmill.actors.rows.samples import Meter, Sample, length_of
 from draftmill.decoders.base import HOLE, Decoder, Outcome
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, StoreFull, UserError
@@ -359,7 +359,7 @@ def in_order(samples: Sequence[Sample]) -> list[Sample]:
     by_text = sorted(range(len(ranked)), key=lambda number: begin[number].tobytes())
     shared = [common(begin[one], begin[other]) for one, other in pairwise(by_text)]
     length = np.array([len(tokens) for tokens in begin], dtype=np.int64)
-    found = grouped(np.array(by_text, np.int64), np.array(shared, np.int64), length, np.arange(len(ranked)))
+    found = group_texts(np.array(by_text, np.int64), np.array(shared, np.int64), length, np.arange(len(ranked)))
     return [ranked[number] for number in found.order.tolist()]
 
 

@@ -58,8 +58,8 @@ def beginnings(tokens: Sequence[NDArray[np.int32] | None]) -> pa.Array:
     return pa.Array.from_buffers(BEGINNING.type, len(tokens), [None, pa.py_buffer(ends), pa.py_buffer(hashes)])
 
 
-def grouped_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, large: int) -> Grouped:
-    """Order the rows of a column BEGINNING; `rank` is the place of each row if no rows begin alike, `large` as in `grouped`."""
+def group_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, large: int) -> Grouped:
+    """Order the rows of a column BEGINNING; `rank` is each row's place if no rows begin alike, `large` as in `group_texts`."""
     noted = column.combine_chunks()
     starts_bytes = np.frombuffer(noted.buffers()[1], dtype=np.int32, count=len(noted) + 1, offset=4 * noted.offset)
     starts = starts_bytes.astype(np.int64) // _HASH.itemsize
@@ -74,10 +74,10 @@ def grouped_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, la
         place += 1
         common[alike] = place
         alike = alike[shorter[alike] > place]
-    return grouped(by_text, common, length, rank, least=LEAST // STRIDE, large=large)
+    return group_texts(by_text, common, length, rank, least=LEAST // STRIDE, large=large)
 
 
-def grouped(
+def group_texts(
     by_text: NDArray[np.int64],
     common: NDArray[np.int64],
     length: NDArray[np.int64],

@@ -27,7 +27,7 @@ import ray
 from ray.exceptions import RayError
 
 from draftmill.actors.checkpoints.models import TOKENIZER_FILES
-from draftmill.actors.planning.surveying import HASH, SURVEYED, Piece, Reading, surveyed
+from draftmill.actors.planning.surveying import HASH, SURVEYED, Piece, Reading, survey_pieces
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import id_hashes
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
@@ -80,7 +80,7 @@ def maker_of(job: SurveyJob) -> Maker:
     return maker_for(
         job.reading.task,
         job.reading.columns,
-        unpacked(job.tokenizer),
+        unpack_tokenizer(job.tokenizer),
         job.info,
         decoder=job.decoder,
         sampling=job.sampling,
@@ -93,7 +93,7 @@ def items(reading: Reading, maker: Maker, pieces: Sequence[Piece], *, limit: int
     """Yield the rows of a chunk, at most `limit`. Raises UserError if a file is missing or damaged, after the items before."""
     kept = KeptTypes(reading.kept) if reading.kept else None
     held: list[pa.Table] = []
-    for table in surveyed(reading, maker, pieces, kept, limit=limit):
+    for table in survey_pieces(reading, maker, pieces, kept, limit=limit):
         held.append(table)
         if len(held) == ITEM_TABLES:
             yield _item(held, kept)
@@ -125,7 +125,7 @@ class TokenizerParcel:
     own: dict[str, bytes] | None
 
 
-def packed(folder: Path, setting: str) -> TokenizerParcel | None:
+def pack_tokenizer(folder: Path, setting: str) -> TokenizerParcel | None:
     """Pack the tokenizer of a model folder; `setting` is model.tokenizer. None if rows need no tokenizer."""
     if setting == "none":
         return None
@@ -134,7 +134,7 @@ def packed(folder: Path, setting: str) -> TokenizerParcel | None:
     return TokenizerParcel(_files(folder, names), own)
 
 
-def unpacked(parcel: TokenizerParcel | None) -> Tokenizer | None:
+def unpack_tokenizer(parcel: TokenizerParcel | None) -> Tokenizer | None:
     """Load the tokenizer from its files."""
     if parcel is None:
         return None
@@ -205,7 +205,7 @@ def chunks(
     held: list[Piece] = []
     size = row = 0
     broken = None
-    for piece, question, found in _asked(inputs, chunk_chars, s3, ask, ahead):
+    for piece, question, found in _ask_ahead(inputs, chunk_chars, s3, ask, ahead):
         is_full = size + (piece.file.size or CHUNK_BYTES) > CHUNK_BYTES or len(held) == MOST_FILES
         if held and (question is not None or is_full):
             yield _together(held, size)
@@ -242,7 +242,7 @@ def _cut(piece: Piece, question: Question, found: Answer, row: int) -> tuple[lis
 Asked = tuple[Piece, Question | None, Callable[[], Answer]]
 
 
-def _asked(
+def _ask_ahead(
     inputs: Sequence[InputFile], chunk_chars: int | None, s3: S3Options, ask: Ask, ahead: int
 ) -> Iterator[Asked]:
     """Yield each file, with a question for each part of a large one; questions are asked `ahead` of the caller."""
@@ -341,7 +341,7 @@ class SurveyPool:
         self._ref = ray.put(self.job)
         self._key = self._ref.hex()
         try:
-            for stream in self._started(inputs):
+            for stream in self._start_ahead(inputs):
                 begun, left = limit, limit
                 for item in self._items(stream, maker, begun):
                     if left is not None and item.table.num_rows >= left:
@@ -361,7 +361,7 @@ class SurveyPool:
         again = items(self.job.reading, maker, stream.chunk.pieces, limit=limit)
         return next(islice(again, stream.taken - 1, None))
 
-    def _started(self, inputs: Sequence[InputFile]) -> Iterator[Stream]:
+    def _start_ahead(self, inputs: Sequence[InputFile]) -> Iterator[Stream]:
         """The chunks in order, while the tasks of the next ones run."""
         reading = self.job.reading
         for chunk in chunks(inputs, reading.chunk_chars, reading.s3, self._ask, ahead=2 * self.at_once):

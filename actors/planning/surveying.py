@@ -1,6 +1,6 @@
 """Reads rows of the inputs and measures their canvases, for the planner: in its own process, or in tasks on a cluster.
 
-    pieces of the inputs --batches--> batches of rows --measured--> tables of SURVEYED, in the same order
+    pieces of the inputs --batches--> batches of rows --sizes--> tables of SURVEYED, in the same order
 
 Rows that can't be read or tokenized are included, with the kind of their error. Knows no spec and no Ray.
 """
@@ -69,7 +69,7 @@ class Batch:
     chars: int = 0
 
 
-def surveyed(
+def survey_pieces(
     reading: Reading,
     maker: Maker,
     pieces: Sequence[Piece],
@@ -87,7 +87,7 @@ def surveyed(
     """
 
     def measure(batch: Batch) -> pa.Table:
-        return _measured(reading, maker, batch)
+        return _measure_batch(reading, maker, batch)
 
     found = batches(reading, pieces, kept, limit)
     if not threads:
@@ -139,8 +139,8 @@ def _chars(value: Any) -> int:
     return sum(map(_chars, value)) if value and isinstance(value[0], str | dict | list) else len(value)
 
 
-def _measured(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
-    named = [_named(reading, batch.piece.file, row) for row in batch.rows]
+def _measure_batch(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
+    named = [_name_row(reading, batch.piece.file, row) for row in batch.rows]
     good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
     sizes = iter(_sizes(maker, good))
     found = [next(sizes) if isinstance(key, int) else key for _, key in named]
@@ -166,7 +166,7 @@ def _size(maker: Maker, row: tuple[Values, int]) -> Size | RowError:
     return size
 
 
-def _named(reading: Reading, file: InputFile, row: Row) -> tuple[str, int | RowError]:
+def _name_row(reading: Reading, file: InputFile, row: Row) -> tuple[str, int | RowError]:
     """The row's id, and its key or its error."""
     name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
     if row.error is not None:

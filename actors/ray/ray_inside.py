@@ -57,7 +57,7 @@ def inside(what: Inside) -> Any | None:
         return None
 
 
-def required(what: Inside) -> Any:
+def require(what: Inside) -> Any:
     """What has this name, for which there is nothing else; UserError where this version of Ray has nothing there."""
     try:
         return _look_up(what)

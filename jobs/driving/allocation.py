@@ -59,7 +59,7 @@ def _selects(rule: str, value: str | None) -> bool:
 MOST_SHOWN = 6
 
 
-def _shown(nodes: Iterable[NodeRoom]) -> str:
+def _format_nodes(nodes: Iterable[NodeRoom]) -> str:
     """Nodes in messages, equal ones together: `2 x (4 CPUs, 1 GPU), (8 CPUs)`."""
     kinds = Counter(node.shown for node in nodes).most_common()
     parts = [f"{count} x {kind}" if count > 1 else kind for kind, count in kinds[:MOST_SHOWN]]
@@ -98,7 +98,7 @@ def allocate(
     for index in sorted(range(len(shapes)), key=lambda i: shapes[i].count == "auto"):
         count = shapes[index].count
         most = min(units if count == "auto" else count, units - sum(counts))
-        used[index] = _placed(kinds[index], free, max(most, 0 if sum(counts) else 1))
+        used[index] = _take_room(kinds[index], free, max(most, 0 if sum(counts) else 1))
         counts[index] = len(used[index])
     if not sum(counts):
         reasons = [f"{_field(i, listed=True)}: {_reason(resources, nodes)}" for i, resources in enumerate(kinds)]
@@ -124,7 +124,7 @@ def _reason(resources: WorkerResources, nodes: Sequence[NodeRoom]) -> str:
     labels = "".join(f", {key}: {value}" for key, value in resources.labels)
     gpus = f"{resources.gpus:g} GPU{'s' * (resources.gpus > 1)} and " if resources.gpus else ""
     cpus = f"{resources.cpus:g} CPU{'s' * (resources.cpus > 1)}"
-    return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {_shown(nodes)}"
+    return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {_format_nodes(nodes)}"
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class _Free:
         return max(1, int(self.node.cpus) // max(1, self.workers))
 
 
-def _placed(resources: WorkerResources, free: Sequence[_Free], most: int) -> list[_Free]:
+def _take_room(resources: WorkerResources, free: Sequence[_Free], most: int) -> list[_Free]:
     """Take room for at most so many workers, node by node; returns the node of each."""
     nodes: list[_Free] = []
     for node in free:

@@ -411,10 +411,10 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
     CPUs.
     """
 
-    def surveyed(
+    def survey_on_cluster(
         spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
     ) -> Iterator[pa.Table]:
-        from draftmill.actors.planning.survey_pool import SurveyJob, SurveyPool, packed
+        from draftmill.actors.planning.survey_pool import SurveyJob, SurveyPool, pack_tokenizer
 
         job = SurveyJob(
             reading=reading_of(spec),
@@ -423,13 +423,13 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
             sampling=spec.sampling,
             ends=tuple(prepared.hashes.ends),
             truncate=spec.input.truncate,
-            tokenizer=packed(prepared.folder, spec.model.tokenizer),
+            tokenizer=pack_tokenizer(prepared.folder, spec.model.tokenizer),
         )
         at_once = min(MOST_TASKS, num_cpus if is_ours else 2 * num_cpus)
         pool = SurveyPool(job, cpus=0 if is_ours else 1, at_once=at_once, note=note)
         return pool.tables(maker, inputs, kept, spec.input.limit)
 
-    return surveyed
+    return survey_on_cluster
 
 
 def backend_of(*, address: str | None, local: bool, keep: bool = False) -> Backend:

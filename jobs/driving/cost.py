@@ -171,14 +171,14 @@ def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
 def hours_text(seconds: float) -> str:
     """Device time in hours, below an hour in seconds, with three significant digits."""
     if seconds < HOUR_S:
-        return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_rounded(seconds)} s"
-    return f"{_rounded(seconds / HOUR_S)} h"
+        return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds / HOUR_S)} h"
 
 
 def money_text(amount: float) -> str:
     """An amount, with two decimals, and three significant digits below one."""
-    return f"{amount:,.2f}" if amount >= 1 or amount == 0 else _rounded(amount)
+    return f"{amount:,.2f}" if amount >= 1 or amount == 0 else _three_digits(amount)
 
 
-def _rounded(value: float) -> str:
+def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -216,11 +216,11 @@ class Driver:
             self.display.show(self.totals)
             self.watchers.each(lambda watcher: watcher.look(self.totals, self.scheduler))
             if self.scheduler.finished is not None:
-                return self._judged(self.scheduler.finished)
+                return self._mark_hopeless(self.scheduler.finished)
             if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
-                return self._judged(Finish("drained", "the grace period is over"))
+                return self._mark_hopeless(Finish("drained", "the grace period is over"))
 
-    def _judged(self, finish: Finish) -> Finish:
+    def _mark_hopeless(self, finish: Finish) -> Finish:
         """Report a job that was drained because too many samples failed as hopeless, not as drained."""
         is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
         return Finish("hopeless", TOO_MANY) if is_hopeless else finish

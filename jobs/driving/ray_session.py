@@ -33,7 +33,7 @@ from draftmill.actors.ray.ray_inside import (
     NUM_CPUS,
     authentication_error,
     inside,
-    required,
+    require,
     silence_workers,
 )
 from draftmill.jobs.driving.allocation import NodeRoom
@@ -238,8 +238,8 @@ def _init(**options: Any) -> None:
 
 def local_nodes() -> list[NodeRoom]:
     """The one node that a Ray of our own would have on this machine."""
-    cpus = int(required(NUM_CPUS)())
-    manager = required(ACCELERATORS)("GPU")
+    cpus = int(require(NUM_CPUS)())
+    manager = require(ACCELERATORS)("GPU")
     if manager is None:
         return [NodeRoom(cpus, 0)]
     num_gpus = manager.get_current_node_num_accelerators()

@@ -79,7 +79,7 @@ def ready_metrics(
     )
     if problem is not None:
         raise UserError(problem[1], field=problem[0])
-    checked = {index: _checked(metric, fields[index], spec, s3) for index, metric in enumerate(metrics)}
+    checked = {index: _check_metric(metric, fields[index], spec, s3) for index, metric in enumerate(metrics)}
     ready = []
     for index, part in expanded(metrics):
         extra, more = checked[index]
@@ -91,7 +91,7 @@ def ready_metrics(
     return Ready(tuple(ready), found, joiner)
 
 
-def kept_in(plan: Plan) -> tuple[str, ...]:
+def kept_columns(plan: Plan) -> tuple[str, ...]:
     """The columns of the inputs that the run's results hold."""
     return () if plan.keep is None else tuple(plan.keep.names)
 
@@ -116,7 +116,7 @@ def check_columns(ready: Ready, sets: Mapping[str, MetricSet]) -> None:
                 )
 
 
-def _checked(metric: Metric, field: str, spec: JobSpec, s3: S3Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def _check_metric(metric: Metric, field: str, spec: JobSpec, s3: S3Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """What else decides the metric's values (hashes), and the fields of its ReadyMetric; UserError if it can't be measured."""
     package = PACKAGES.get(metric.kind)
     if package is not None and importlib.util.find_spec(package) is None:

@@ -126,7 +126,7 @@ def finished(passes: Sequence[Pass]) -> list[Pass]:
     return [one for one in passes if one.manifest is not None]
 
 
-def left_failed(passes: Sequence[Pass]) -> int:
+def count_failed(passes: Sequence[Pass]) -> int:
     """The number of samples that are still failed: the failed samples of the last finished pass."""
     manifest = finished(passes)[-1].manifest
     assert manifest is not None
@@ -152,7 +152,7 @@ def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None)
     """
     wanted = None if columns is None else list(dict.fromkeys(["id", "sample", "status", *columns]))
     streams = [_rows_of(one, wanted) for one in finished(passes)]
-    for table in reduce(_overlaid, streams):
+    for table in reduce(_overlay, streams):
         yield table if columns is None else table.select(list(columns))
 
 
@@ -162,17 +162,17 @@ def _rows_of(one: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         yield table.replace_schema_metadata(None)
 
 
-def _overlaid(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _overlay(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The rows of `before`, with the failed ones replaced by the rows of `after`, in order."""
     later = PassRows(after)
     for table in before:
         places = np.flatnonzero(pc.equal(table["status"], "failed").to_numpy())
-        yield _replaced(table, places, later.take(len(places))) if len(places) else table
+        yield _replace_rows(table, places, later.take(len(places))) if len(places) else table
     if later.take(1) is not None:
         raise StoreError("a later pass has rows that did not fail in the pass before it; `draftmill verify` says more")
 
 
-def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
+def _replace_rows(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
     if fresh is None or names_of(fresh) != names_of(table.take(places)):
         raise StoreError(
             "the rows of a later pass differ from the failed rows of the one before; `draftmill verify` says more"

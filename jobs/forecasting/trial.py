@@ -131,12 +131,12 @@ def take_sample(prepared: Prepared) -> TrialSample:
     if lacks_a_column(Counter(table["error_kind"].to_pylist())):
         raise no_column(spec, inputs)
     exact = table.num_rows < limit or limit == spec.input.limit
-    total = table.num_rows if exact else estimated_rows(inputs, table)
+    total = table.num_rows if exact else estimate_rows(inputs, table)
     total = total if spec.input.limit is None else min(total, spec.input.limit)
     return TrialSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
 
 
-def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
+def estimate_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
     """Rows of all inputs: exact for Parquet files, else extrapolated from the sampled rows per byte; at least the sample's."""
     if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
         return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import draftmill
-from draftmill.actors.planning.surveying import BATCH_ROWS, HASH, SURVEYED, Piece, Reading, surveyed
+from draftmill.actors.planning.surveying import BATCH_ROWS, HASH, SURVEYED, Piece, Reading, survey_pieces
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.text import Tokenizer
@@ -72,7 +72,7 @@ def survey(
     """
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     pieces = [Piece(number, file) for number, file in enumerate(inputs)]
-    return surveyed(reading_of(spec), maker, pieces, kept, limit=spec.input.limit, threads=threads)
+    return survey_pieces(reading_of(spec), maker, pieces, kept, limit=spec.input.limit, threads=threads)
 
 
 def reading_of(spec: JobSpec) -> Reading:

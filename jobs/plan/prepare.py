@@ -96,7 +96,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
     if plan is not None:
         if spec.input.since is not None:
-            inputs = planned_ones(inputs, plan.files)
+            inputs = planned_files(inputs, plan.files)
         inputs = recognised(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
     if plan is None and sees_date(spec, tokenizer, inputs):
@@ -149,7 +149,7 @@ def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
         return False
 
 
-def planned_ones(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:
+def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:
     """The inputs that a plan has, under its names and in its order; a later run takes the others. Missing ones are left out."""
     by_uri, by_name = {file.uri: file for file in inputs}, {file.name: file for file in inputs}
     found = ((file.name, by_uri.get(file.uri) or by_name.get(file.name)) for file in planned)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.exit_codes import hopeless, too_many_failed
-from draftmill.jobs.finished.passes import PRUNED, is_unplanned, left_failed, passes_of, units_done
+from draftmill.jobs.finished.passes import PRUNED, count_failed, is_unplanned, passes_of, units_done
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of, read_date, written
 from draftmill.storage.errors import DamagedRun
@@ -137,7 +137,7 @@ def failed_samples(run: FoundRun, *, s3: S3Options | None = None) -> int:
     """How many samples of a finished run are still failed."""
     if PRUNED in run.level.files:
         return int(json.loads(run.store.get(PRUNED))["failed"])
-    return left_failed(passes_of(run.store, s3=s3))
+    return count_failed(passes_of(run.store, s3=s3))
 
 
 def _unfinished(run: FoundRun, plan: Plan, driver: str | None) -> State:

@@ -62,13 +62,13 @@ def dates_of(
         raise UserError("there is no run yet, so the first date is not known; allowed: a date", field="--from")
     start = floored(first, path) if first is not None else min(runs)
     end = following(floored(last, path), period_of(path)) if last is not None else floored(now, path)
-    wanted = _planned(start, end, period_of(path), every)
+    wanted = _planned_dates(start, end, period_of(path), every)
     if spec.input.since is not None:
         wanted = [date for date in runs if start <= date < end]
     return [Due(date, with_date(path, date), _state(spec, date, runs)) for date in sorted(wanted)]
 
 
-def _planned(start: datetime, end: datetime, period: str, every: int) -> list[datetime]:
+def _planned_dates(start: datetime, end: datetime, period: str, every: int) -> list[datetime]:
     dates = []
     for number, date in enumerate(_each(start, end, period)):
         if number % every == 0:

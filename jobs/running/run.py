@@ -30,13 +30,13 @@ from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.ray_session import RayDidNotStart
 from draftmill.jobs.driving.run_log import LoggedDisplay
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
-from draftmill.jobs.finished.measure import Ready, kept_in, measure_units, ready_metrics, units_to_measure
+from draftmill.jobs.finished.measure import Ready, kept_columns, measure_units, ready_metrics, units_to_measure
 from draftmill.jobs.finished.passes import (
     PRUNED,
     Pass,
+    count_failed,
     failed_rows,
     finished,
-    left_failed,
     pass_store,
     passes_of,
     require_plan,
@@ -51,12 +51,12 @@ from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.runs import finished_below
 from draftmill.jobs.running.outcome import (
     RunOutcome,
-    broken_off,
     close,
     judge,
     print_metrics,
     print_table,
     report_outcome,
+    report_unfinished,
     without_ray,
 )
 from draftmill.jobs.running.session import Run, RunOptions, decode
@@ -149,7 +149,7 @@ def _work(
     except RayDidNotStart as error:
         raise without_ray(error, store) from error
     if finish.how != "done":
-        return broken_off(store, plan, finish, conditional=conditional)
+        return report_unfinished(store, plan, finish, conditional=conditional)
     return close(spec, store) if is_measured else INTERRUPTED
 
 
@@ -170,7 +170,7 @@ def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
     if not spec.metrics:
         return None
     fields = [f"metrics.{index}" for index in range(len(spec.metrics))]
-    kept = spec.kept if plan is None else kept_in(plan)
+    kept = spec.kept if plan is None else kept_columns(plan)
     return ready_metrics(spec.metrics, fields, spec, kept, s3=spec.s3.options())
 
 
@@ -236,12 +236,12 @@ def measure(
     """Measure metrics, given as on the command line, on a finished run; returns the exit code."""
     store = open_store(run_dir, s3=s3)
     fields = [f"--metric {word}" for word in words]
-    metrics = [parsed(word, allow_code_execution=allow_code_execution) for word in words]
+    metrics = [parse_metric(word, allow_code_execution=allow_code_execution) for word in words]
     passes = passes_of(store, s3=s3)
     finished(passes)
     plan = passes[0].plan
     ready = ready_metrics(
-        metrics, fields, plan.spec, kept_in(plan), reference=reference, s3=s3 or plan.spec.s3.options()
+        metrics, fields, plan.spec, kept_columns(plan), reference=reference, s3=s3 or plan.spec.s3.options()
     )
     try:
         if not measure_run(store, plan.spec, ready, options, s3=s3):
@@ -253,7 +253,7 @@ def measure(
     return OK
 
 
-def parsed(word: str, *, allow_code_execution: bool) -> Metric:
+def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
     """A metric from the command line: a name, a Python file, or a mapping in YAML. UserError if it is none."""
     field = f"--metric {word}"
     value: Any = word
@@ -310,14 +310,14 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     stop = StopFlag()
     with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
         passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
-        plan = unfinished(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
+        plan = unfinished_plan(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
         if plan is None:
             print(f"{store.url}: no failed samples")
             return judge(spec, passes)
         inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
         finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, backend))
     if finish.how != "done":
-        return broken_off(plan.store, plan, finish, conditional=conditional)
+        return report_unfinished(plan.store, plan, finish, conditional=conditional)
     ready = ready_for(spec, plan)
     if ready is not None and not measure_run(store, spec, ready, options, s3=spec.s3.options()):
         return INTERRUPTED
@@ -338,14 +338,14 @@ def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | 
     return spec.model_copy(update={"output": spec.output.model_copy(update={"path": run_dir})})
 
 
-def unfinished(passes: Sequence[Pass]) -> Plan | None:
+def unfinished_plan(passes: Sequence[Pass]) -> Plan | None:
     """The plan of an interrupted pass; None if the last pass is finished."""
     return passes[-1].plan if passes[-1].manifest is None else None
 
 
 def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *, epoch: int) -> Plan | None:
     """Plan a pass over the failed rows of the last one, in their order; None if there are none."""
-    if not left_failed(passes):
+    if not count_failed(passes):
         return None
     first, last = passes[0].plan, passes[-1]
     store = pass_store(first.store, last.number + 1, s3)

@@ -22,7 +22,7 @@ from draftmill.jobs.finished.passes import (
     PRUNED,
     NoPlanYet,
     Pass,
-    left_failed,
+    count_failed,
     passes_of,
     require_plan,
     units_done,
@@ -61,7 +61,9 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
 def pass_line(one: Pass) -> str:
     """One line on the progress of a later pass."""
     if one.manifest is not None:
-        return f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {left_failed([one]):,} of them failed"
+        return (
+            f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {count_failed([one]):,} of them failed"
+        )
     done = len(units_done(one.store))
     return f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` resumes it"
 
@@ -70,7 +72,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     """The report, line by line."""
     if store.exists(PRUNED):
         yield "  state    finished; its results were deleted by `draftmill prune`"
-        yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_so_far(store)} failed"
+        yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_samples(store)} failed"
         return
     done = units_done(store)
     rows = sum(size.rows for size in plan.sizes() if size.unit in done)
@@ -79,7 +81,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     running = 0 if driver is None else min(plan.units - len(done), sessions.units_held)
     yield f"  state    {state_of(store, driver)}"
     yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
-    yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_so_far(store)} failed"
+    yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_samples(store)} failed"
     for text, count in sessions.started_on.items():
         yield f"  workers  {count:,} started on {text}"
     manifest = read_manifest(store)
@@ -112,7 +114,7 @@ def state_of(store: Store, driver: str | None) -> str:
     return f"running, driver {driver}" if driver else "not running; `draftmill run` resumes it"
 
 
-def failed_so_far(store: Store) -> int:
+def failed_samples(store: Store) -> int:
     """The number of failed samples, from the manifest or else from the recorded sessions."""
     manifest = read_manifest(store)
     return manifest.total("failed") if manifest else read_sessions(store).committed.failed
@@ -122,7 +124,7 @@ def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None
     """Print the runs below a folder; returns the exit code. UserError if nothing is there."""
     store = open_store(folder, s3=s3)
     found = [
-        promise.result() for _, promise in parallel_map(store, found_in(store, s3), lambda run: facts_of(run, s3=s3))
+        promise.result() for _, promise in parallel_map(store, find_runs(store, s3), lambda run: facts_of(run, s3=s3))
     ]
     if as_json:
         print(json.dumps([asdict(facts) for facts in found], indent=1))
@@ -131,7 +133,7 @@ def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None
     return OK
 
 
-def found_in(store: Store, s3: S3Options | None) -> list[FoundRun]:
+def find_runs(store: Store, s3: S3Options | None) -> list[FoundRun]:
     """The runs below a folder; UserError if nothing at all is there."""
     runs = runs_below(store, s3=s3)
     if not runs:

@@ -90,13 +90,13 @@ def check_cases(
             if case.spec is None:
                 assert case.error is not None
                 raise case.error
-            usable.append(_checked(case, case.spec, backend, display, loaders))
+            usable.append(_check_case(case, case.spec, backend, display, loaders))
         except UNUSABLE_ERRORS as error:
             problems[case.name] = str(error)
     return usable, problems
 
 
-def _checked(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
+def _check_case(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
     store = open_store(spec.output.path, s3=spec.s3.options())
     prepared = prepare(spec, store, display, loaders=loaders)
     finished = prepared.plan is not None and is_closed(store)
@@ -151,7 +151,7 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
         for case in (member for member in members if member.plan is None and member.is_ready):
             copies += donor is not None
             try:
-                case.plan = _planned(case, donor, backend, display)
+                case.plan = _plan_case(case, donor, backend, display)
             except LeaseHeld as error:
                 case.fail(INTERRUPTED, error)
             except UserError as error:
@@ -164,7 +164,7 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
             display.note(f"planned: {counted(copies, 'more case')} with the same rows: the plan was copied")
 
 
-def _planned(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
+def _plan_case(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
     with hold_lease(case.store, StopFlag().set) as lease:
         if donor is None or load_plan(case.store) is not None:
             survey = backend.survey(case.prepared, display)

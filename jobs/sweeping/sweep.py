@@ -37,7 +37,7 @@ from draftmill.jobs.exit_codes import (
     too_many_failed,
 )
 from draftmill.jobs.finished.measure import measure_units
-from draftmill.jobs.finished.passes import left_failed, passes_of, units_done
+from draftmill.jobs.finished.passes import count_failed, passes_of, units_done
 from draftmill.jobs.finished.summary import figure_text, read_summary
 from draftmill.jobs.forecasting.trial import (
     SAMPLE_ROWS,
@@ -53,7 +53,7 @@ from draftmill.jobs.forecasting.trial import (
 from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
-from draftmill.jobs.running.outcome import told_full
+from draftmill.jobs.running.outcome import full_disk_text
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
 from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
@@ -85,24 +85,24 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
 
     Raises UserError if the sweep file can't be used, or none of its cases can run; then nothing has been written.
     """
-    made = load_sweep(path, overrides)
+    spec = load_sweep(path, overrides)
     backend = backend_of(address=options.ray_address, local=options.local, keep=True)
     with make_display(quiet=options.quiet) as display:
-        cases, problems = check_cases(made.cases, backend, display)
-    say_problems(problems, len(made.cases))
+        cases, problems = check_cases(spec.cases, backend, display)
+    say_problems(problems, len(spec.cases))
     if any(case.spec.notify for case in cases):
         print("draftmill: a sweep sends no notices: `notify` is not used", file=sys.stderr)
     if dry_run:
-        for line in dry_run_lines(made, cases):
+        for line in dry_run_lines(spec, cases):
             print(line, flush=True)
         return UNUSABLE if problems else OK
-    store = open_store(made.path, s3=cases[0].spec.s3.options())
+    store = open_store(spec.path, s3=cases[0].spec.s3.options())
     ready = [case for case in cases if case.is_ready]
-    if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, made, cases):
-        run_cases(made, cases, store, backend, options)
+    if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, spec, cases):
+        run_cases(spec, cases, store, backend, options)
     else:
         print(f"{store.url} is already finished")
-    return closed(made, cases, problems)
+    return report_end(spec, cases, problems)
 
 
 def say_problems(problems: dict[str, str], count: int) -> None:
@@ -115,7 +115,7 @@ def say_problems(problems: dict[str, str], count: int) -> None:
     print(f"draftmill: {counted(len(problems), 'case')} of {count} can't run; the others do\n{lines}", file=sys.stderr)
 
 
-def run_cases(made: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
+def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
     """Plan and decode the cases that are not decoded yet, then measure what lacks metrics, under the sweep's lease."""
     stops = Stops()
     conditional = probe(store)
@@ -131,7 +131,7 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, backend: Backen
             plan_cases(cases, backend, display)
             late = {case.name: case.problem for case in ready if case.problem is not None and case.code == UNUSABLE}
             say_problems(late, len(cases))
-            write_record(store, made, cases)
+            write_record(store, spec, cases)
             for number, (case, loads) in enumerate(orderly(ready), start=len(cases) - len(ready) + 1):
                 if stops.reason is not None:
                     return
@@ -159,7 +159,7 @@ def decode_case(
 ) -> None:
     """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
     assert case.plan is not None
-    with blamed(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
+    with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
         failpoint("sweep.before_case")
         run = Run(
             case.spec,
@@ -177,11 +177,11 @@ def decode_case(
         finish = decode(run)
         match finish.how:
             case "done":
-                case.code = judged(case)
+                case.code = judge_case(case)
             case "hopeless":
                 case.fail(TOO_MANY_FAILED, f"{finish.message}; raise errors.max_rate or errors.max_count to continue")
             case "full":
-                case.fail(INTERRUPTED, told_full(finish))
+                case.fail(INTERRUPTED, full_disk_text(finish))
             case "failed":
                 case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
             case _:
@@ -211,7 +211,7 @@ def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Di
     """Measure one case; a problem of this case alone does not end the sweep."""
     s3 = case.spec.s3.options()
     assert case.metrics is not None
-    with blamed(case, stops, display) as stop, hold_lease(case.store, stop.set):
+    with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set):
         is_done = measure_units(
             case.store,
             case.spec,
@@ -228,7 +228,7 @@ def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Di
 
 
 @contextmanager
-def blamed(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag]:
+def blame_case(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag]:
     """A stop flag for the work on one case. Errors in the block fail this case alone; a signal in it stops the sweep."""
     stop = stops.current = StopFlag()
     try:
@@ -243,29 +243,29 @@ def blamed(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag
         stops.reason = stops.reason or stop.reason
 
 
-def judged(case: SweepCase) -> int:
+def judge_case(case: SweepCase) -> int:
     """The exit code of a finished case: 3 if too many of its samples are still failed, else 0."""
     passes = passes_of(case.store, s3=case.spec.s3.options())
-    hopeless = too_many_failed(left_failed(passes), passes[0].plan.rows, case.spec.errors)
+    hopeless = too_many_failed(count_failed(passes), passes[0].plan.rows, case.spec.errors)
     return TOO_MANY_FAILED if hopeless else OK
 
 
-def closed(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> int:
+def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> int:
     """Print how the sweep ended; returns its exit code."""
     for case in cases:
         if case.is_closed and case.code is None:
-            case.code = judged(case)
+            case.code = judge_case(case)
     codes = [UNUSABLE] * bool(problems) + [INTERRUPTED if case.code is None else case.code for case in cases]
     code = severest(codes)
     finished = [case for case in cases if case.problem is None and case.code in {OK, TOO_MANY_FAILED}]
-    for line in sweep_lines(made, cases, problems):
+    for line in sweep_lines(spec, cases, problems):
         print(line)
     for case in cases:
         if case.problem is not None:
             print(f"draftmill: {case.name}: {case.problem}", file=sys.stderr)
     if code == INTERRUPTED:
         print(
-            f"draftmill: interrupted with {len(finished)} of {len(made.cases)} cases finished; run it again to resume",
+            f"draftmill: interrupted with {len(finished)} of {len(spec.cases)} cases finished; run it again to resume",
             file=sys.stderr,
         )
     return code
@@ -274,29 +274,29 @@ def closed(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) ->
 # ---- sweep.json
 
 
-def record_of(made: Sweep, cases: Iterable[SweepCase]) -> bytes:
+def record_of(spec: Sweep, cases: Iterable[SweepCase]) -> bytes:
     """The content of sweep.json: one line per case that can run, in the order of the sweep file."""
     listed = [
         json.dumps({"name": case.name, "path": f"{CASES}/{case.name}", "changes": case.changes}) for case in cases
     ]
-    head = json.dumps({"format": FORMAT, "name": made.name})
+    head = json.dumps({"format": FORMAT, "name": spec.name})
     return (head[:-1] + ', "cases": [\n ' + ",\n ".join(listed) + "\n]}\n").encode()
 
 
-def is_recorded(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> bool:
+def is_recorded(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> bool:
     """Whether sweep.json says what the sweep file says."""
     try:
-        return store.get(RECORD) == record_of(made, cases)
+        return store.get(RECORD) == record_of(spec, cases)
     except NotFound:
         return False
 
 
-def write_record(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> None:
+def write_record(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> None:
     """Write sweep.json, if it does not say the same already. Cases that can't run are left out: a refused spec is not kept."""
     usable = [case for case in cases if case.plan is not None]
-    if not is_recorded(store, made, usable):
+    if not is_recorded(store, spec, usable):
         failpoint("sweep.before_record")
-        store.put(RECORD, record_of(made, usable))
+        store.put(RECORD, record_of(spec, usable))
 
 
 # ---- the table at the end
@@ -304,24 +304,24 @@ def write_record(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> None:
 COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
 
 
-def sweep_lines(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
+def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
     """The table, in the order of the sweep file, and the command that compares the finished cases."""
     by_name = {case.name: case for case in cases}
     means = {case.name: metric_means(case) for case in cases}
     metrics = list(dict.fromkeys(name for those in means.values() for name in those))
-    rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in made.cases]
+    rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in spec.cases]
     for row in rows:
         if means.get(row[0]) and len(row) == len(COLUMNS):
             row += [figure_text(means[row[0]].get(name)) for name in metrics]
     finished = [case for case in cases if read_manifest(case.store) is not None]
     lines = [
-        f"draftmill: {made.name}, {counted(len(made.cases), 'case')}",
+        f"draftmill: {spec.name}, {counted(len(spec.cases), 'case')}",
         *table_lines([[*COLUMNS, *metrics], *rows], right=True),
     ]
     if len(finished) > 1:
         endpoint = finished[0].spec.s3.endpoint
         more = "" if endpoint is None else f" --s3-endpoint {shlex.quote(endpoint)}"
-        lines.append(f"compare them: draftmill compare {shlex.quote(made.path)}{more}")
+        lines.append(f"compare them: draftmill compare {shlex.quote(spec.path)}{more}")
     return lines
 
 
@@ -346,7 +346,7 @@ def _row(case: SweepCase) -> list[str]:
         rate_text(rate) if rate else "-",
         f"{tally.nfe / tally.new_tokens:.3f}" if tally.new_tokens else "-",
         f"{tally.accepted / tally.proposed:.1%}" if tally.proposed else "-",
-        f"{left_failed(passes_of(case.store, s3=case.spec.s3.options())):,}",
+        f"{count_failed(passes_of(case.store, s3=case.spec.s3.options())):,}",
     ]
 
 
@@ -382,13 +382,13 @@ class Work:
     counted: bool
 
 
-def dry_run_lines(made: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
+def dry_run_lines(spec: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
     """The report, line by line, as it becomes known."""
     ready = in_order([case for case in cases if case.is_ready])
     loads = loads_of(ready)
     models = counted(sum("model" in names for names in loads), "model load")
-    yield f"sweep     {made.name}: {counted(len(made.cases), 'case')}, {models} on each worker"
-    yield f"output    {made.path}"
+    yield f"sweep     {spec.name}: {counted(len(spec.cases), 'case')}, {models} on each worker"
+    yield f"output    {spec.path}"
     for case in cases:
         state = ", finished already" if case.is_closed else ", planned already" if case.plan is not None else ""
         yield f"  {case.name}: {described(case.changes)}{state}"
@@ -456,20 +456,20 @@ def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
         sample = None
         for case in members:
             if case.plan is not None:
-                found[case.name] = _left(case, case.plan)
+                found[case.name] = _remaining_work(case, case.plan)
             else:
                 sample = sample or take_sample(case.prepared)
-                found[case.name] = _estimated(sample)
+                found[case.name] = _estimated_work(sample)
     return found
 
 
-def _left(case: SweepCase, plan: Plan) -> Work:
+def _remaining_work(case: SweepCase, plan: Plan) -> Work:
     done = units_done(case.store)
     rows = sum(size.rows for size in plan.sizes() if size.unit not in done)
     return Work(rows, plan.holes * ratio(rows, plan.rows), rows == plan.rows)
 
 
-def _estimated(sample: TrialSample) -> Work:
+def _estimated_work(sample: TrialSample) -> Work:
     masked = sample.masked()
     return Work(sample.total, float(masked.mean()) * sample.total, sample.exact)
 
@@ -479,8 +479,8 @@ def _trials(cases: Sequence[SweepCase], trial_s: float) -> list[Trial | str]:
     model_cache = ModelCache()
     canvases: dict[int, list[TrialRow]] = {}
     for group in plan_groups([case.prepared for case in cases]):
-        made = first_canvases(cases[group[0]].prepared, TRIAL_ROWS)
-        canvases |= dict.fromkeys(group, made)
+        rows = first_canvases(cases[group[0]].prepared, TRIAL_ROWS)
+        canvases |= dict.fromkeys(group, rows)
     return [_trial(case, canvases[number], trial_s, model_cache) for number, case in enumerate(cases)]
 
 

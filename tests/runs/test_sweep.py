@@ -167,13 +167,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     from draftmill.actors.planning import surveying
 
     counts: list[int] = []
-    original = surveying._measured
+    original = surveying._measure_batch
 
     def counting(reading: Any, maker: Any, batch: Any) -> Any:
         counts.append(len(batch.rows))
         return original(reading, maker, batch)
 
-    monkeypatch.setattr(surveying, "_measured", counting)
+    monkeypatch.setattr(surveying, "_measure_batch", counting)
     yield counts
 
 

@@ -19,7 +19,7 @@ from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.task import Complete
 from draftmill.decoders.base import HOLE, EngineStats, Request
 from draftmill.jobs.cli import main
-from draftmill.jobs.forecasting.trial import TRIAL_S, Trial, TrialRow, TrialSample, _decoded, estimated_rows, shortened
+from draftmill.jobs.forecasting.trial import TRIAL_S, Trial, TrialRow, TrialSample, _decoded, estimate_rows, shortened
 from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, trial_lines, validate
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.inputs.inputs import list_inputs
@@ -102,9 +102,9 @@ def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> 
     sample = table_of(
         0, rows=range(101), offsets=[13 * n for n in range(101)], ids=["x"] * 101, found=[Size(1, 1)] * 101
     )
-    assert estimated_rows(inputs, sample) == 1000
+    assert estimate_rows(inputs, sample) == 1000
     pq.write_table(pa.table({"text": ["a"] * 77}), tmp_path / "b.parquet")
-    assert estimated_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
+    assert estimate_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
 
 
 class Clock:
