@@ -241,14 +241,14 @@ def rows_of(table: pa.Table, reference: str | None, joiner: str | None) -> list[
     """The rows of a unit's results; None for a row that was not decoded."""
     kept = _kept(table)
     names, samples = _keys(table)
-    found: list[MeasuredRow | None] = []
+    rows: list[MeasuredRow | None] = []
     for index, result in enumerate(table.to_pylist()):
         if result["status"] != "ok":
-            found.append(None)
+            rows.append(None)
             continue
         values = kept[index] or {}
         result.pop(KEEP, None)
-        found.append(
+        rows.append(
             MeasuredRow(
                 id=names[index],
                 sample=samples[index] or 0,
@@ -259,7 +259,7 @@ def rows_of(table: pa.Table, reference: str | None, joiner: str | None) -> list[
                 result=result,
             )
         )
-    return found
+    return rows
 
 
 def references_of(value: Any, joiner: str | None) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ def references_of(value: Any, joiner: str | None) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, list | tuple):
-        texts = [_text(one) for one in value if one is not None]
+        texts = [_text(item) for item in value if item is not None]
         return tuple(texts) if joiner is None else (joiner.join(texts),)
     return (_text(value),)
 

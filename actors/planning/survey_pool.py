@@ -205,7 +205,7 @@ def chunks(
     held: list[Piece] = []
     size = row = 0
     broken = None
-    for piece, question, found in _ask_ahead(inputs, chunk_chars, s3, ask, ahead):
+    for piece, question, answered in _ask_ahead(inputs, chunk_chars, s3, ask, ahead):
         is_full = size + (piece.file.size or CHUNK_BYTES) > CHUNK_BYTES or len(held) == MOST_FILES
         if held and (question is not None or is_full):
             yield _together(held, size)
@@ -217,8 +217,8 @@ def chunks(
         row = 0 if question.start == 0 else row
         try:
             with about(FIELD):
-                cut, row = _cut(piece, question, found(), row) if broken != piece.number else ([], row)
-            yield from (Chunk((one,)) for one in cut)
+                cut, row = _cut(piece, question, answered(), row) if broken != piece.number else ([], row)
+            yield from (Chunk((piece_cut,)) for piece_cut in cut)
         except (StoreError, UserError) as error:
             broken = piece.number
             yield Chunk((), error=error)
@@ -230,11 +230,11 @@ def _together(held: list[Piece], size: int) -> Chunk:
     return Chunk(tuple(held), is_long=len(held) == 1 and size > 2 * CHUNK_BYTES)
 
 
-def _cut(piece: Piece, question: Question, found: Answer, row: int) -> tuple[list[Piece], int]:
+def _cut(piece: Piece, question: Question, reply: Answer, row: int) -> tuple[list[Piece], int]:
     """The pieces of what was asked about, and the number of the row that follows them."""
-    if isinstance(found, list):
-        return [Piece(piece.number, piece.file, part) for part in found], 0
-    offset, count = found
+    if isinstance(reply, list):
+        return [Piece(piece.number, piece.file, part) for part in reply], 0
+    offset, count = reply
     part = Slice(row, offset, question.stop)
     return ([Piece(piece.number, piece.file, part)] if count else []), row + count
 
@@ -388,14 +388,14 @@ class SurveyPool:
         if stream.chunk.error is not None:
             raise stream.chunk.error
         while stream.task is not None and not self._alone:
-            found = self._next(stream)
-            if found is None:
+            item = self._next(stream)
+            if item is None:
                 return
-            if isinstance(found, Broken):
+            if isinstance(item, Broken):
                 break
             stream.taken += 1
-            self.arrived(found)
-            yield found
+            self.arrived(item)
+            yield item
         is_odd = stream.task is not None and not self._alone
         for item in islice(items(self.job.reading, maker, stream.chunk.pieces, limit=limit), stream.taken, None):
             stream.taken += 1

@@ -89,11 +89,11 @@ def survey_pieces(
     def measure(batch: Batch) -> pa.Table:
         return _measure_batch(reading, maker, batch)
 
-    found = batches(reading, pieces, kept, limit)
+    pending = batches(reading, pieces, kept, limit)
     if not threads:
-        yield from map(measure, found)
+        yield from map(measure, pending)
         return
-    for _, table in side_by_side(found, measure, threads=threads, ahead=2 * threads):
+    for _, table in side_by_side(pending, measure, threads=threads, ahead=2 * threads):
         yield table.result()
 
 
@@ -143,21 +143,20 @@ def _measure_batch(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
     named = [_name_row(reading, batch.piece.file, row) for row in batch.rows]
     good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
     sizes = iter(_sizes(maker, good))
-    found = [next(sizes) if isinstance(key, int) else key for _, key in named]
     return table_of(
         batch.piece.number,
         rows=[row.row for row in batch.rows],
         offsets=[row.offset for row in batch.rows],
         ids=[name for name, _ in named],
-        found=found,
+        sizes=[next(sizes) if isinstance(key, int) else key for _, key in named],
     )
 
 
 def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | RowError]:
     """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
-    found = guarded(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
-    if not isinstance(found, RowError):
-        return found
+    sizes = guarded(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
+    if not isinstance(sizes, RowError):
+        return sizes
     return [guarded(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
 
 
@@ -185,22 +184,22 @@ def table_of(
     rows: Sequence[int],
     offsets: Sequence[int | None],
     ids: Sequence[str],
-    found: Sequence[Size | RowError],
+    sizes: Sequence[Size | RowError],
 ) -> pa.Table:
     """Return a table of SURVEYED for rows of one file."""
 
-    def sizes(get: Callable[[Size], int]) -> pa.Array:
-        return pa.array([get(size) if isinstance(size, Size) else 0 for size in found], pa.int32())
+    def column(get: Callable[[Size], int]) -> pa.Array:
+        return pa.array([get(size) if isinstance(size, Size) else 0 for size in sizes], pa.int32())
 
     columns = {
         "file": pa.array(np.full(len(rows), file, dtype=np.int32)),
         "row": pa.array(rows, pa.int64()),
         "offset": pa.array(offsets, pa.int64()),
         "id": pa.array(ids, pa.string()),
-        "length": sizes(lambda size: size.length),
-        "holes": sizes(lambda size: size.masked),
-        "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in found], pa.string()),
+        "length": column(lambda size: size.length),
+        "holes": column(lambda size: size.masked),
+        "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in sizes], pa.string()),
         "sample": pa.array(np.zeros(len(rows), dtype=np.int32)),
-        BEGINNING.name: beginnings([size.beginning if isinstance(size, Size) else None for size in found]),
+        BEGINNING.name: beginnings([size.beginning if isinstance(size, Size) else None for size in sizes]),
     }
     return pa.Table.from_arrays([columns[name] for name in SURVEYED.names], schema=SURVEYED)

@@ -67,8 +67,8 @@ def require(what: Inside) -> Any:
 
 def authentication_error() -> tuple[type[Exception], ...]:
     """What Ray raises for a refused token, to be caught; nothing where a version knows no tokens yet."""
-    found = getattr(import_module("ray.exceptions"), "AuthenticationError", None)
-    return () if found is None else (found,)
+    kind = getattr(import_module("ray.exceptions"), "AuthenticationError", None)
+    return () if kind is None else (kind,)
 
 
 def silence_workers() -> None:
@@ -78,10 +78,10 @@ def silence_workers() -> None:
 
 
 def _look_up(what: Inside) -> Any:
-    found: Any = import_module(what.module)
+    target: Any = import_module(what.module)
     for part in what.name.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _missing(what: Inside) -> str:

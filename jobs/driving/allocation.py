@@ -52,7 +52,7 @@ def _selects(rule: str, value: str | None) -> bool:
     if rule.startswith("!"):
         return not _selects(rule[1:], value)
     if rule.startswith("in("):
-        return value in [one.strip() for one in rule[3:-1].split(",")]
+        return value in [name.strip() for name in rule[3:-1].split(",")]
     return value == rule
 
 
@@ -110,11 +110,11 @@ def allocate(
     )
 
 
-def lacking(shapes: Sequence[WorkerShape], found: Allocation, nodes: Sequence[NodeRoom]) -> list[str]:
+def lacking(shapes: Sequence[WorkerShape], allocation: Allocation, nodes: Sequence[NodeRoom]) -> list[str]:
     """For each kind of which no worker fits on any node now: a note that says why."""
     return [
         f"{_field(index, listed=True)}: {_reason(resources, nodes)}; such workers start once a node joins that has room"
-        for index, (resources, count) in enumerate(zip(found.kinds, found.counts, strict=True))
+        for index, (resources, count) in enumerate(zip(allocation.kinds, allocation.counts, strict=True))
         if not count and len(shapes) > 1 and not any(_Free(node).fits(resources) for node in nodes)
     ]
 

@@ -93,7 +93,7 @@ class Backend:
         """How many workers of each kind fit, and the resources of each; UserError if none fits."""
         raise NotImplementedError
 
-    def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
+    def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
         """Notes about kinds of workers that fit nowhere now."""
         return []
 
@@ -219,8 +219,8 @@ class RayBackend(Backend):
                 yield
             return
         units = 1 + sum(file.size or 0 for file in prepared.inputs) // BYTES_PER_EARLY_WORKER
-        found = self._allocate(spec, local_nodes(), units=units)
-        self._start = _Start(display, prepared.info.family, spec.decoder.runs, found)
+        allocation = self._allocate(spec, local_nodes(), units=units)
+        self._start = _Start(display, prepared.info.family, spec.decoder.runs, allocation)
         self._is_open = True
         self._start.start()
         try:
@@ -239,10 +239,10 @@ class RayBackend(Backend):
                 finally:
                     self.end_spare()
             return
-        found = [_refusal(self._allocate, job.spec, local_nodes()) for job in jobs]
-        first = next((job for job, error in zip(jobs, found, strict=True) if error is None), None)
+        refusals = [_refusal(self._allocate, job.spec, local_nodes()) for job in jobs]
+        first = next((job for job, error in zip(jobs, refusals, strict=True) if error is None), None)
         with nullcontext() if first is None else self.opening(display, first):
-            yield found
+            yield refusals
 
     def survey(self, prepared: Prepared, display: Display) -> Survey:
         is_ours = self._start is not None
@@ -255,8 +255,8 @@ class RayBackend(Backend):
         self._wait()
         return self._allocate_now(spec, units=units)
 
-    def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
-        return lacking(spec.shapes, found, cluster_nodes())
+    def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
+        return lacking(spec.shapes, allocation, cluster_nodes())
 
     def demand(self, spec: JobSpec) -> Demand | None:
         possible = possible_nodes(spec.shapes, cluster_nodes())

@@ -134,11 +134,11 @@ def ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
 
 
-def add_effort(one: Effort, other: Effort) -> Effort:
+def add_effort(a: Effort, b: Effort) -> Effort:
     """Sum of two efforts, field by field."""
     names = [item.name for item in dataclasses.fields(EngineStats)]
-    engine = EngineStats(**{name: getattr(one.engine, name) + getattr(other.engine, name) for name in names})
-    return Effort(engine, one.wall_s + other.wall_s, one.tail_s + other.tail_s)
+    engine = EngineStats(**{name: getattr(a.engine, name) + getattr(b.engine, name) for name in names})
+    return Effort(engine, a.wall_s + b.wall_s, a.tail_s + b.tail_s)
 
 
 def efficiency(effort: Effort) -> dict[str, float]:

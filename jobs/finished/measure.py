@@ -68,12 +68,12 @@ def ready_metrics(
         raise UserError(
             f"the results keep no column {reference!r}; columns in the results: {there}", field="--reference"
         )
-    found, joiner = reference_of(columns, task, kept, reference)
+    column, joiner = reference_of(columns, task, kept, reference)
     problem = metric_problem(
         metrics,
         fields,
         kept=kept,
-        has_reference=found is not None,
+        has_reference=column is not None,
         has_tokenizer=spec.model.tokenizer != "none",
         samples=spec.sampling.n,
     )
@@ -85,10 +85,10 @@ def ready_metrics(
         extra, more = checked[index]
         settings = part.model_dump(mode="json", exclude=set(part.changes_nothing)) | extra
         if needs_reference(part):
-            settings["reference"] = [found, joiner]
+            settings["reference"] = [column, joiner]
         measured = MeasuredMetric(settings, part.columns(), part.estimates())
         ready.append(ReadyMetric(part, measured, fields[index], **more))
-    return Ready(tuple(ready), found, joiner)
+    return Ready(tuple(ready), column, joiner)
 
 
 def kept_columns(plan: Plan) -> tuple[str, ...]:
@@ -98,7 +98,9 @@ def kept_columns(plan: Plan) -> tuple[str, ...]:
 
 def check_columns(ready: Ready, sets: Mapping[str, MetricSet]) -> None:
     """Raise UserError if the run has a metric of the same column that was measured with other settings."""
-    there = {column: metric for found in sets.values() for metric in found.metrics for column in metric.columns}
+    there = {
+        column: metric for metric_set in sets.values() for metric in metric_set.metrics for column in metric.columns
+    }
     for metric in ready.metrics:
         for column in metric.measured.columns:
             earlier = there.get(column)
@@ -148,8 +150,8 @@ def _judge(metric: Judge, field: str, s3: S3Options) -> tuple[dict[str, Any], di
     try:
         info = inspect_model(folder)
     except ValueError as error:
-        found = user_error(error, place)
-        raise UserError(found.message, field=place) from None
+        unusable = user_error(error, place)
+        raise UserError(unusable.message, field=place) from None
     if info.kind != "causal":
         raise UserError(f"{metric.model} is of family {info.family!r}; allowed: causal models", field=place)
     if not has_tokenizer(folder):
@@ -164,8 +166,8 @@ def _judge(metric: Judge, field: str, s3: S3Options) -> tuple[dict[str, Any], di
 def _programs(metric: PassAtK, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     from draftmill.actors.sandbox.sandbox import find_sandbox
 
-    found = find_sandbox(metric.sandbox, field=f"{field}.sandbox")
-    return {}, {"sandbox": found.kind, "samples": spec.sampling.n}
+    sandbox = find_sandbox(metric.sandbox, field=f"{field}.sandbox")
+    return {}, {"sandbox": sandbox.kind, "samples": spec.sampling.n}
 
 
 MARGIN_S = 30.0

@@ -197,7 +197,9 @@ def metric_lines(store: Store, rows: int) -> list[str]:
     table = read_metrics(store)
     if table is None:
         return []
-    estimated = {name for found in metric_sets(store).values() for one in found.metrics for name in one.estimates}
+    estimated = {
+        name for metric_set in metric_sets(store).values() for metric in metric_set.metrics for name in metric.estimates
+    }
     shown = [
         _of_rows(table, name) if name in estimated else _of_samples(table[name], name, rows)
         for name in table.column_names
@@ -267,6 +269,6 @@ def _error_lines(store: Store) -> Sequence[str]:
     if not total:
         return []
     lines = [f"  {counted(total, 'error')}, each of one sample and metric:"]
-    for one in examples:
-        lines.append(f"    {_brief(f'{one.metric}: {one.id}: {one.message}', ERROR_CHARS)}")
+    for error in examples:
+        lines.append(f"    {_brief(f'{error.metric}: {error.id}: {error.message}', ERROR_CHARS)}")
     return lines

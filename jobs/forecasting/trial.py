@@ -158,7 +158,7 @@ def maker_of(prepared: Prepared) -> Maker:
 def first_canvases(prepared: Prepared, count: int) -> list[TrialRow]:
     """The first rows that have a canvas."""
     tried = islice(_canvases(prepared), SAMPLE_ROWS)
-    return list(islice((made for made in tried if isinstance(made, TrialRow)), count))
+    return list(islice((row for row in tried if isinstance(row, TrialRow)), count))
 
 
 def _canvases(prepared: Prepared) -> Iterator[TrialRow | RowError]:
@@ -188,7 +188,7 @@ def try_out(
     """
     _use_threads(prepared.info.num_parameters)
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
-    cut = sorted((shortened(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
+    cut = sorted((cut_row(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
     first = int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters)))
     at_once = _rows_at_once(prepared.spec, [len(row.canvas.tokens) for row in cut], first)
     try:
@@ -244,7 +244,7 @@ def _decoded(decoder: Decoder, rows: Sequence[TrialRow], budget: int, trial_s: f
     return to_generate, to_generate * token_s + len(rows) * prompt_s
 
 
-def shortened(row: TrialRow, most: int) -> TrialRow:
+def cut_row(row: TrialRow, most: int) -> TrialRow:
     """The row with its canvas cut to `most` tokens around the first one that is generated or scored."""
     canvas = row.canvas
     if len(canvas.tokens) <= most:

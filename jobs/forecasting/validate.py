@@ -78,10 +78,10 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[s
         yield "canvas    none: every sampled row fails"
         return
     canvas = canvases[0].canvas
-    todo = wanted(prepared.spec.task, canvas)
+    todo = work_text(prepared.spec.task, canvas)
     yield f"canvas    {printable(canvases[0].id)}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
     yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
-    if cut := [made.canvas.truncated for made in canvases if made.canvas.truncated]:
+    if cut := [row.canvas.truncated for row in canvases if row.canvas.truncated]:
         yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
     if prepared.tokenizer is not None:
         shown = prompt_text(canvas, prepared.tokenizer)
@@ -91,7 +91,7 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[s
             yield "  | ..."
 
 
-def wanted(task: Task, canvas: Canvas) -> str:
+def work_text(task: Task, canvas: Canvas) -> str:
     """The decoder's work on the canvas, in words."""
     if canvas.scored is not None:
         return f"{canvas.size.masked} to score in {len(canvas.holes)} holes"
@@ -252,7 +252,9 @@ def earlier_run(prepared: Prepared, sample: TrialSample, path: str | None) -> Es
     results = results_key(prepared.spec, prepared.info, prepared.hashes, prepared.inputs)
     tokens = round(float(sample.lengths().mean()) * sample.total)
     try:
-        finished = [one.run for one in runs_of(path, s3=prepared.spec.s3.options()) if one.run.success is not None]
+        finished = [
+            dated.run for dated in runs_of(path, s3=prepared.spec.s3.options()) if dated.run.success is not None
+        ]
         for run in reversed(finished[-NEWEST:]):
             plan = load_plan(run.store)
             if plan is not None and _without_files(plan.results) == _without_files(results):
@@ -347,6 +349,6 @@ def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
     spec, file = prepared.spec, prepared.inputs[row["file"]]
     columns = spec.input.columns.wanted(spec.task)
     place = [(row["row"], row["offset"])]
-    (found,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
-    made = guarded(partial(canvas_of, spec, maker_of(prepared), found, row["id"]), "tokenize", "tokenize_error")
-    return made.message if isinstance(made, RowError) else ""
+    (again,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+    outcome = guarded(partial(canvas_of, spec, maker_of(prepared), again, row["id"]), "tokenize", "tokenize_error")
+    return outcome.message if isinstance(outcome, RowError) else ""

@@ -62,13 +62,8 @@ def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence
     return key | {"schema_version": SCHEMA_VERSION}
 
 
-def fingerprint(key: Mapping[str, Any]) -> str:
-    """SHA-256 of a results key, 64 hexadecimal digits."""
-    return digest(key)
-
-
 def digest(value: Any) -> str:
-    """SHA-256 of a plain value in canonical JSON."""
+    """SHA-256 of a plain value in canonical JSON, 64 hexadecimal digits; that of a results key is the job's fingerprint."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -92,7 +87,7 @@ LEFT_OUT: Final = {"sampling.n": 1}
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each dotted key whose value differs, as `decoder.k was 5, is 4`; sorted."""
     old, new = dict(_flat(before)), dict(_flat(now))
-    old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | one for one in (old, new))
+    old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | values for values in (old, new))
     return [
         f"{key} was {_shown(old, key)}, is {_shown(new, key)}"
         for key in sorted(old.keys() | new.keys())
@@ -112,15 +107,15 @@ def common(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
     """Describe each input that is new, missing or changed, as `a.jsonl (other content, 10 -> 12 bytes)`."""
     old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}
-    found = []
+    changes = []
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
-            found.append(f"{name} (missing)")
+            changes.append(f"{name} (missing)")
         elif name not in old:
-            found.append(f"{name} (new)")
+            changes.append(f"{name} (new)")
         elif old[name] != new[name]:
-            found.append(f"{name} ({_change(old[name], new[name])})")
-    return found
+            changes.append(f"{name} ({_change(old[name], new[name])})")
+    return changes
 
 
 def _change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -134,7 +129,7 @@ def _change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return ", ".join(differences(old, new))
 
 
-def shortened(items: Sequence[str]) -> str:
+def shorten(items: Sequence[str]) -> str:
     """The first SHOWN items, and the number of the others."""
     more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return "; ".join(items[:SHOWN]) + more

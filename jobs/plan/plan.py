@@ -34,9 +34,9 @@ from draftmill.jobs.plan.fingerprint import (
     changed_files,
     common,
     differences,
-    fingerprint,
+    digest,
     results_key,
-    shortened,
+    shorten,
 )
 from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
@@ -287,7 +287,7 @@ def store_plan(
     """Write `_plan.json` for parts that are in the store; `totals` and `parts` as the file lists them."""
     content = {
         "format": FORMAT,
-        "fingerprint": fingerprint(results),
+        "fingerprint": digest(results),
         "schema_version": SCHEMA_VERSION,
         "code_version": draftmill.__version__,
         "pass": pass_,
@@ -351,21 +351,21 @@ def compare_inputs(plan: Plan, inputs: Sequence[InputFile]) -> None:
     files = changed_files(plan.files, inputs)
     if files:
         raise UserError(
-            f"the inputs changed since {plan.store.url} was planned: {shortened(files)}; use another output.path",
+            f"the inputs changed since {plan.store.url} was planned: {shorten(files)}; use another output.path",
             field="input.path",
         )
 
 
 def _another_job(plan: Plan, changed: Sequence[str]) -> UserError:
     return UserError(
-        f"{plan.store.url} holds another job: {shortened(changed)}; use another directory, or the old settings",
+        f"{plan.store.url} holds another job: {shorten(changed)}; use another directory, or the old settings",
         field="output.path",
     )
 
 
 def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile]) -> None:
     """Raise UserError, naming the differences, unless `results` (results_key) equals the plan's."""
-    if fingerprint(results) == plan.fingerprint:
+    if digest(results) == plan.fingerprint:
         return
     compare_inputs(plan, inputs)
     raise _another_job(
@@ -472,12 +472,12 @@ def _text(content: dict[str, Any]) -> str:
     return f'{head[:-2]},\n "parts": [\n{parts}\n ]\n}}\n'
 
 
-def _compact(found: dict[str, Any]) -> dict[str, Any]:
+def _compact(content: dict[str, Any]) -> dict[str, Any]:
     """A part of `_plan.json` with its lists as arrays of 4 and 8 bytes a number: there may be millions of units."""
-    if found.keys() >= {"name", "first", "unit_rows", "unit_tokens"}:
+    if content.keys() >= {"name", "first", "unit_rows", "unit_tokens"}:
         kinds = {"unit_rows": "i", "unit_tokens": "q", "windows": "i"}
-        return found | {key: array(kind, found[key]) for key, kind in kinds.items() if key in found}
-    return found
+        return content | {key: array(kind, content[key]) for key, kind in kinds.items() if key in content}
+    return content
 
 
 def _plan_of(content: dict[str, Any], store: Store) -> Plan:

@@ -152,8 +152,8 @@ def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
 def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:
     """The inputs that a plan has, under its names and in its order; a later run takes the others. Missing ones are left out."""
     by_uri, by_name = {file.uri: file for file in inputs}, {file.name: file for file in inputs}
-    found = ((file.name, by_uri.get(file.uri) or by_name.get(file.name)) for file in planned)
-    return [replace(file, name=name) for name, file in found if file is not None]
+    files = ((file.name, by_uri.get(file.uri) or by_name.get(file.name)) for file in planned)
+    return [replace(file, name=name) for name, file in files if file is not None]
 
 
 def _hashed(folder: Path, display: Notes) -> str:
@@ -219,10 +219,12 @@ def check_task(task: Task, info: ModelInfo) -> None:
     """Raise UserError if no decoder for the model's family supports the task."""
     from draftmill.decoders.backbones.families.table import FAMILIES
 
-    kinds = {one.runs_on for one in DECODERS.values() if task.kind in one.tasks}
+    kinds = {decoder.runs_on for decoder in DECODERS.values() if task.kind in decoder.tasks}
     if info.kind not in kinds:
         families = sorted(name for name, family in FAMILIES.items() if family.kind in kinds)
-        tasks = dict.fromkeys(name for one in DECODERS.values() if one.runs_on == info.kind for name in one.tasks)
+        tasks = dict.fromkeys(
+            name for decoder in DECODERS.values() if decoder.runs_on == info.kind for name in decoder.tasks
+        )
         raise UserError(
             f"models of family {info.family!r} do not support {task.kind!r}; tasks they support: "
             f"{', '.join(tasks) or 'none yet'}; families that support it: {', '.join(families) or 'none'}",

@@ -21,7 +21,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
     `inputs` are the inputs as this session found them, whose content is the plan's: their location and date may have changed.
     """
     here = {file.name: file for file in inputs}
-    found = [here.get(file.name, file) for file in plan.files]
+    current = [here.get(file.name, file) for file in plan.files]
     return Job(
         store_url=absolute(spec.output.path),
         s3=spec.s3.options(),
@@ -40,7 +40,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
         task=plan.spec.task,  # with the plan's date
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
-        files=tuple(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, found, strict=True)),
+        files=tuple(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
         truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
     )

@@ -57,7 +57,7 @@ def dates_of(
     path = spec.output.path
     if not has_date(path):
         raise UserError(f"{path!r} has no date; allowed: base/{{date:%Y-%m-%d}}", field="output.path")
-    runs = {one.date: one for one in runs_of(path, s3=spec.s3.options())}
+    runs = {run.date: run for run in runs_of(path, s3=spec.s3.options())}
     if first is None and not runs:
         raise UserError("there is no run yet, so the first date is not known; allowed: a date", field="--from")
     start = floored(first, path) if first is not None else min(runs)
@@ -90,9 +90,9 @@ def _each(start: datetime, end: datetime, period: str) -> Iterator[datetime]:
 def _state(spec: JobSpec, date: datetime, runs: dict[datetime, DatedRun]) -> DateState:
     if date not in runs:
         return "missed"
-    found = facts_of(runs[date].run, s3=spec.s3.options()).state
-    may_be_done = found == "interrupted" and spec.input.since is not None
-    return "superseded" if may_be_done and _is_superseded(spec, runs[date]) else found
+    state = facts_of(runs[date].run, s3=spec.s3.options()).state
+    may_be_done = state == "interrupted" and spec.input.since is not None
+    return "superseded" if may_be_done and _is_superseded(spec, runs[date]) else state
 
 
 def _is_superseded(spec: JobSpec, run: DatedRun) -> bool:
@@ -113,9 +113,9 @@ def catchup(
     run: bool = False,
 ) -> int:
     """Print the dates and their states, and with `run` run those that are due; returns the exit code."""
-    found = dates_of(spec, datetime.now(UTC), first=first, last=last, every=every)
-    due = [one for one in found if one.is_due]
-    print("\n".join(_lines_of(spec, found, due)), flush=True)
+    dates = dates_of(spec, datetime.now(UTC), first=first, last=last, every=every)
+    due = [date for date in dates if date.is_due]
+    print("\n".join(_lines_of(spec, dates, due)), flush=True)
     if not run or not due:
         return OK
     with ExitStack() as stack:
@@ -125,10 +125,10 @@ def catchup(
         return _run_all(spec, options, due)
 
 
-def _lines_of(spec: JobSpec, found: Sequence[Due], due: Sequence[Due]) -> list[str]:
+def _lines_of(spec: JobSpec, dates: Sequence[Due], due: Sequence[Due]) -> list[str]:
     """A line for each date, and a summary."""
-    lines = [f"  {written(one.date).removesuffix('T00:00:00Z'):<20}  {one.state:<11}  {one.place}" for one in found]
-    head = f"{spec.output.path}: {counted(len(found), 'date')}, {len(due):,} to run"
+    lines = [f"  {written(date.date).removesuffix('T00:00:00Z'):<20}  {date.state:<11}  {date.place}" for date in dates]
+    head = f"{spec.output.path}: {counted(len(dates), 'date')}, {len(due):,} to run"
     if spec.input.since is not None:
         head += " (with input.since no date is missed: the next run takes all that is new)"
     return [head, *lines]
@@ -137,8 +137,8 @@ def _lines_of(spec: JobSpec, found: Sequence[Due], due: Sequence[Due]) -> list[s
 def _run_all(spec: JobSpec, options: RunOptions, due: Sequence[Due]) -> int:
     """Run the dates one after another; returns the severest code. An interruption ends it, an error of one date does not."""
     codes = []
-    for number, one in enumerate(due, start=1):
-        date = written(one.date)
+    for number, entry in enumerate(due, start=1):
+        date = written(entry.date)
         print(f"date {number} of {len(due)}: {date}", flush=True)
         codes.append(_run(with_logical_date(spec, date), options))
         if codes[-1] == INTERRUPTED:

@@ -216,7 +216,7 @@ def _measure(
         s3=s3 or S3Options(),
     )
     if not is_done:
-        units, left = sum(one.plan.units for one in finished(passes)), len(units_to_measure(store, passes, ready))
+        units, left = sum(part.plan.units for part in finished(passes)), len(units_to_measure(store, passes, ready))
         print(
             f"draftmill: interrupted with {units - left:,} of {units:,} units measured; run it again to resume",
             file=sys.stderr,

@@ -171,19 +171,19 @@ def _watchers_of(run: Run) -> list[Watcher]:
 
 def allocate_workers(run: Run, units: int) -> Allocation:
     """The workers that fit now, with no more threads than the model can use."""
-    found = run.backend.allocate(run.spec, units=units)
+    allocation = run.backend.allocate(run.spec, units=units)
     size = run.prepared.info.num_parameters
-    return replace(found, kinds=tuple(fitting_threads(resources, size) for resources in found.kinds))
+    return replace(allocation, kinds=tuple(fitting_threads(resources, size) for resources in allocation.kinds))
 
 
 def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
     """How many workers fit now, which the pool is told, too; 0 if the cluster has lost too many resources for even one."""
     try:
-        found = allocate_workers(run, units)
+        allocation = allocate_workers(run, units)
     except UserError:
         return 0
-    pool.resize(found)
-    return found.count
+    pool.resize(allocation)
+    return allocation.count
 
 
 def _hopelessness(run: Run) -> Callable[[int], bool]:

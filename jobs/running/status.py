@@ -50,22 +50,20 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
         return OK
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
     later = passes_of(store, s3=s3)[1:] if store.exists(SUCCESS) else []
-    lines += [pass_line(one) for one in later]
-    lines += cost_lines([store, *(one.store for one in later)], is_running=driver_of(store) is not None)
-    if found := metric_lines(store, plan.rows):
-        lines += ["  metrics", *(f"  {line}" for line in found)]
+    lines += [pass_line(part) for part in later]
+    lines += cost_lines([store, *(part.store for part in later)], is_running=driver_of(store) is not None)
+    if metrics := metric_lines(store, plan.rows):
+        lines += ["  metrics", *(f"  {line}" for line in metrics)]
     print("\n".join(lines))
     return OK
 
 
-def pass_line(one: Pass) -> str:
+def pass_line(part: Pass) -> str:
     """One line on the progress of a later pass."""
-    if one.manifest is not None:
-        return (
-            f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {count_failed([one]):,} of them failed"
-        )
-    done = len(units_done(one.store))
-    return f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` resumes it"
+    if part.manifest is not None:
+        return f"  pass {part.number}   finished: {part.plan.rows:,} samples again, {count_failed([part]):,} of them failed"
+    done = len(units_done(part.store))
+    return f"  pass {part.number}   {done:,} of {part.plan.units:,} units done; `draftmill rerun --failed` resumes it"
 
 
 def status_lines(store: Store, plan: Plan) -> Iterator[str]:
@@ -100,9 +98,9 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
 def cost_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
     """What the workers of all passes cost so far; of a running session it is known what is in progress."""
     sessions = [read_sessions(store) for store in stores]
-    sums = sum((one.devices for one in sessions), DeviceSums())
+    sums = sum((session.devices for session in sessions), DeviceSums())
     sums = replace(sums, unended=max(0.0, sums.unended - is_running))
-    tokens = sum(one.committed.new_tokens for one in sessions)
+    tokens = sum(session.committed.new_tokens for session in sessions)
     rows = cost_rows(sums, tokens, open_s=sessions[-1].open_s if is_running else 0.0)
     return [f"  {label:<13}{text}" for label, text in rows]
 
@@ -123,13 +121,13 @@ def failed_samples(store: Store) -> int:
 def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None) -> int:
     """Print the runs below a folder; returns the exit code. UserError if nothing is there."""
     store = open_store(folder, s3=s3)
-    found = [
+    runs = [
         promise.result() for _, promise in parallel_map(store, find_runs(store, s3), lambda run: facts_of(run, s3=s3))
     ]
     if as_json:
-        print(json.dumps([asdict(facts) for facts in found], indent=1))
+        print(json.dumps([asdict(facts) for facts in runs], indent=1))
     else:
-        print("\n".join([f"{store.url}: {counted(len(found), 'run')}", *lines_of(found)]))
+        print("\n".join([f"{store.url}: {counted(len(runs), 'run')}", *lines_of(runs)]))
     return OK
 
 
@@ -143,9 +141,9 @@ def find_runs(store: Store, s3: S3Options | None) -> list[FoundRun]:
     return runs
 
 
-def lines_of(found: Sequence[RunFacts]) -> list[str]:
+def lines_of(runs: Sequence[RunFacts]) -> list[str]:
     """A line for each run."""
-    return table_lines([[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in found])
+    return table_lines([[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in runs])
 
 
 def _date(facts: RunFacts) -> str:

@@ -154,7 +154,7 @@ class Scheduler:
         for name in self.state.out_of_time(self.now_s):
             self._let_go(name)
         if self.limits.idle_s < math.inf and not self.draining:
-            for name in self.state.unneeded(self.now_s, self.limits.idle_s):
+            for name in self.state.idle_workers(self.now_s, self.limits.idle_s):
                 if self.state.num_staying > self.remaining:
                     self._let_go(name)
         return True
@@ -374,7 +374,7 @@ class Scheduler:
         """
         ends = {number: end_s for worker in self.state.workers.values() for number, end_s in self._ends(view, worker)}
         holders = {lease.number: self.state.workers[lease.worker] for lease in self.state.slow()}
-        stays = {number: not (one.leaving or is_silent(one, self.now_s)) for number, one in holders.items()}
+        stays = {number: not (holder.leaving or is_silent(holder, self.now_s)) for number, holder in holders.items()}
         fast = deque(sorted(idle, key=lambda worker: (-view.speeds[worker.name], worker.name)))
         for number in sorted(stays, key=lambda number: (stays[number], -ends[number], -number)):
             lease = self.state.leases[number]

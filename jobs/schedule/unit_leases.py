@@ -326,17 +326,15 @@ class SchedulerState:
         """The leaving workers whose machines are about to go."""
         return sorted(worker.name for worker in self.workers.values() if worker.leave_by_s <= now_s)
 
-    def unneeded(self, now_s: float, idle_s: float) -> list[str]:
+    def idle_workers(self, now_s: float, idle_s: float) -> list[str]:
         """The workers that have been without a lease for `idle_s`, newest first; notes since when others are."""
         for worker in self.workers.values():
             if worker.leaving or worker.leases:
                 worker.idle_since_s = None
             elif worker.idle_since_s is None:
                 worker.idle_since_s = now_s
-        waited = [w for w in self.workers.values() if w.idle_since_s is not None and now_s - w.idle_since_s >= idle_s]
-        return [
-            worker.name for worker in sorted(waited, key=lambda one: (not one.up, one.hired_s, one.name), reverse=True)
-        ]
+        idle = [w for w in self.workers.values() if w.idle_since_s is not None and now_s - w.idle_since_s >= idle_s]
+        return [w.name for w in sorted(idle, key=lambda w: (not w.up, w.hired_s, w.name), reverse=True)]
 
     def staying(self) -> list[Worker]:
         """The workers that are up and stay."""

@@ -210,12 +210,12 @@ class Waiting:
 
     def _free(self, place: int) -> int:
         """The first place from here on that is not taken."""
-        found = place
-        while self._skip[found] != found:
-            found = self._skip[found]
-        while self._skip[place] != found:
-            self._skip[place], place = found, self._skip[place]
-        return found
+        free = place
+        while self._skip[free] != free:
+            free = self._skip[free]
+        while self._skip[place] != free:
+            self._skip[place], place = free, self._skip[place]
+        return free
 
     def _use(self, place: int) -> None:
         self._skip[place] = place + 1

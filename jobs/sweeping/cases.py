@@ -128,14 +128,14 @@ def _resources(case: SweepCase) -> Hashable:
 
 def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
     """The networks that a worker loads for each of the cases, one after another in this order."""
-    found: list[list[str]] = []
+    loads: list[list[str]] = []
     before: dict[str, Hashable] = {}
     resources: Hashable = None
     for case in cases:
-        wanted, keys = _resources(case), case.network_keys()
-        found.append([name for name in keys if wanted != resources or before.get(name) != keys[name]])
-        before, resources = keys, wanted
-    return found
+        needed, keys = _resources(case), case.network_keys()
+        loads.append([name for name in keys if needed != resources or before.get(name) != keys[name]])
+        before, resources = keys, needed
+    return loads
 
 
 def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -> None:
@@ -178,8 +178,8 @@ def problem_lines(problems: Mapping[str, str]) -> list[str]:
     for name, problem in problems.items():
         names.setdefault(problem, []).append(name)
     lines = []
-    for problem, those in names.items():
-        more = f" and {len(those) - SHOWN_NAMES:,} more" if len(those) > SHOWN_NAMES else ""
-        shown = ", ".join(those[:SHOWN_NAMES]) + more
+    for problem, named in names.items():
+        more = f" and {len(named) - SHOWN_NAMES:,} more" if len(named) > SHOWN_NAMES else ""
+        shown = ", ".join(named[:SHOWN_NAMES]) + more
         lines += [f"  {shown}: {problem.splitlines()[0]}", *(f"    {line}" for line in problem.splitlines()[1:])]
     return lines

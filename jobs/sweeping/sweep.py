@@ -308,7 +308,7 @@ def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str
     """The table, in the order of the sweep file, and the command that compares the finished cases."""
     by_name = {case.name: case for case in cases}
     means = {case.name: metric_means(case) for case in cases}
-    metrics = list(dict.fromkeys(name for those in means.values() for name in those))
+    metrics = list(dict.fromkeys(name for case_means in means.values() for name in case_means))
     rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in spec.cases]
     for row in rows:
         if means.get(row[0]) and len(row) == len(COLUMNS):
@@ -327,10 +327,10 @@ def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str
 
 def metric_means(case: SweepCase) -> dict[str, Any]:
     """The mean of every measured metric over the samples that have a value; None where none has."""
-    found = read_metrics(case.store) if case.metrics is not None else None
-    if found is None:
+    table = read_metrics(case.store) if case.metrics is not None else None
+    if table is None:
         return {}
-    return {name: pc.mean(found[name]).as_py() for name in found.column_names if name not in KEYS.names}
+    return {name: pc.mean(table[name]).as_py() for name in table.column_names if name not in KEYS.names}
 
 
 def _row(case: SweepCase) -> list[str]:
@@ -450,17 +450,17 @@ def _sources(works: Iterable[Work], trial_s: float) -> Iterator[str]:
 
 def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
     """What is left of each case, by name; the rows of cases that would share a plan are read once."""
-    found: dict[str, Work] = {}
+    works: dict[str, Work] = {}
     for group in plan_groups([case.prepared for case in cases]):
         members = [cases[number] for number in group]
         sample = None
         for case in members:
             if case.plan is not None:
-                found[case.name] = _remaining_work(case, case.plan)
+                works[case.name] = _remaining_work(case, case.plan)
             else:
                 sample = sample or take_sample(case.prepared)
-                found[case.name] = _estimated_work(sample)
-    return found
+                works[case.name] = _estimated_work(sample)
+    return works
 
 
 def _remaining_work(case: SweepCase, plan: Plan) -> Work:
