@@ -98,11 +98,11 @@ class DeviceTime:
             self._lives[worker].heard_s = self.clock()
         self._ended += DeviceSums(busy_s=busy_s)
 
-    def counted(self, spent_s: float) -> None:
+    def add_unit(self, spent_s: float) -> None:
         """A unit was committed for the first time; its worker spent `spent_s` on it."""
         self._ended += DeviceSums(counted_s=spent_s)
 
-    def gone(self, worker: str, *, lost: bool = False) -> None:
+    def end_worker(self, worker: str, *, lost: bool = False) -> None:
         """A worker has ended; `lost` if it died with units, so that what it did since its last report is lost."""
         life = self._lives.pop(worker, None)
         if life is not None:
@@ -112,7 +112,7 @@ class DeviceTime:
     def stop(self) -> None:
         """The session is over: all workers have ended."""
         for worker in list(self._lives):
-            self.gone(worker)
+            self.end_worker(worker)
 
     @property
     def sums(self) -> DeviceSums:

@@ -205,7 +205,7 @@ class Driver:
     def run(self) -> Finish:
         """Run until the scheduler finishes, or until the grace period after a stop request is over."""
         while True:
-            self._tell(Tick(self._watched()))
+            self._tell(Tick(self._advance_clock()))
             self._look_for_room()
             if self.stop.reason is not None and self._deadline_s is None:
                 self._drain(self.stop.reason)
@@ -225,7 +225,7 @@ class Driver:
         is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
         return Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
-    def _watched(self) -> float:
+    def _advance_clock(self) -> float:
         """Seconds in which workers could report. Excludes time in which the driver itself was suspended: their silence in
         that time is not their fault.
         """
@@ -288,7 +288,7 @@ class Driver:
         self._loading.discard(died.worker)
         self.totals.waiting.pop(died.worker, None)
         held = self.scheduler.state.workers.get(died.worker)
-        self.totals.devices.gone(died.worker, lost=held is not None and bool(held.leases))
+        self.totals.devices.end_worker(died.worker, lost=held is not None and bool(held.leases))
         if self.scheduler.finished is None:
             self.totals.worker_died()
             self.watchers.each(lambda watcher: watcher.died(died.worker))
@@ -308,7 +308,7 @@ class Driver:
             self._tell(ProbeDone(item.lease, item.unit))
         else:
             failpoint("driver.receipt")
-            self._committed(item, item.committed)
+            self._note_commit(item, item.committed)
             self._tell(UnitDone(item.lease, item.unit))
 
     def _trouble(self, failure: Failure) -> str | None:
@@ -323,12 +323,12 @@ class Driver:
         what = "stored" if failure.stage == "store" else "read"
         return f"unit {failure.unit} can't be {what}: {failure.error}; it is tried again"
 
-    def _committed(self, receipt: Receipt, committed: CommittedUnit) -> None:
+    def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
         if receipt.unit not in self.committed:
             self.committed.add(self.record(committed))
             self._told.clear()
-            self.totals.received(receipt)
-            self.totals.devices.counted(receipt.spent_s)
+            self.totals.add_receipt(receipt)
+            self.totals.devices.add_unit(receipt.spent_s)
             self.watchers.each(lambda watcher: watcher.committed(receipt))
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
@@ -352,7 +352,7 @@ class Driver:
                 self.pool.kill(worker)
                 self.totals.worker_died()
                 self.watchers.each(lambda watcher: watcher.died(worker))
-                self.totals.devices.gone(worker, lost=True)
+                self.totals.devices.end_worker(worker, lost=True)
                 message = f"worker {worker} killed: {reason}"
                 self.display.event("worker_killed", message, level="warning", worker=worker, reason=reason)
             case LetGo(worker, lost):
@@ -361,7 +361,7 @@ class Driver:
                 if worker not in self._loading:
                     self.totals.worker_left()
                 self._loading.discard(worker)
-                self.totals.devices.gone(worker, lost=lost)
+                self.totals.devices.end_worker(worker, lost=lost)
                 self.display.event("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)

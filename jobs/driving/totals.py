@@ -70,7 +70,7 @@ class Totals:
         self.decoded += report.decoded
         self.effort = add_effort(self.effort, report.effort)
 
-    def received(self, receipt: Receipt) -> None:
+    def add_receipt(self, receipt: Receipt) -> None:
         """Add a committed unit; call once per unit."""
         self.units_done += 1
         self.committed += receipt.tally

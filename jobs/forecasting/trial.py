@@ -197,7 +197,7 @@ def try_out(
         raise user_error(error, "model.path") from None
     room = fit(decoder, threads=_num_threads())
     try:
-        tokens, took_s = _decoded(decoder, cut, first, trial_s)
+        tokens, took_s = _measure_rate(decoder, cut, first, trial_s)
     except MemoryError as error:
         raise UserError(str(error), field="model.device") from None
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
@@ -213,7 +213,9 @@ def _rows_at_once(spec: JobSpec, lengths: Sequence[int], budget: int) -> int:
     return canvases if canvases == len(lengths) else max(1, min(canvases, budget // max(lengths)))
 
 
-def _decoded(decoder: Decoder, rows: Sequence[TrialRow], budget: int, trial_s: float = TRIAL_S) -> tuple[int, float]:
+def _measure_rate(
+    decoder: Decoder, rows: Sequence[TrialRow], budget: int, trial_s: float = TRIAL_S
+) -> tuple[int, float]:
     """Decode for about `trial_s`; returns tokens, and the seconds that they take in a job. No tokens if the trial can't tell.
 
     A job's rate is not that of the first steps, which run prompts for few samples. So the time of a token is that of steps with

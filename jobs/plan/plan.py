@@ -223,7 +223,7 @@ def build_plan(
     discard_parts(store, epoch)
     kept = KeptTypes(spec.kept) if spec.kept else None
     try:
-        for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
+        for table in check_survey(survey(spec, maker, inputs, kept), spec, inputs):
             for samples in each_sample(table if sift is None else sift(table), spec.sampling.n):
                 writer.add(samples)
             progress(table.num_rows)
@@ -373,7 +373,7 @@ def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile
     )
 
 
-def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
+def check_survey(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
     """Pass the survey's tables through; UserError for no rows, a duplicate id, or a column that no readable row has."""
     rows, kinds = 0, Counter[str | None]()
     with DuplicateFinder() as finder:

@@ -156,7 +156,7 @@ def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> 
     return [replace(file, name=name) for name, file in files if file is not None]
 
 
-def _hashed(folder: Path, display: Notes) -> str:
+def _hash_model(folder: Path, display: Notes) -> str:
     """Hash the model, and show the progress."""
     total = weight_bytes(folder)
     display.note(f"hashing the model: {size_text(total)}")
@@ -174,7 +174,7 @@ def _hashed(folder: Path, display: Notes) -> str:
 class Loaders:
     """How `prepare` gets what jobs may have in common; `remembering` gets each of these only once."""
 
-    weights: Callable[[Path, Notes], str] = _hashed
+    weights: Callable[[Path, Notes], str] = _hash_model
     tokenizer: Callable[..., Tokenizer | None] = load_tokenizer
     inputs: Callable[..., list[InputFile]] = list_inputs
     day: Callable[[JobSpec], date] = day_of
@@ -186,7 +186,7 @@ def remembering() -> Loaders:
 
     def weights(folder: Path, display: Notes) -> str:
         if folder not in hashes:
-            hashes[folder] = _hashed(folder, display)
+            hashes[folder] = _hash_model(folder, display)
         return hashes[folder]
 
     now = today()  # jobs that are compared with each other have one date, also around midnight

@@ -133,7 +133,7 @@ def _work(
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
                 if prepared.plan is None and spec.input.dedupe is None:
                     stack.enter_context(backend.opening(display, prepared))
-                plan = prepared.plan or planned(backend, prepared, store, display, epoch=lease.epoch, path=path)
+                plan = prepared.plan or plan_run(backend, prepared, store, display, epoch=lease.epoch, path=path)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
                 run.outcome = outcome
                 finish = decode(run)
@@ -153,7 +153,7 @@ def _work(
     return close(spec, store) if is_measured else INTERRUPTED
 
 
-def planned(
+def plan_run(
     backend: Backend, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None
 ) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""

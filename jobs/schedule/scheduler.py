@@ -188,7 +188,7 @@ class Scheduler:
             elif device:
                 self._lost_device(lease, cause)
             else:
-                self._failed(lease, cause, death=True)
+                self._note_failure(lease, cause, death=True)
 
     def _count_loss(self, worker: Worker, reason: str) -> None:
         """Give up after too many failed starts, or worker deaths without a success in between."""
@@ -206,7 +206,7 @@ class Scheduler:
         unit = self.state.touched[lease.unit]
         unit.lost_devices += 1
         if unit.alone or lease.rows is not None or unit.lost_devices > self.limits.devices:
-            self._failed(lease, cause, death=True)
+            self._note_failure(lease, cause, death=True)
         else:
             self._rest(lease, cause.message)
 
@@ -222,14 +222,14 @@ class Scheduler:
     def _probe_done(self, number: int) -> None:
         if number in self.state.leases:
             self._deaths_in_a_row = 0
-            self._answered(self.state.release(number), None)
+            self._end_probe(self.state.release(number), None)
 
     def _unit_failed(self, event: UnitFailed) -> None:
         if event.lease not in self.state.leases:
             return
         lease = self.state.release(event.lease)
         if event.kind == "TASK":
-            self._failed(lease, Cause(event.error_kind, event.stage, event.error), death=False)
+            self._note_failure(lease, Cause(event.error_kind, event.stage, event.error), death=False)
         else:
             self._rest(lease, event.error, event.error_kind)
 
@@ -241,10 +241,10 @@ class Scheduler:
 
     # ---- what follows a failure
 
-    def _failed(self, lease: UnitLease, cause: Cause, *, death: bool) -> None:
+    def _note_failure(self, lease: UnitLease, cause: Cause, *, death: bool) -> None:
         unit = self.state.touched[lease.unit]
         if lease.rows is not None:
-            return self._answered(lease, cause)
+            return self._end_probe(lease, cause)
         unit.deaths += death
         unit.task_failures += not death
         if unit.leases:  # another worker still decodes a copy
@@ -264,7 +264,7 @@ class Scheduler:
             told = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
             self._finish("full" if full else "failed", told)
         if unit.bisection is not None and lease.rows is not None:
-            unit.bisection.unanswered(lease.rows)
+            unit.bisection.requeue(lease.rows)
         elif unit.leases:  # another worker still decodes a copy
             return
         pause_s = min(self.limits.rest_s * 2.0 ** (unit.infra_failures - 1), self.limits.max_rest_s)
@@ -285,11 +285,11 @@ class Scheduler:
             unit.bisection.suspect(everything, cause)
         self.state.enqueue(number)
 
-    def _answered(self, lease: UnitLease, cause: Cause | None) -> None:
+    def _end_probe(self, lease: UnitLease, cause: Cause | None) -> None:
         """A probe has ended: its rows are cleared if `cause` is None."""
         unit = self.state.touched[lease.unit]
         assert unit.bisection is not None and lease.rows is not None
-        unit.bisection.answered(lease.rows)
+        unit.bisection.end_probe(lease.rows)
         verdict = unit.bisection.suspect(lease.rows, cause) if cause else None
         if verdict is not None:
             self._condemn(unit, verdict)
@@ -337,7 +337,7 @@ class Scheduler:
         view = outlook(self.state, self.state.staying(), self.now_s) if hands and self._is_near_end() else None
         while hands:
             worker = hands.popleft()
-            number = self._chosen(worker, view) if worker.has_room else None
+            number = self._choose_unit(worker, view) if worker.has_room else None
             if number is not None:
                 self._lease(worker, number, None)
                 hands.append(worker)
@@ -350,7 +350,7 @@ class Scheduler:
         waiting = self.state.waiting
         return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * self.state.num_up
 
-    def _chosen(self, worker: Worker, view: Outlook | None) -> int | None:
+    def _choose_unit(self, worker: Worker, view: Outlook | None) -> int | None:
         """The unit for a worker that has room: the next one, or near the end one that fits its speed (see below)."""
         waiting = self.state.waiting
         number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
@@ -407,7 +407,7 @@ class Scheduler:
         """Queue the work of a lease that was released before it was done."""
         unit = self.state.touched[lease.unit]
         if unit.bisection is not None and lease.rows is not None:
-            unit.bisection.unanswered(lease.rows)
+            unit.bisection.requeue(lease.rows)
         if unit.resting_until_s is None and (unit.bisection is not None or not unit.leases):
             self.state.enqueue(lease.unit)
 

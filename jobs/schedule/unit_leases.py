@@ -70,11 +70,11 @@ class Bisection:
         self.asked.append(rows)
         return rows
 
-    def answered(self, rows: Range) -> None:
+    def end_probe(self, rows: Range) -> None:
         """Note that the probe of `rows` has ended, whatever its result."""
         self.asked.remove(rows)
 
-    def unanswered(self, rows: Range) -> None:
+    def requeue(self, rows: Range) -> None:
         """Queue `rows` again: their probe gave no result."""
         self.asked.remove(rows)
         self.waiting.append(rows)

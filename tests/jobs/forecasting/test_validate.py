@@ -19,7 +19,15 @@ from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.task import Complete
 from draftmill.decoders.base import HOLE, EngineStats, Request
 from draftmill.jobs.cli import main
-from draftmill.jobs.forecasting.trial import TRIAL_S, Trial, TrialRow, TrialSample, _decoded, cut_row, estimate_rows
+from draftmill.jobs.forecasting.trial import (
+    TRIAL_S,
+    Trial,
+    TrialRow,
+    TrialSample,
+    _measure_rate,
+    cut_row,
+    estimate_rows,
+)
 from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, trial_lines, validate
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.inputs.inputs import list_inputs
@@ -154,7 +162,7 @@ def test_a_trial_takes_short_rows_first_and_more_at_once_while_steps_are_quick(m
     clock = Clock()
     monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=0.1)
-    known = _decoded(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
+    known = _measure_rate(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
     assert decoder.steps == [[10, 20], [30], [], [], [400]], "the last one waits until as much is known to be quick"
     assert clock.now_s == pytest.approx(5.1)
     assert known == (0, 0.0), "no step had all samples and no prompt"
@@ -165,7 +173,7 @@ def test_a_trials_rate_is_that_of_full_steps_and_the_time_of_every_prompt(monkey
     monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=0.3)
     rows = trial_rows(10, 20, 60)
-    tokens, took_s = _decoded(decoder, rows, budget=32)  # type: ignore[arg-type]
+    tokens, took_s = _measure_rate(decoder, rows, budget=32)  # type: ignore[arg-type]
     assert decoder.steps[:3] == [[10, 20], [], [60]] and not any(decoder.steps[3:])
     # A full step takes 0.3 s for three tokens; the one that admitted a sample took 0.9 s. Three tokens are to generate.
     assert tokens == 3 and took_s == pytest.approx(3 * 0.1 + 3 * 0.9)
@@ -175,7 +183,7 @@ def test_a_trial_on_a_slow_machine_ends_with_the_step_that_took_too_long(monkeyp
     clock = Clock()
     monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=TRIAL_S)
-    assert _decoded(decoder, trial_rows(200, 300), budget=8) == (0, 0.0)  # type: ignore[arg-type]
+    assert _measure_rate(decoder, trial_rows(200, 300), budget=8) == (0, 0.0)  # type: ignore[arg-type]
     assert decoder.steps == [[200]], "one row where even the first is more than the budget"
 
 
