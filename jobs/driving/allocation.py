@@ -127,14 +127,8 @@ def _reason(resources: WorkerResources, nodes: Sequence[NodeRoom]) -> str:
     return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {_format_nodes(nodes)}"
 
 
-@dataclass(slots=True)
 class _Free:
     """What is left of a node."""
-
-    node: NodeRoom
-    cpus: float
-    gpus: list[float]
-    workers: int = 0
 
     def __init__(self, node: NodeRoom) -> None:
         self.node, self.cpus, self.gpus, self.workers = node, node.cpus, [1.0] * node.gpus, 0

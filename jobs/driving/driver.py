@@ -290,7 +290,7 @@ class Driver:
         held = self.scheduler.state.workers.get(died.worker)
         self.totals.devices.end_worker(died.worker, lost=held is not None and bool(held.leases))
         if self.scheduler.finished is None:
-            self.totals.worker_died()
+            self.totals.worker_ended(died=True)
             self.watchers.each(lambda watcher: watcher.died(died.worker))
             message = f"worker {died.worker} died: {died.reason}"
             self.display.event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
@@ -350,7 +350,7 @@ class Driver:
                 self._loading.discard(worker)
                 self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
-                self.totals.worker_died()
+                self.totals.worker_ended(died=True)
                 self.watchers.each(lambda watcher: watcher.died(worker))
                 self.totals.devices.end_worker(worker, lost=True)
                 message = f"worker {worker} killed: {reason}"
@@ -359,7 +359,7 @@ class Driver:
                 self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
                 if worker not in self._loading:
-                    self.totals.worker_left()
+                    self.totals.worker_ended(died=False)
                 self._loading.discard(worker)
                 self.totals.devices.end_worker(worker, lost=lost)
                 self.display.event("worker_left", worker=worker)

@@ -56,14 +56,10 @@ class Totals:
         self.workers += 1
         self.most_workers = max(self.most_workers, self.workers)
 
-    def worker_died(self) -> None:
-        """Count a worker that died."""
+    def worker_ended(self, *, died: bool) -> None:
+        """Count a worker that died, or ended on request."""
         self.workers = max(0, self.workers - 1)
-        self.deaths += 1
-
-    def worker_left(self) -> None:
-        """Count a worker that ended on request."""
-        self.workers = max(0, self.workers - 1)
+        self.deaths += died
 
     def reported(self, report: TurnReport) -> None:
         """Add a worker's report of one turn."""

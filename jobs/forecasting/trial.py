@@ -186,7 +186,12 @@ def try_out(
     Takes short rows first and cuts long ones, so that no forward takes long on a slow machine; checks the clock after each
     step. `model_cache` holds networks that are in memory already.
     """
-    _use_threads(prepared.info.num_parameters)
+    import torch
+
+    from draftmill.actors.loop.device_facts import device_facts
+
+    as_here = WorkerResources(1.0, 0.0, torch.get_num_threads())
+    torch.set_num_threads(fitting_threads(as_here, prepared.info.num_parameters).threads)
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
     cut = sorted((cut_row(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
     first = int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters)))
@@ -195,14 +200,12 @@ def try_out(
         decoder, exact = _build(prepared, max_rows=at_once, model_cache=model_cache)
     except ValueError as error:
         raise user_error(error, "model.path") from None
-    room = fit(decoder, threads=_num_threads())
+    room = fit(decoder, threads=torch.get_num_threads())
     try:
         tokens, took_s = _measure_rate(decoder, cut, first, trial_s)
     except MemoryError as error:
         raise UserError(str(error), field="model.device") from None
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
-    from draftmill.actors.loop.device_facts import device_facts
-
     at_peak = _memory(prepared.spec.model.device)
     return Trial(exact, min(len(cut), at_once), tokens, took_s, *at_peak, longest, room, device_facts(decoder))
 
@@ -263,13 +266,6 @@ def cut_row(row: TrialRow, most: int) -> TrialRow:
     return replace(row, canvas=Canvas(tokens, tuple(runs(tokens == HOLE))))
 
 
-def _use_threads(num_parameters: int) -> None:
-    """Set the number of torch threads that a worker of a run would have."""
-    import torch
-
-    torch.set_num_threads(fitting_threads(WorkerResources(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
-
-
 def _build(prepared: Prepared, *, max_rows: int, model_cache: ModelCache | None) -> tuple[Decoder, bool]:
     """The job's decoder, and whether its results are bit-identical in any batch."""
     spec, batching = prepared.spec, prepared.spec.batching
@@ -295,12 +291,6 @@ def _step(decoder: Decoder, waiting: deque[Request], budget: int) -> None:
         decoder.admit([waiting.popleft()])
         budget -= size
     decoder.step()
-
-
-def _num_threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 def _memory(device: str) -> tuple[int, str]:

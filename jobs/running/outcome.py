@@ -228,10 +228,3 @@ def report_unfinished(store: Store, plan: Plan, finish: Finish, *, conditional: 
 def full_disk_text(finish: Finish) -> str:
     """What to do about a full disk."""
     return f"{finish.message}; make room, then run it again to continue"
-
-
-def without_ray(error: StoreError, store: Store) -> StoreError:
-    """The same error, with a hint whether the run can be resumed."""
-    planned = load_plan(store) is not None
-    hint = "the plan is made: run it again to resume" if planned else "nothing has been written yet"
-    return StoreError(f"{error}; {hint}")

@@ -44,7 +44,7 @@ from draftmill.jobs.finished.passes import (
 from draftmill.jobs.finished.summary import metric_lines
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
-from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan
+from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
@@ -57,7 +57,6 @@ from draftmill.jobs.running.outcome import (
     print_table,
     report_outcome,
     report_unfinished,
-    without_ray,
 )
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.spec.dated_path import base_of, has_date
@@ -147,7 +146,9 @@ def _work(
         print(f"nothing is new in {spec.input.shown}: finished runs have all its ids as ok; no run is started")
         return OK
     except RayDidNotStart as error:
-        raise without_ray(error, store) from error
+        is_planned = load_plan(store) is not None
+        hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
+        raise StoreError(f"{error}; {hint}") from error
     if finish.how != "done":
         return report_unfinished(store, plan, finish, conditional=conditional)
     return close(spec, store) if is_measured else INTERRUPTED
@@ -310,7 +311,8 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     stop = StopFlag()
     with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
         passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
-        plan = unfinished_plan(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
+        is_interrupted = passes[-1].manifest is None
+        plan = passes[-1].plan if is_interrupted else plan_pass(passes, s3, display, epoch=lease.epoch)
         if plan is None:
             print(f"{store.url}: no failed samples")
             return judge(spec, passes)
@@ -336,11 +338,6 @@ def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | 
     data["s3"] |= {key: value for key, value in asdict(s3 or S3Options()).items() if value not in {None, "auto"}}
     spec = check_overridden(data, overrides)
     return spec.model_copy(update={"output": spec.output.model_copy(update={"path": run_dir})})
-
-
-def unfinished_plan(passes: Sequence[Pass]) -> Plan | None:
-    """The plan of an interrupted pass; None if the last pass is finished."""
-    return passes[-1].plan if passes[-1].manifest is None else None
 
 
 def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *, epoch: int) -> Plan | None:

@@ -178,12 +178,11 @@ def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Opt
     store = open_store(run_dir, s3=s3)
     if not _has_plan(store, follow=follow):
         return OK
-    shown = line_of if not as_json else json_of
     read: Read = {}
     while True:
         is_last = not follow or driver_of(store) is None
         for event in events_of(store, read):
-            print(shown(event), flush=follow)
+            print(json.dumps(event, ensure_ascii=False) if as_json else line_of(event), flush=follow)
         if is_last:
             return OK
         time.sleep(POLL_S)
@@ -250,11 +249,6 @@ def _event(line: str) -> Event | None:
     except ValueError:
         return None
     return content if isinstance(content, dict) and {"time", "level", "event"} <= set(content) else None
-
-
-def json_of(event: Event) -> str:
-    """An event as one line of JSON."""
-    return json.dumps(event, ensure_ascii=False)
 
 
 def line_of(event: Event) -> str:

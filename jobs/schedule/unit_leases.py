@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS, Verdict, WorkUnit
 from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes, Waiting
@@ -404,33 +403,3 @@ class SchedulerState:
     def holds_alone(self, worker: Worker) -> bool:
         """Whether the worker holds a unit that runs alone, and may get no other."""
         return any(self.touched[self.leases[number].unit].alone for number in worker.leases)
-
-    def check_integrity(self) -> None:
-        """Assert that the records agree with each other; for tests and debugging."""
-        waiting = self.waiting.units()
-        assert len(waiting) == len(set(waiting)), "a unit waits twice"
-        resting = {number for number, unit in self.touched.items() if unit.resting_until_s is not None}
-        held = {lease.unit for lease in self.leases.values()}
-        places = [set(waiting), self.delicate, resting, held, self.done]
-        assert set().union(*places) == set(self.sizes), "a unit is lost"
-        for number in self.sizes:
-            homes = [number in place for place in places]
-            probed = number in self.touched and self.touched[number].bisection is not None
-            assert sum(homes) == 1 or (probed and not homes[0] and not homes[4]), f"unit {number} is in two places"
-        self._check_leases()
-
-    def _check_leases(self) -> None:
-        for number, lease in self.leases.items():
-            assert number in self.workers[lease.worker].leases and number in self.touched[lease.unit].leases
-            assert lease.rows is None or lease.rows in (self.touched[lease.unit].bisection or Bisection()).asked
-        for worker in self.workers.values():
-            assert worker.up or not worker.leases
-            assert len(worker.leases) <= (1 if self.holds_alone(worker) else MOST_UNITS)
-            assert worker.spent <= set(worker.leases)
-            assert all(self.leases[number].worker == worker.name for number in worker.leases)
-        for unit in self.touched.values():
-            assert all(number in self.leases for number in unit.leases)
-            assert unit.bisection is not None or len(unit.leases) <= (1 if unit.alone else COPIES)
-            if unit.bisection is not None:
-                ranges = sorted(unit.bisection.waiting + unit.bisection.asked)
-                assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "probes overlap"

@@ -193,11 +193,6 @@ class Waiting:
         fresh = [self._tokens[self._end - 1]] if self._end > begin else []
         return min(fresh + [-tokens for _, tokens, _ in self._last_of_back()], default=None)
 
-    def units(self) -> list[int]:
-        """The waiting units, in no particular order."""
-        fresh = [self._order[place] for place in range(self._next, len(self._order)) if self._skip[place] == place]
-        return [unit for unit in [*fresh, *(unit for *_, unit in self._back)] if unit not in self._done]
-
     def _is_back_next(self) -> bool:
         """Whether the next unit is one that came back; there is one."""
         if self._next == len(self._order):

@@ -124,7 +124,7 @@ def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
     assert values["draftmill_errors", ("too_long",)] == 2 and values["draftmill_unit_failures", ("store",)] == 1
     assert values["draftmill_workers", ("up",)] == 1 and values["draftmill_workers", ("loading",)] == 0
     watcher.died("w0")
-    totals.worker_died()
+    totals.worker_ended(died=True)
     totals.stop()
     watcher.over(totals, scheduler)
     assert values["draftmill_worker_deaths", ()] == 1 and values["draftmill_running", ()] == 0
