@@ -191,7 +191,6 @@ class MeasureRunner:
     def _measure_rows(
         self, index: int, rows: Sequence[MeasuredRow | None], wanted: Collection[int]
     ) -> Generator[None, None, dict[int, Answer]]:
-        """The answers of a metric for the `wanted` rows that were decoded."""
         decoded = {place: row for place in wanted if (row := rows[place]) is not None}
         meter = self.meters[index]
         with closing(meter.measure(list(decoded.values()))) as measuring:

@@ -421,7 +421,6 @@ class SurveyPool:
                 self._start(stream)
 
     def _ask(self, question: Question) -> Callable[[], Answer]:
-        """Ask a task about a file."""
         if self._alone:
             return lambda: answer(question)
         task = ray.remote(answer).options(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")

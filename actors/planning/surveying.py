@@ -166,7 +166,6 @@ def _size(maker: Maker, row: tuple[Values, int]) -> Size | RowError:
 
 
 def _name_row(reading: Reading, file: InputFile, row: Row) -> tuple[str, int | RowError]:
-    """The row's id, and its key or its error."""
     name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
     if row.error is not None:
         return name, row.error

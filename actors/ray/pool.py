@@ -293,7 +293,6 @@ def _open_group(name: str, job: Any, resources: WorkerResources) -> tuple[Any, A
 
 
 def _part(resources: WorkerResources) -> dict[str, float]:
-    """The resources of one process."""
     return {"num_cpus": resources.cpus / resources.processes, "num_gpus": resources.gpus / resources.processes}
 
 

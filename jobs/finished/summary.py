@@ -74,7 +74,6 @@ def read_summary(store: Store, objects: Iterable[str]) -> Results:
 
 
 def _note_errors(results: Results, failed: pa.Table) -> None:
-    """Count failed rows by kind, and keep the first few of each kind."""
     for row in failed.select(["id", "error_kind", "error"]).to_pylist():
         kind = row["error_kind"] or "unknown"
         results.errors[kind] += 1

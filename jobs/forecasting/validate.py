@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pyarrow.compute as pc
@@ -115,10 +116,6 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
     return "".join([*parts, tokenizer.decode(canvas.tokens[shown:].tolist())])
 
 
-FAIL = "  fail    "
-"""How the line about rows that fail begins."""
-
-
 def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
     lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
@@ -127,7 +124,8 @@ def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     errors = [kind for kind in sample.table["error_kind"].to_pylist() if kind is not None]
     if errors:
         kinds = ", ".join(f"{kind} {errors.count(kind)}" for kind in sorted(set(errors)))
-        yield f"{FAIL}{len(errors)} of those read: {kinds}"
+        yield f"  fail    {len(errors)} of those read: {kinds}"
+        yield from failure_lines(prepared, sample)
     yield f"tokens    {lengths.mean():.1f} a sample (longest {lengths.max()}), {about}{lengths.sum() * scale:,.0f} together"
     todo = f"{about}{masked.sum() * scale:,.0f} {prepared.spec.task.goal}"
     yield f"  new     {masked.mean():.1f} a sample, {todo}"
@@ -302,22 +300,14 @@ def validate(spec: JobSpec) -> int:
     check_receivers(spec.notify)
     sample = take_sample(prepared)
     canvases = first_canvases(prepared, TRIAL_ROWS)
-    for line in header(prepared):
+    for line in chain(header(prepared), canvas_lines(prepared, canvases), size_lines(prepared, sample)):
         print(line)
-    for line in canvas_lines(prepared, canvases):
-        print(line)
-    for line in size_lines(prepared, sample):
-        print(line)
-        if line.startswith(FAIL):
-            for more in failure_lines(prepared, sample):
-                print(more)
     trial = None
     if canvases:
         print(f"trial     loading the model, then decoding for about {TRIAL_S:.0f} s", flush=True)
         trial = try_out(prepared, canvases)
-        for line in trial_lines(prepared, sample, trial):
-            print(line)
-    for line in forecast_lines(prepared, store, sample, trial, path):
+    figures = () if trial is None else trial_lines(prepared, sample, trial)
+    for line in chain(figures, forecast_lines(prepared, store, sample, trial, path)):
         print(line)
     return OK
 

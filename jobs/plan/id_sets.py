@@ -70,7 +70,6 @@ class _Folder(tempfile.TemporaryDirectory[str]):
                     file.write(records[order[start:end]].tobytes())
 
     def files(self) -> list[Path]:
-        """The files, in the order of their first bytes."""
         return sorted(self.path.glob("[0-9a-f][0-9a-f]"))
 
 

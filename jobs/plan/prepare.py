@@ -157,7 +157,6 @@ def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> 
 
 
 def _hash_model(folder: Path, display: Notes) -> str:
-    """Hash the model, and show the progress."""
     total = weight_bytes(folder)
     display.note(f"hashing the model: {size_text(total)}")
     done = 0

@@ -126,7 +126,6 @@ def catchup(
 
 
 def _lines_of(spec: JobSpec, dates: Sequence[Due], due: Sequence[Due]) -> list[str]:
-    """A line for each date, and a summary."""
     lines = [f"  {written(date.date).removesuffix('T00:00:00Z'):<20}  {date.state:<11}  {date.place}" for date in dates]
     head = f"{spec.output.path}: {counted(len(dates), 'date')}, {len(due):,} to run"
     if spec.input.since is not None:

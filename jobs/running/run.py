@@ -203,7 +203,6 @@ def _measure(
     stop: StopFlag,
     s3: S3Options | None,
 ) -> bool:
-    """The same under a lease that is held."""
     passes = passes_of(store, s3=s3)
     is_done = measure_units(
         store,
@@ -278,7 +277,6 @@ def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first problem of a metric's settings, in words."""
     item = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in item["loc"][2:])
     if item["type"] == "extra_forbidden":

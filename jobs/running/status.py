@@ -226,7 +226,6 @@ def log_files(store: Store) -> Iterator[Stat]:
 
 
 def _stream(store: Store, files: list[Stat], known: Read) -> Iterator[Event]:
-    """The events of one driver's log, file by file."""
     for stat in files:
         count, etag = known.get(stat.name, (0, ""))
         if stat.etag == etag:
@@ -243,7 +242,6 @@ def _stream(store: Store, files: list[Stat], known: Read) -> Iterator[Event]:
 
 
 def _event(line: str) -> Event | None:
-    """The event in a line; None if it is damaged."""
     try:
         content = json.loads(line)
     except ValueError:

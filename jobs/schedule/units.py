@@ -200,7 +200,6 @@ class Waiting:
         return bool(self._back) and self._back[0] < self._turn(self._sizes[self._order[self._next]])
 
     def _last_of_back(self) -> list[Turn]:
-        """The units of the last windows that came back."""
         return [turn for turn in self._back if turn[0] == self._last_window and turn[2] not in self._done]
 
     def _free(self, place: int) -> int:

@@ -351,7 +351,6 @@ def _row(case: SweepCase) -> list[str]:
 
 
 def _progress(case: SweepCase) -> str:
-    """How far a case is that is not finished."""
     if case.plan is None:
         return "not planned"
     done = len(units_done(case.store))
