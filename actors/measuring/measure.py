@@ -73,7 +73,7 @@ class Meters:
     _judges: list[tuple[ReadyMetric, Meter]] = field(default_factory=list)
 
     def build(self, job: MeasureJob, threads: int) -> dict[int, Meter]:
-        """The meters of the metrics that some unit lacks, judges that are loaded included; other judges are forgotten."""
+        """Build the meters that the job's units need. A judge that is loaded is used again; other judges are forgotten."""
         loaded = [(replace(metric, field=""), meter) for metric, meter in self._judges]
         lacking = sorted({index for unit in job.units.values() for index in unit.metrics})
         meters: dict[int, Meter] = {}
@@ -85,10 +85,6 @@ class Meters:
             (job.metrics[index], meter) for index, meter in meters.items() if job.metrics[index].place is not None
         ]
         return meters
-
-    def clear(self) -> None:
-        """Forget the judges."""
-        self._judges = []
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Texts that begin alike: what is noted of a text's beginning, and the order in which such texts come together.
 
     tokens      shots .............. | question A ..... | end 1
-    noted       h h h h h h h h h h h h h h h h h h h        a hash of every 8 tokens, 4 bytes; the rest is left out
+    noted       h h h h h h h h h h h h h h h h h h h        a hash of every 8 tokens, 4 bytes; the rest is not noted
 
     examples question A end 1        one group: what its texts have in common is computed once (decoders/engine/scheduler.py)
     examples question A end 2
@@ -89,8 +89,8 @@ def group_texts(
     """Order texts, which `by_text` sorts by their symbols; each has, with its neighbour there, `common` first symbols in common.
 
     `length` [texts] are their symbols, `rank` [texts] their places if none begin alike. Groups come in the order of their first
-    texts by rank, and so do the texts of a group. Texts are a group if, counted behind what the group around them has in common,
-    they have `least` symbols in common, and half of what they are on average; for `large` groups the first is enough.
+    texts by rank, and so do the texts of a group. Neighbours form a group if their common prefix, beyond the enclosing group's, is
+    at least `least` symbols and half their mean length. Groups of `large` or more need only the first.
     """
     length, rank = length[by_text], rank[by_text]
     numbers = np.arange(len(by_text))

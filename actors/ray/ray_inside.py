@@ -23,7 +23,7 @@ class Inside:
     without: str
 
 
-_NOTICES = "nobody hears that a node will be removed"
+_NOTICES = "nobody is notified that a node will be removed"
 _GROUPS = "the cluster counts as one without an autoscaler"
 _QUESTION = "a wrong port or token is noticed later"
 
@@ -47,7 +47,7 @@ _missed: set[Inside] = set()
 
 
 def inside(what: Inside) -> Any | None:
-    """What has this name; None where this version of Ray has nothing there, which is said once."""
+    """The object with this name; None, with one warning, where this version of Ray has none."""
     try:
         return _look_up(what)
     except (ImportError, AttributeError):
@@ -58,7 +58,7 @@ def inside(what: Inside) -> Any | None:
 
 
 def require(what: Inside) -> Any:
-    """What has this name, for which there is nothing else; UserError where this version of Ray has nothing there."""
+    """The object with this name, which nothing can replace; UserError where this version of Ray has none."""
     try:
         return _look_up(what)
     except (ImportError, AttributeError):

@@ -40,7 +40,7 @@ class NodeRoom:
 
     @property
     def shown(self) -> str:
-        """The node in messages; labels that Ray gives to every node are left out."""
+        """The node in messages; without the labels that Ray gives to every node."""
         labels = [
             f"{key}={value}" for key, value in sorted((self.labels or {}).items()) if not key.startswith("ray.io/")
         ]
@@ -111,7 +111,7 @@ def allocate(
 
 
 def lacking(shapes: Sequence[WorkerShape], allocation: Allocation, nodes: Sequence[NodeRoom]) -> list[str]:
-    """For each kind of which no worker fits on any node now: a note that says why."""
+    """For each kind of which no worker fits on any node now: a note with the reason."""
     return [
         f"{_field(index, listed=True)}: {_reason(resources, nodes)}; such workers start once a node joins that has room"
         for index, (resources, count) in enumerate(zip(allocation.kinds, allocation.counts, strict=True))
@@ -236,7 +236,7 @@ class Demand:
 
     def _ask(self, bundles: Bundles, selectors: Selectors) -> None:
         if (bundles, selectors) != (self._asked or ([], [])):
-            with suppress(Exception):  # the cluster may not answer now: the next call asks again, and the run goes on
+            with suppress(Exception):  # the cluster may not answer now: the next call asks again, and the run continues
                 self.request(bundles, selectors)
                 self._asked = bundles, selectors
 

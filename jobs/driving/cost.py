@@ -17,7 +17,7 @@ HOUR_S = 3600.0
 MILLION = 1_000_000
 
 UNPRICED_S = 1.0
-"""Seconds without a price that are no reason to leave out the price of the rest: sums are rounded."""
+"""Seconds without a price that do not hide the price of the rest: sums are rounded."""
 
 PURPOSES = ("decoding", "loading", "idle", "wasted")
 """What worker seconds go to; in a session that still runs, also to units in progress."""

@@ -21,7 +21,7 @@ Level = Literal["info", "warning", "error"]
 
 
 def event_line(event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> str:
-    """The event as one line of JSON, without secrets and control characters; facts that are None are left out."""
+    """The event as one line of JSON, without secrets and control characters; facts that are None are skipped."""
     head: dict[str, Any] = {"time": now_text(), "level": level}
     rest = {"event": event, "message": message, **facts}
     known = {name: fact for name, fact in rest.items() if fact is not None}
@@ -65,7 +65,7 @@ class _Stand(io.TextIOBase):
 class Unfailing(_Stand):
     """A stream for people: nobody's pipe and no full disk may end the work.
 
-    After the first text that can't be written nothing more is tried; `lost` says why.
+    After the first text that can't be written, nothing more is written; `lost` has the reason.
     """
 
     lost: str | None = None

@@ -138,7 +138,7 @@ def add_effort(a: Effort, b: Effort) -> Effort:
 
 
 def efficiency(effort: Effort) -> dict[str, float]:
-    """How close a job came to the limit (docs: engine); leaves out figures that were not counted.
+    """How close a job came to the limit (docs: engine), without figures that were not counted.
 
     Shares between 0 and 1, except spec_eff: a first self-draft is committed without verification.
     """

@@ -179,7 +179,9 @@ class MeasureDisplay(Display):
 
     def __init__(self, display: Display) -> None:
         self._display = display
-        self.note = display.note  # type: ignore[method-assign]
+
+    def note(self, message: str) -> None:
+        self._display.note(message)
 
     def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
         if event == "quarantined":  # the rows of a unit are here the values to measure, see actors/measuring/measure.py

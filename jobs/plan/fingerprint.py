@@ -119,13 +119,13 @@ def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list
 
 
 def _change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """How a file differs from the planned one: its content, told by its size, or else the facts that differ."""
+    """How a file differs from the planned one: its content and size, or else the facts that differ."""
     if {"size", "sha256", "etag"} & {item.partition(" ")[0] for item in differences(old, new)}:
         sizes = old.get("size"), new.get("size")
-        told = (
+        size = (
             f"{sizes[0]:,} -> {sizes[1]:,} bytes" if None not in sizes and sizes[0] != sizes[1] else "of the same size"
         )
-        return f"other content, {told}"
+        return f"other content, {size}"
     return ", ".join(differences(old, new))
 
 

@@ -47,7 +47,7 @@ def hashes_in(column: pa.ChunkedArray) -> Hashes:
 
 
 def column_of(hashes: Hashes, *, without: Hashes) -> pa.Array:
-    """Hashes as a column of 16 bytes each, sorted, each once; those in `without` are left out."""
+    """Hashes as a column of 16 bytes each, sorted, each once; those in `without` are skipped."""
     kept = np.setdiff1d(hashes, without)
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(HASH_BYTES), len(kept), [None, pa.py_buffer(kept.tobytes())])
 

@@ -117,7 +117,7 @@ FORMAT = 1
 T = TypeVar("T")
 
 Sift = Callable[[pa.Table], pa.Table]
-"""Leaves rows out of a survey's table."""
+"""Skips rows of a survey's table."""
 
 SampleName = tuple[str, int]
 """What identifies a sample in a run: the id of its row, and its number among the row's samples."""
@@ -132,7 +132,7 @@ def names_of(table: pa.Table) -> list[SampleName]:
 
 
 class NothingLeft(UserError):
-    """Every row of the inputs was left out: there is nothing to plan, and nothing has been written."""
+    """The plan would skip every row of the inputs: there is nothing to plan, and nothing has been written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def build_plan(
 ) -> Plan:
     """Read and measure every row, write the unit table and then `_plan.json`. Calls `progress` with each number of rows read.
 
-    `epoch` is the epoch of the driver's lease. `sift` leaves out rows that the plan is not to have; NothingLeft if that is all.
+    `epoch` is the epoch of the driver's lease. `sift` skips rows that the plan must not have; NothingLeft if it skips all.
     `survey` reads the rows; the plan does not depend on how it does so.
 
     Raises UserError, and leaves no files, if the inputs have no rows, an id occurs twice, no row has a column that the spec

@@ -150,7 +150,7 @@ def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
 
 
 def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:
-    """The inputs that a plan has, under its names and in its order; a later run takes the others. Missing ones are left out."""
+    """The inputs that a plan has, under its names and in its order; a later run takes the others. Skips missing ones."""
     by_uri, by_name = {file.uri: file for file in inputs}, {file.name: file for file in inputs}
     files = ((file.name, by_uri.get(file.uri) or by_name.get(file.name)) for file in planned)
     return [replace(file, name=name) for name, file in files if file is not None]

@@ -29,7 +29,7 @@ from draftmill.storage.stores.store import open_store
 MOST_DATES = 10_000
 
 DateState = State | Literal["missed", "superseded"]
-"""superseded: not finished, but finished runs have had all of its inputs, so that nothing is missing (`input.since`)."""
+"""superseded: not finished, but finished runs already read all of its inputs, so that nothing is missing (`input.since`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class RunOutcome:
         print(presentable(f"draftmill: {message}"), file=sys.stderr)
 
     def stall_watcher(self) -> StallWatcher:
-        """The watcher that sends notices when the run stands still."""
+        """The watcher that sends notices when the run makes no progress."""
         return StallWatcher(self.spec.notify, self._stall_notice, self.warn)
 
     def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
 def report_outcome(spec: JobSpec, store: Store) -> Iterator[RunOutcome]:
     """Watch a run: the block sets the `code` of what it yields, or raises; then the outcome is reported.
 
-    Receivers hear nothing of a run that wrote nothing, unless it ended with an error, nor of one that another driver has. Raises
+    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises
     UserError before the block if a receiver of notices can't be used.
     """
     check_receivers(spec.notify)

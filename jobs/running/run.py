@@ -90,8 +90,8 @@ def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
 def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> int:
     """Run or resume a job whose output path is complete; raises LeaseHeld if another driver has the run directory.
 
-    `path` is the output path with the date, if it had one; then the lease of the name is held. How the run ends is told to its
-    log and to the receivers of `notify`.
+    `path` is the output path with the date, if it had one; then the caller holds the base path's lease. How the run ends is
+    reported to its log and to the receivers of `notify`.
     """
     store = open_store(spec.output.path, s3=spec.s3.options())
     code = UNEXPECTED

@@ -177,7 +177,7 @@ def allocate_workers(run: Run, units: int) -> Allocation:
 
 
 def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
-    """How many workers fit now, which the pool is told, too; 0 if the cluster has lost too many resources for even one."""
+    """How many workers fit now, which the pool needs to know; 0 if the cluster has lost too many resources for even one."""
     try:
         allocation = allocate_workers(run, units)
     except UserError:

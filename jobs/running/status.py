@@ -189,7 +189,7 @@ def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Opt
 
 
 def _has_plan(store: Store, *, follow: bool) -> bool:
-    """Whether the run has a plan; if not, stderr says why. With `follow`, a plan that is being made is waited for."""
+    """Whether the run has a plan; if not, prints why. With `follow`, waits for a plan that is being made."""
     said = False
     while True:
         try:
@@ -206,7 +206,7 @@ def _has_plan(store: Store, *, follow: bool) -> bool:
 
 
 def events_of(store: Store, read: Read | None = None) -> Iterator[Event]:
-    """The events in the order of time; those of `read` are left out, and it is updated."""
+    """The events in the order of time; skips those of `read`, and updates it."""
     known = {} if read is None else read
     streams: dict[str, list[Stat]] = {}
     for stat in log_files(store):

@@ -261,8 +261,8 @@ class Scheduler:
         if kind == CHANGED_INPUT:
             self._finish("failed", f"{message}; put the planned content back")
         elif unit.infra_failures >= (self.limits.full if full else self.limits.infra):
-            told = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
-            self._finish("full" if full else "failed", told)
+            reason = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
+            self._finish("full" if full else "failed", reason)
         if unit.bisection is not None and lease.rows is not None:
             unit.bisection.requeue(lease.rows)
         elif unit.leases:  # another worker still decodes a copy

@@ -259,7 +259,7 @@ class SchedulerState:
             self.leases[number].expires_s = expires_s
 
     def note_tokens(self, name: str, tokens: int, now_s: float) -> None:
-        """Enter how many tokens a worker has generated since it was last heard of."""
+        """Enter how many tokens a worker has generated since its last report."""
         worker = self.workers.get(name)
         if worker is not None and worker.leases:
             worker.generated += tokens

@@ -36,7 +36,7 @@ SHOWN_NAMES = 5
 class SweepCase:
     """A case that can run. `plan` is None until it is planned; `code` is its exit code, None while it has not ended.
 
-    `is_closed` says that it was decoded before this command started. `problem` says why it can't run after all. `metrics` are
+    `is_closed` says that it was decoded before this command started. `problem` is why it can't run after all. `metrics` are
     those of its spec, checked; None if it has none.
     """
 

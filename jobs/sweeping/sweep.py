@@ -284,7 +284,7 @@ def record_of(spec: Sweep, cases: Iterable[SweepCase]) -> bytes:
 
 
 def is_recorded(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> bool:
-    """Whether sweep.json says what the sweep file says."""
+    """Whether sweep.json has the cases of the sweep file."""
     try:
         return store.get(RECORD) == record_of(spec, cases)
     except NotFound:
@@ -292,7 +292,7 @@ def is_recorded(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> bool:
 
 
 def write_record(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> None:
-    """Write sweep.json, if it does not say the same already. Cases that can't run are left out: a refused spec is not kept."""
+    """Write sweep.json, unless it is up to date. Skips cases that can't run: a refused spec is not kept."""
     usable = [case for case in cases if case.plan is not None]
     if not is_recorded(store, spec, usable):
         failpoint("sweep.before_record")

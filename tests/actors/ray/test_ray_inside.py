@@ -59,8 +59,8 @@ def starts() -> None:
 
 
 WITHOUT: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    "notices": (draining, {}, "nobody hears that a node will be removed"),
-    "nodes": (lambda: node_of(None), None, "nobody hears that a node will be removed"),
+    "notices": (draining, {}, "nobody is notified that a node will be removed"),
+    "nodes": (lambda: node_of(None), None, "nobody is notified that a node will be removed"),
     "autoscaler": (
         lambda: possible_nodes([WorkerShape()], []),
         None,
