@@ -234,7 +234,7 @@ def measure_runner(job: MeasureJob, *, name: str, node: str, threads: int, meter
 
 def rows_of(table: pa.Table, reference: str | None, joiner: str | None) -> list[MeasuredRow | None]:
     """The rows of a unit's results; None for a row that was not decoded."""
-    kept = _kept(table)
+    kept = _kept_values(table)
     names, samples = _keys(table)
     rows: list[MeasuredRow | None] = []
     for index, result in enumerate(table.to_pylist()):
@@ -278,7 +278,7 @@ def _keys(table: pa.Table) -> tuple[list[str], list[int | None]]:
     return table["id"].to_pylist(), samples
 
 
-def _kept(table: pa.Table) -> list[Mapping[str, Any] | None]:
+def _kept_values(table: pa.Table) -> list[Mapping[str, Any] | None]:
     if KEEP not in table.column_names:
         return [None] * table.num_rows
     schema = pa.schema(list(table.schema.field(KEEP).type))

@@ -89,8 +89,8 @@ def group_texts(
     """Order texts, which `by_text` sorts by their symbols; each has, with its neighbour there, `common` first symbols in common.
 
     `length` [texts] are their symbols, `rank` [texts] their places if none begin alike. Groups come in the order of their first
-    texts by rank, and so do the texts of a group. Neighbours form a group if their common prefix, beyond the enclosing group's, is
-    at least `least` symbols and half their mean length. Groups of `large` or more need only the first.
+    texts by rank, and so do the texts of a group. Neighbours form a group if their common prefix, beyond the enclosing group's,
+    has at least `least` symbols and half their mean length. Groups of `large` or more need only the first.
     """
     length, rank = length[by_text], rank[by_text]
     numbers = np.arange(len(by_text))

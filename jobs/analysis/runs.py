@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftmill.actors.task import Infill, Lines, Random, Sentences, SpanFraction, Spans
-from draftmill.jobs.finished.passes import Pass, finished, passes_of
+from draftmill.jobs.finished.passes import Pass, finished_passes, passes_of
 from draftmill.jobs.plan.fingerprint import changed_files, shortened
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.sweep_spec import short_names
@@ -78,7 +78,7 @@ def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> Found:
 def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
     """The finished run at a place; UserError if there is none."""
     store = open_store(place, s3=s3)
-    return FinishedRun(_last_part(place), place, tuple(finished(passes_of(store, s3=s3))))
+    return FinishedRun(_last_part(place), place, tuple(finished_passes(passes_of(store, s3=s3))))
 
 
 def cases_of(store: Store) -> dict[str, dict[str, Any]]:

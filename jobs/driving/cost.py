@@ -107,7 +107,7 @@ class DeviceTime:
         life = self._lives.pop(worker, None)
         if life is not None:
             since_s = self.clock() - life.heard_s if lost else 0.0
-            self._ended += self._priced(life) + DeviceSums(lost_s=since_s)
+            self._ended += self._price(life) + DeviceSums(lost_s=since_s)
 
     def stop(self) -> None:
         """The session is over: all workers have ended."""
@@ -119,10 +119,10 @@ class DeviceTime:
         """The sums up to now."""
         now = self._ended
         for life in self._lives.values():
-            now += self._priced(life)
+            now += self._price(life)
         return now
 
-    def _priced(self, life: _Life) -> DeviceSums:
+    def _price(self, life: _Life) -> DeviceSums:
         up_s = self.clock() - life.began_s
         if life.price is None:
             return DeviceSums(up_s=up_s)

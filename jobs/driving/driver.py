@@ -277,7 +277,7 @@ class Driver:
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
                 self.stop.warn("this node is being drained")
             case Reported(worker, report):
-                self.totals.reported(report)
+                self.totals.add_report(report)
                 self.totals.waiting[worker] = report.waiting
                 self.totals.devices.heard(worker, report.effort.wall_s)
                 self.watchers.each(lambda watcher: watcher.reported(worker, report))

@@ -61,7 +61,7 @@ class Totals:
         self.workers = max(0, self.workers - 1)
         self.deaths += died
 
-    def reported(self, report: TurnReport) -> None:
+    def add_report(self, report: TurnReport) -> None:
         """Add a worker's report of one turn."""
         self.decoded += report.decoded
         self.effort = add_effort(self.effort, report.effort)

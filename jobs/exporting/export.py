@@ -34,7 +34,7 @@ from draftmill.jobs.exporting.formats import (
     Target,
     part_name,
 )
-from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
+from draftmill.jobs.finished.passes import Pass, finished_passes, latest_rows, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.places import path_problem
@@ -73,7 +73,7 @@ def export(
     Raises UserError if the run is not finished, or if it can't be exported in this way.
     """
     store = open_store(run_dir, s3=s3)
-    passes = finished(passes_of(store, s3=s3))
+    passes = finished_passes(passes_of(store, s3=s3))
     wanted = checked_columns(passes[0].plan, kind, columns)
     if kind == "openai":
         check_openai(passes[0].plan)

@@ -27,7 +27,7 @@ from draftmill.jobs.driving.driver import Driver, StopFlag
 from draftmill.jobs.driving.events import Level
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.totals import Totals, ratio
-from draftmill.jobs.finished.passes import Pass, finished
+from draftmill.jobs.finished.passes import Pass, finished_passes
 from draftmill.jobs.formatting import counted, duration
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import absolute, limits_of, where
@@ -208,7 +208,7 @@ def units_to_measure(store: Store, passes: Sequence[Pass], ready: Ready) -> dict
     measured = measured_units(store)
     units: dict[int, UnitToMeasure] = {}
     first = 0
-    for part in finished(passes):
+    for part in finished_passes(passes):
         assert part.manifest is not None
         folder = "" if part.number == 1 else f"passes/{part.number:04d}/"
         for unit in part.manifest.units:
@@ -261,7 +261,7 @@ def measure_units(
         reference=ready.reference,
         joiner=ready.joiner,
     )
-    rows, all_rows = sum(unit.rows for unit in units.values()), sum(part.plan.rows for part in finished(passes))
+    rows, all_rows = sum(unit.rows for unit in units.values()), sum(part.plan.rows for part in finished_passes(passes))
     totals = Totals(units=len(units), rows=all_rows, rows_before=all_rows - rows)
     indices = sorted({index for unit in units.values() for index in unit.metrics})
     names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in indices))

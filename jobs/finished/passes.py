@@ -117,7 +117,7 @@ def passes_of(store: Store, *, s3: S3Options | None = None) -> list[Pass]:
     return passes
 
 
-def finished(passes: Sequence[Pass]) -> list[Pass]:
+def finished_passes(passes: Sequence[Pass]) -> list[Pass]:
     """The finished passes; UserError if not even the first one is finished."""
     if passes[0].manifest is None:
         raise UserError(f"{passes[0].store.url} is not finished: there is no manifest; `draftmill run` resumes it")
@@ -128,7 +128,7 @@ def finished(passes: Sequence[Pass]) -> list[Pass]:
 
 def count_failed(passes: Sequence[Pass]) -> int:
     """The number of samples that are still failed: the failed samples of the last finished pass."""
-    manifest = finished(passes)[-1].manifest
+    manifest = finished_passes(passes)[-1].manifest
     assert manifest is not None
     return manifest.total("failed")
 
@@ -151,7 +151,7 @@ def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None)
     `columns` selects columns, None for all. Raises StoreError if the passes don't match each other.
     """
     wanted = None if columns is None else list(dict.fromkeys(["id", "sample", "status", *columns]))
-    streams = [_rows_of(part, wanted) for part in finished(passes)]
+    streams = [_rows_of(part, wanted) for part in finished_passes(passes)]
     for table in reduce(_overlay, streams):
         yield table if columns is None else table.select(list(columns))
 

@@ -204,7 +204,7 @@ def metric_lines(store: Store, rows: int) -> list[str]:
         for name in table.column_names
         if name not in KEYS.names
     ]
-    shown += _pooled(table)
+    shown += _pooled_perplexity(table)
     width = max(len(name) for name, _, _ in shown)
     figures = max(len(figure) for _, figure, _ in shown)
     lines = [f"  {name:<{width}}  {figure:>{figures}}  {text}" for name, figure, text in shown]
@@ -232,7 +232,7 @@ def _of_rows(table: pa.Table, name: str) -> Shown:
     )
 
 
-def _pooled(table: pa.Table) -> Iterator[Shown]:
+def _pooled_perplexity(table: pa.Table) -> Iterator[Shown]:
     """The perplexity over all tokens together: the mean of samples' perplexities depends on the worst of them."""
     for name in table.column_names:
         stem = name.removesuffix("_perplexity")

@@ -89,7 +89,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     old, new = dict(_flat(before)), dict(_flat(now))
     old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | values for values in (old, new))
     return [
-        f"{key} was {_shown(old, key)}, is {_shown(new, key)}"
+        f"{key} was {_format_value(old, key)}, is {_format_value(new, key)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
@@ -143,7 +143,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
             yield f"{prefix}{key}", inner
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _format_value(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
         return "not set"
     text = json.dumps(values[key])

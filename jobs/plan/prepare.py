@@ -161,12 +161,12 @@ def _hash_model(folder: Path, display: Notes) -> str:
     display.note(f"hashing the model: {size_text(total)}")
     done = 0
 
-    def hashed(count: int) -> None:
+    def show_progress(count: int) -> None:
         nonlocal done
         done += count
         display.step("hashing the model", done, total)
 
-    return model_hash(folder, hashed)
+    return model_hash(folder, show_progress)
 
 
 @dataclass(frozen=True, slots=True)

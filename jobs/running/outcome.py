@@ -13,7 +13,7 @@ from draftmill.jobs.driving.events import JsonStream, Level, now_text, say_in_ev
 from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of, most_failed, too_many_failed
-from draftmill.jobs.finished.passes import Pass, count_failed, finished, passes_of, units_done
+from draftmill.jobs.finished.passes import Pass, count_failed, finished_passes, passes_of, units_done
 from draftmill.jobs.finished.summary import metric_lines, read_summary, table_lines
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
@@ -195,7 +195,7 @@ def print_table(spec: JobSpec, store: Store) -> None:
 
 def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:
     """Report the samples that are still failed after the finished passes; returns 0, or 3 if they are too many."""
-    rows, failed, count = passes[0].plan.rows, count_failed(passes), len(finished(passes))
+    rows, failed, count = passes[0].plan.rows, count_failed(passes), len(finished_passes(passes))
     if count > 1:
         print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
     if not too_many_failed(failed, rows, spec.errors):

@@ -36,7 +36,7 @@ from draftmill.jobs.finished.passes import (
     Pass,
     count_failed,
     failed_rows,
-    finished,
+    finished_passes,
     pass_store,
     passes_of,
     require_plan,
@@ -216,10 +216,10 @@ def _measure(
         s3=s3 or S3Options(),
     )
     if not is_done:
-        units, left = sum(part.plan.units for part in finished(passes)), len(units_to_measure(store, passes, ready))
+        units = sum(part.plan.units for part in finished_passes(passes))
+        done = units - len(units_to_measure(store, passes, ready))
         print(
-            f"draftmill: interrupted with {units - left:,} of {units:,} units measured; run it again to resume",
-            file=sys.stderr,
+            f"draftmill: interrupted with {done:,} of {units:,} units measured; run it again to resume", file=sys.stderr
         )
     return is_done
 
@@ -238,7 +238,7 @@ def measure(
     fields = [f"--metric {word}" for word in words]
     metrics = [parse_metric(word, allow_code_execution=allow_code_execution) for word in words]
     passes = passes_of(store, s3=s3)
-    finished(passes)
+    finished_passes(passes)
     plan = passes[0].plan
     ready = ready_metrics(
         metrics, fields, plan.spec, kept_columns(plan), reference=reference, s3=s3 or plan.spec.s3.options()
@@ -300,7 +300,7 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     """
     store = open_store(run_dir, s3=s3)
     spec = spec_of(require_plan(store), run_dir, overrides, s3)
-    finished(passes_of(store, s3=s3))
+    finished_passes(passes_of(store, s3=s3))
     with make_display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)

@@ -517,7 +517,7 @@ def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> O
     scale = state.scale
     return Outlook(
         state.waiting.tokens,
-        {worker.name: state.left(worker, scale) for worker in workers},
+        {worker.name: state.tokens_left(worker, scale) for worker in workers},
         {name: speed or usual for name, speed in speeds.items()},
         guesses={name: low for name, speed in speeds.items() if not speed},
         barred=[worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)],

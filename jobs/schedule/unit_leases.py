@@ -273,7 +273,7 @@ class SchedulerState:
         """Tokens of canvases per generated token, in what is finished; 1 before that."""
         return self._finished_tokens / self._finished_generated if self._finished_generated else 1.0
 
-    def left(self, worker: Worker, scale: float) -> float:
+    def tokens_left(self, worker: Worker, scale: float) -> float:
         """About how many tokens of canvases a worker still has to decode."""
         held = sum(self.touched[self.leases[number].unit].size.tokens for number in worker.leases)
         return max(0.0, held - scale * worker.since)

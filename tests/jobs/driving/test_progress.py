@@ -18,7 +18,7 @@ def totals_after(seconds: float) -> Totals:
     totals.worker_up()
     totals.worker_up()
     decoded = Tally(rows=25, ok=24, failed=1, new_tokens=500, nfe=300)
-    totals.reported(TurnReport((), Effort(), decoded))
+    totals.add_report(TurnReport((), Effort(), decoded))
     totals.waiting["w0"] = 25
     return totals
 
@@ -35,7 +35,7 @@ def test_before_anything_is_decoded_nothing_is_made_up():
 
 def test_tokens_count_while_their_samples_still_go_on():
     totals = totals_after(10.0)
-    totals.reported(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
+    totals.add_report(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
     assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
 
 
