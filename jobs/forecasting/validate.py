@@ -161,7 +161,6 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
             f"{room.rows:,} samples of {room.length} tokens at once"
         )
     rate = trial.tokens / trial.took_s if trial.took_s else 0.0
-    todo = float(sample.masked().mean()) * sample.total
     cut = "" if trial.longest is None else f"; longer samples cut to {trial.longest:,} tokens, so the job takes longer"
     if not rate:
         yield f"rate      unknown: {TRIAL_S:.0f} s sufficed for prompts only; a run with `--set input.limit=N` measures it"
@@ -173,7 +172,7 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
         several = sample.total > rows_per_unit(prepared.spec, sample.total)  # a single unit is one worker's
         divided = "; divide by the number of workers" if several else ""
         shared = f" on {workers} workers" if len(known) == len(counts) else divided
-        yield f"time      ~{duration(todo / rate / workers)}{shared}"
+        yield f"time      ~{duration(sample.new_tokens / rate / workers)}{shared}"
 
 
 TRIAL = "the trial on this machine, without loading and idle time"
@@ -276,9 +275,8 @@ def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
     """From the rate of the trial; for completions of at most their maximum length."""
     if trial is None or not trial.tokens or not trial.took_s:
         return None
-    todo = float(sample.masked().mean()) * sample.total
-    decoding_s = todo * trial.took_s / trial.tokens
-    return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL, todo)
+    decoding_s = sample.new_tokens * trial.took_s / trial.tokens
+    return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL, sample.new_tokens)
 
 
 def validate(spec: JobSpec) -> int:

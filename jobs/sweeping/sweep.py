@@ -45,13 +45,11 @@ from draftmill.jobs.forecasting.trial import (
     TRIAL_S,
     Trial,
     TrialRow,
-    TrialSample,
     first_canvases,
     take_sample,
     try_out,
 )
 from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
-from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.jobs.running.outcome import full_disk_text
 from draftmill.jobs.running.session import Run, RunOptions, decode
@@ -132,19 +130,15 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
             late = {case.name: case.problem for case in ready if case.problem is not None and case.code == UNUSABLE}
             say_problems(late, len(cases))
             write_record(store, spec, cases)
-            for number, (case, loads) in enumerate(orderly(ready), start=len(cases) - len(ready) + 1):
+            left, first = [case for case in ready if case.is_ready], len(cases) - len(ready) + 1
+            for number, (case, names) in enumerate(zip(left, loads_of(left), strict=True), start=first):
                 if stops.reason is not None:
                     return
                 display.heading = f"case {number} of {len(cases)}, {case.name}: "
                 display.note(f"case {number} of {len(cases)}: {case.name} ({described(case.changes)})")
+                loads = "model" in names or "drafter" in names
                 decode_case(case, options, stops, display, backend, conditional=conditional, loads=loads)
             measure_cases(cases, options, stops, display, backend)
-
-
-def orderly(ready: Iterable[SweepCase]) -> Iterable[tuple[SweepCase, bool]]:
-    """The cases that can still run, each with whether workers have to load a model for it."""
-    left = [case for case in ready if case.is_ready]
-    return zip(left, ["model" in names or "drafter" in names for names in loads_of(left)], strict=True)
 
 
 def decode_case(
@@ -369,8 +363,6 @@ SHORTEST_TRIAL_S = 1.0
 ABSENT = "-"
 """A figure of a case that had no trial."""
 
-TRIAL_COLUMNS = ("case", "loads", "samples", "new tokens", "tokens/s", "time")
-
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -400,7 +392,7 @@ def dry_run_lines(spec: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
     yield f"trial     loading each model, then decoding for about {trial_s:.0f} s per case"
     works = work_of(ready)
     trials = _trials(ready, trial_s)
-    rows, seconds, notes = [list(TRIAL_COLUMNS)], 0.0, []
+    rows, seconds, notes = [["case", "loads", "samples", "new tokens", "tokens/s", "time"]], 0.0, []
     for case, names, trial in zip(ready, loads, trials, strict=True):
         work = works[case.name]
         rate = ratio(trial.tokens, trial.took_s) if isinstance(trial, Trial) else 0.0
@@ -454,23 +446,15 @@ def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
         members = [cases[number] for number in group]
         sample = None
         for case in members:
-            if case.plan is not None:
-                works[case.name] = _remaining_work(case, case.plan)
-            else:
+            if case.plan is None:
                 sample = sample or take_sample(case.prepared)
-                works[case.name] = _estimated_work(sample)
+                works[case.name] = Work(sample.total, sample.new_tokens, sample.exact)
+            else:
+                done = units_done(case.store)
+                left = sum(size.rows for size in case.plan.sizes() if size.unit not in done)
+                tokens = case.plan.holes * ratio(left, case.plan.rows)
+                works[case.name] = Work(left, tokens, left == case.plan.rows)
     return works
-
-
-def _remaining_work(case: SweepCase, plan: Plan) -> Work:
-    done = units_done(case.store)
-    rows = sum(size.rows for size in plan.sizes() if size.unit not in done)
-    return Work(rows, plan.holes * ratio(rows, plan.rows), rows == plan.rows)
-
-
-def _estimated_work(sample: TrialSample) -> Work:
-    masked = sample.masked()
-    return Work(sample.total, float(masked.mean()) * sample.total, sample.exact)
 
 
 def _trials(cases: Sequence[SweepCase], trial_s: float) -> list[Trial | str]:
