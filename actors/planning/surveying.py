@@ -80,10 +80,8 @@ def survey_pieces(
 ) -> Iterator[pa.Table]:
     """Yield tables of SURVEYED in the order of the pieces, at most `limit` rows in total.
 
-    `kept` collects the types of the columns that are copied into the results. With `threads`, batches are measured in
-    threads, and `kept` may be ahead of the tables.
-
-    Raises UserError if a whole file is missing or damaged.
+    `kept` collects the types of the columns that are copied into the results. With `threads`, batches are measured in threads,
+    and `kept` may be ahead of the tables. Raises UserError if a whole file is missing or damaged.
     """
 
     def measure(batch: Batch) -> pa.Table:

@@ -310,8 +310,7 @@ def check_head(address: str, *, field: str = "--ray-address", wait_s: float = AN
     """Raise UserError if what listens at host:port is not a Ray head, or refuses our token.
 
     One question, asked before Ray connects. Ray itself repeats it for 20 s (a wrong token) or for minutes (another server's
-    port), with a line of log each time.
-    Anything unexpected counts as fine: Ray's own connection then decides.
+    port), with a line of log each time. Anything unexpected counts as fine: Ray's own connection then decides.
     """
     open_channel, request, reply = inside(GRPC_CHANNEL), inside(GRPC_REQUEST), inside(GRPC_REPLY)
     if open_channel is None or request is None or reply is None:

@@ -20,11 +20,10 @@ from draftmill.storage.runs.commit import all_exact
 class Totals:
     """Counts of one driver's session, in addition to what was committed before it. Times in seconds of `clock`.
 
-    `loading` counts the workers that are not up yet.
-    `started_on` counts the workers that came up, by what they compute with.
-    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this
-    session's receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet.
-    `exact` says whether the receipts' results are bit-identical in any batch; None before the first receipt.
+    `loading` counts the workers that are not up yet. `started_on` counts the workers that came up, by what they compute with.
+    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this session's
+    receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet. `exact` says whether the
+    receipts' results are bit-identical in any batch; None before the first receipt.
     """
 
     units: int

@@ -97,10 +97,9 @@ class Trial:
     """Measurements from briefly decoding a few rows; `memory_bytes` is the peak of the process or of the GPU. `tokens` take
     `took_s` in a job; 0 if the trial was too short to tell.
 
-    `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
-    hold that runs alone on this machine.
-
-    `exact` says whether results are bit-identical in any batch, `device` what was computed with (actors/loop/device_facts.py).
+    `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can hold
+    that runs alone on this machine. `exact` says whether results are bit-identical in any batch, `device` what was computed
+    with (actors/loop/device_facts.py).
     """
 
     exact: bool

@@ -66,9 +66,8 @@ def survey(
 ) -> Iterator[pa.Table]:
     """Yield tables of SURVEYED in input order, at most `input.limit` rows in total.
 
-    `kept` collects the types of the columns that are copied into the results.
-
-    Raises UserError if a whole file is missing or damaged.
+    `kept` collects the types of the columns that are copied into the results. Raises UserError if a whole file is missing or
+    damaged.
     """
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     pieces = [Piece(number, file) for number, file in enumerate(inputs)]
@@ -139,9 +138,8 @@ class NothingLeft(UserError):
 class Plan:
     """A plan as stored in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows.
 
-    Its rows are samples: with `sampling.n` above 1, each row of the inputs is there n times.
-
-    The first pass (`pass_` 1) has every row of the inputs, a later pass the rows that failed in the one before.
+    Its rows are samples: with `sampling.n` above 1, each row of the inputs is there n times. The first pass (`pass_` 1) has
+    every row of the inputs, a later pass the rows that failed in the one before.
     """
 
     fingerprint: str
@@ -212,10 +210,8 @@ def build_plan(
     """Read and measure every row, write the unit table and then `_plan.json`. Calls `progress` with each number of rows read.
 
     `epoch` is the epoch of the driver's lease. `sift` skips rows that the plan must not have; NothingLeft if it skips all.
-    `survey` reads the rows; the plan does not depend on how it does so.
-
-    Raises UserError, and leaves no files, if the inputs have no rows, an id occurs twice, no row has a column that the spec
-    names, or a file is damaged.
+    `survey` reads the rows; the plan does not depend on how it does so. Raises UserError, and leaves no files, if the inputs
+    have no rows, an id occurs twice, no row has a column that the spec names, or a file is damaged.
     """
     maker = make_maker(spec, tokenizer, info, hashes)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows

@@ -287,9 +287,8 @@ def make_plan(
 ) -> Plan:
     """Read and measure every row of the inputs and write the plan; call it only under the lease, whose epoch is `epoch`.
 
-    `survey` reads the rows: in this process, or by tasks of a cluster (Backend.survey). `sift` leaves rows out (see build_plan).
-
-    If another driver has planned since `prepare`, its plan is compared and returned.
+    `survey` reads the rows: in this process, or by tasks of a cluster (Backend.survey). `sift` leaves rows out (see
+    build_plan). If another driver has planned since `prepare`, its plan is compared and returned.
     """
     plan = load_plan(store)
     if plan is not None:
