@@ -12,6 +12,7 @@ times, or is an error, is repeated in the planner's process: errors are then tho
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -60,10 +61,11 @@ class SurveyJob:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Rows in order (SURVEYED, and HASH), and what they say of the types of copied columns."""
+    """Rows in order (SURVEYED, and HASH), and what they say of the types of copied columns; `pid` is the task's process."""
 
     table: pa.Table
     new_types: NewTypes | None
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +299,8 @@ def survey_chunk(key: str, job: list[Any], chunk: Chunk, skip: int) -> Iterator[
         if key not in _makers:
             _makers.clear()
             _makers[key] = maker_of(the_job)
-        yield from islice(items(the_job.reading, _makers[key], chunk.pieces), skip, None)
+        for item in islice(items(the_job.reading, _makers[key], chunk.pieces), skip, None):
+            yield Item(item.table, item.new_types, os.getpid())
     except Exception as error:  # noqa: BLE001 - the planner finds out what it is
         yield Broken(" ".join(str(error).split())[:500] or type(error).__name__)
 
@@ -314,12 +317,13 @@ class Stream:
 
 @dataclass(slots=True)
 class SurveyPool:
-    """Surveys inputs by tasks of `cpus` CPUs each, `at_once` at a time."""
+    """Surveys inputs by tasks of `cpus` CPUs each, `at_once` at a time. `arrived` is called with each item."""
 
     job: SurveyJob
     cpus: float
     at_once: int
     note: Callable[[str], None] = lambda message: None
+    arrived: Callable[[Item], None] = lambda item: None
     _ref: Any = None
     _key: str = ""
     _streams: deque[Stream] = field(default_factory=deque)
@@ -390,6 +394,7 @@ class SurveyPool:
             if isinstance(item, Broken):
                 break
             stream.taken += 1
+            self.arrived(item)
             yield item
         is_odd = stream.task is not None and not self._alone
         for item in islice(items(self.job.reading, maker, stream.chunk.pieces, limit=limit), stream.taken, None):

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftmill.actors.task import Infill, Lines, Random, Sentences, SpanFraction, Spans
 from draftmill.jobs.finished.passes import Pass, finished_passes, passes_of
-from draftmill.jobs.plan.fingerprint import changed_files, shortened
+from draftmill.jobs.plan.fingerprint import changed_files, shorten
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.sweep_spec import short_names
 from draftmill.storage.errors import DamagedRun, UserError
@@ -133,9 +133,9 @@ def check_same_work(name: str, plan: Plan, other_name: str, other: Plan) -> None
         return
     told = [_difference(key, name, before, other_name, now) for key in keys if key != FILES]
     if FILES in keys:
-        told.append(f"{FILES}: {shortened(changed_files(plan.files, other.files) or ['other contents'])}")
+        told.append(f"{FILES}: {shorten(changed_files(plan.files, other.files) or ['other contents'])}")
     raise UserError(
-        f"{other_name} did not decode the same as {name}: {shortened(told)}; "
+        f"{other_name} did not decode the same as {name}: {shorten(told)}; "
         "only runs of the same inputs, task and canvases can be compared",
         field=keys[0],
     )

@@ -246,9 +246,8 @@ def measure_units(
     units = units_to_measure(store, passes, ready)
     if not units:
         return True
-    lacking = dict.fromkeys(unit.metrics for unit in units.values())
-    for indices in lacking:
-        record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in indices)))
+    for lacking in dict.fromkeys(unit.metrics for unit in units.values()):
+        record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
     limits = limits_of(spec)
     job = MeasureJob(
         store_url=absolute(store.url),
@@ -266,15 +265,13 @@ def measure_units(
     indices = sorted({index for unit in units.values() for index in unit.metrics})
     names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in indices))
     display.note(f"measuring {names}: {counted(len(units), 'unit')}, {rows:,} samples")
-    sizes = [
-        UnitSize(number, unit.rows * len(unit.metrics), unit.rows * len(unit.metrics)) for number, unit in units.items()
-    ]
+    values = {number: unit.rows * len(unit.metrics) for number, unit in units.items()}
     with backend.opened(display), stop.on_signals():
         allocation = _allocate_measurers(backend, spec, ready, len(units))
         pool = backend.pool(job, allocation)
-        scheduler = Scheduler(
-            sizes, workers=allocation.count, limits=replace(limits, lease_s=limits.lease_s + MARGIN_S)
-        )
+        limits = replace(limits, lease_s=limits.lease_s + MARGIN_S)
+        sizes = (UnitSize(number, count, count) for number, count in values.items())
+        scheduler = Scheduler(sizes, workers=allocation.count, limits=limits)
         is_done = False
         try:
             finish = Driver(scheduler, pool, MeasureDisplay(display), totals, stop, grace_s).run()
