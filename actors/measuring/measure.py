@@ -96,7 +96,6 @@ class MeasureRunner:
     worker: str
     node: str
     facts: dict[str, Any] = field(default_factory=dict)
-    spent: tuple[int, ...] = ()
     waiting: int = 0
     _held: dict[int, tuple[WorkUnit, Generator[None, None, CommittedUnit | None]]] = field(default_factory=dict)
     _steps: int = 0
@@ -105,6 +104,11 @@ class MeasureRunner:
     def held(self) -> int:
         """Number of units held."""
         return len(self._held)
+
+    @property
+    def spent(self) -> tuple[int, ...]:
+        """The lease of the unit in progress: the scheduler gives the next one ahead, so that the worker never waits."""
+        return tuple(self._held)[:1]
 
     def add(self, unit: WorkUnit) -> None:
         """Add a unit."""
