@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from draftmill.actors.measuring.measure import MeasureWorker
 from draftmill.actors.metrics import registry
 from draftmill.actors.ray.pool import RayPool
 from draftmill.actors.sandbox.sandbox import problem
@@ -191,16 +192,22 @@ def test_a_sweep_on_ray_keeps_its_measuring_workers(
 ) -> None:
     """With their judges: MeasureWorker.begin keeps those that it has loaded."""
     pools: list[RayPool] = []
-    start = RayPool.start
+    started: list[RayPool] = []
+    build, start = RayPool.__init__, RayPool.start
+
+    def building(pool: RayPool, *given: Any, **options: Any) -> None:
+        build(pool, *given, **options)
+        pools.extend([pool] if options.get("worker_class") is MeasureWorker else [])
 
     def starting(pool: RayPool, name: str) -> None:
-        if len(pool._early) == 0 and pool._actors[0]._modified_class.__name__ == "MeasureWorker":
-            pools.append(pool)
+        started.extend([pool] if pool in pools and not pool._early else [])
         start(pool, name)
 
+    monkeypatch.setattr(RayPool, "__init__", building)
     monkeypatch.setattr(RayPool, "start", starting)
     assert main(["sweep", str(judged_sweep(tmp_path)), "--quiet"]) == 0
-    assert len(pools) == 2 and pools[0] is pools[1], "two CPUs, two workers, all started by the first case"
+    assert len(pools) == 3
+    assert started == [pools[0]] * 2, "two CPUs, two workers, all started by the first case"
     assert has_all_values(tmp_path)
 
 
