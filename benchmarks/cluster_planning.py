@@ -26,8 +26,8 @@ os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_wor
 
 from draftmill.jobs.driving.backend import cluster_survey
 from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.plan import Survey, survey
 from draftmill.jobs.plan.prepare import make_plan, prepare
-from draftmill.jobs.plan.survey import Survey, survey
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.stores.store import open_store
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
 from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
-from draftmill.actors.planning.beginnings import grouped
+from draftmill.actors.planning.beginnings import group_texts
 from draftmill.actors.rows.samples import Meter, Sample, length_of
 from draftmill.decoders.base import HOLE, Decoder, Outcome
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, StoreFull, UserError
@@ -187,19 +187,8 @@ class UnitRunner:
 
     def _fail_unit(self, unit: Open, error: BaseException) -> None:
         self._open.pop(unit.unit.lease)
-        infra = isinstance(error, StoreError | UserError | OSError)
-        kinds = ((StoreFull, STORE_FULL), (ChangedInput, CHANGED_INPUT))
-        kind = next((kind for of, kind in kinds if isinstance(error, of)), "store" if infra else "worker_error")
-        failure = Failure(
-            lease=unit.unit.lease,
-            unit=unit.unit.unit,
-            worker=self.worker,
-            kind="INFRA" if infra else "TASK",
-            error_kind=kind,
-            stage="store" if unit.closing else "read",
-            error=str(error) if isinstance(error, StoreError | UserError) else f"{type(error).__name__}: {error}",
-        )
-        self._answers.append(failure)
+        stage = "store" if unit.closing else "read"
+        self._answers.append(unit_failure(unit.unit, error, worker=self.worker, stage=stage))
 
     # ---- the decoder's side
 
@@ -306,6 +295,21 @@ class UnitRunner:
         self._close_if_ended(unit)
 
 
+def unit_failure(unit: WorkUnit, error: BaseException, *, worker: str, stage: str) -> Failure:
+    """The failure of a unit: INFRA for errors of stores and machines, TASK for all others, which its rows may cause."""
+    infra = isinstance(error, StoreError | UserError | OSError)
+    kinds = ((StoreFull, STORE_FULL), (ChangedInput, CHANGED_INPUT))
+    return Failure(
+        lease=unit.lease,
+        unit=unit.unit,
+        worker=worker,
+        kind="INFRA" if infra else "TASK",
+        error_kind=next((kind for of, kind in kinds if isinstance(error, of)), "store" if infra else "worker_error"),
+        stage=stage,
+        error=str(error) if isinstance(error, StoreError | UserError) else f"{type(error).__name__}: {error}",
+    )
+
+
 QUIET_STEPS = 64
 MOST_QUIET_STEPS = 64 * 1024
 
@@ -352,7 +356,7 @@ def in_order(samples: Sequence[Sample]) -> list[Sample]:
     by_text = sorted(range(len(ranked)), key=lambda number: begin[number].tobytes())
     shared = [common(begin[first], begin[second]) for first, second in pairwise(by_text)]
     length = np.array([len(tokens) for tokens in begin], dtype=np.int64)
-    groups = grouped(np.array(by_text, np.int64), np.array(shared, np.int64), length, np.arange(len(ranked)))
+    groups = group_texts(np.array(by_text, np.int64), np.array(shared, np.int64), length, np.arange(len(ranked)))
     return [ranked[number] for number in groups.order.tolist()]
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from draftmill.actors.checkpoints.models import FIELD, fetch_model, user_error
 from draftmill.actors.faults import DeviceLostError
@@ -26,7 +26,19 @@ from draftmill.actors.job import Allocation, Job, WorkerResources
 from draftmill.actors.loop.loading import ModelCache, build, load_networks, most_canvases
 from draftmill.actors.loop.memory import fit, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.messages import LEAST_S, Died, Failure, PoolEvent, Receipt, Reported, TurnReport, Up, WorkUnit
+from draftmill.actors.messages import (
+    LEAST_S,
+    Died,
+    Effort,
+    Failure,
+    PoolEvent,
+    Receipt,
+    Reported,
+    Tally,
+    TurnReport,
+    Up,
+    WorkUnit,
+)
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
@@ -35,10 +47,35 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 
 
+class Runner(Protocol):
+    """What works on the units of a worker: a UnitRunner, or a MeasureRunner of finished units."""
+
+    facts: dict[str, Any]
+
+    @property
+    def held(self) -> int: ...
+
+    @property
+    def spent(self) -> tuple[int, ...]: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    def add(self, unit: WorkUnit) -> None: ...
+
+    def drop(self, lease: int) -> None: ...
+
+    def step(self) -> list[Receipt | Failure]: ...
+
+    def take_effort(self) -> tuple[Effort, Tally]: ...
+
+    def close(self) -> None: ...
+
+
 class Turns:
     """The remote interface of a worker: drives a runner by calls."""
 
-    def __init__(self, runner: UnitRunner, node: str) -> None:
+    def __init__(self, runner: Runner, node: str) -> None:
         self._runner = runner
         self._node = node
 
@@ -221,7 +258,7 @@ def auto_rows(unit_rows: int, *, on_gpu: bool) -> int:
 class Here:
     """A worker of this process, and the messages for its next turn."""
 
-    runner: UnitRunner
+    runner: Runner
     turns: Turns
     add: list[WorkUnit] = field(default_factory=list)
     forget: list[int] = field(default_factory=list)
@@ -235,13 +272,13 @@ class LocalPool:
 
     def __init__(
         self,
-        job: Job,
+        job: Any,
         resources: WorkerResources,
         *,
-        build: Callable[..., UnitRunner] = build_runner,
+        build: Callable[..., Runner] = build_runner,
         model_cache: ModelCache | None = None,
     ) -> None:
-        self._job, self._threads = resources.job(job), resources.threads
+        self._job, self._threads = resources.job(job) if isinstance(job, Job) else job, resources.threads
         self._build = build if model_cache is None else partial(build, model_cache=model_cache)
         self._model_cache = model_cache
         self._node = socket.gethostname()

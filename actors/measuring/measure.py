@@ -1,22 +1,34 @@
-"""The worker of `draftmill measure`: reads a finished unit, measures its rows, and writes the unit's file of metrics."""
+"""The worker of `draftmill measure`: reads finished units, measures their rows, and writes each unit's file of metrics.
+
+It takes units as a worker that decodes does, so that the same scheduler, driver and pools serve both. A unit's rows are here the
+*values* to measure, the rows of the first metric before those of the second: a row whose metric ends the process is found, and
+loses that metric alone.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from draftmill.actors.metrics.base import MeasuredRow, Meter, Values
+from draftmill.actors.faults import DeviceLostError, lost_device
+from draftmill.actors.loop.runner import unit_failure
+from draftmill.actors.loop.worker import Turns
+from draftmill.actors.messages import Effort, Failure, Receipt, Tally, WorkUnit
+from draftmill.actors.metrics.base import Answer, MeasuredRow, Measuring, Meter, RowByRow, time_limit
 from draftmill.actors.metrics.registry import ReadyMetric, build_meter
+from draftmill.decoders.base import EngineStats
+from draftmill.storage.errors import RowError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
 from draftmill.storage.runs.records import read_results
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
 
@@ -24,25 +36,7 @@ COLUMNS = ("id", "sample", "status", "text", "tokens", KEEP)
 """The result columns that metrics read; a user's file gets all columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureJob:
-    """What every worker needs to know, pickled once. Never holds credentials.
-
-    `reference` is the kept column with the references, and `joiner` what joins a reference that is a list of sentences; with
-    None a list holds several references.
-    """
-
-    store_url: str
-    s3: S3Options
-    fingerprint: str
-    code_version: str
-    metrics: tuple[ReadyMetric, ...]
-    reference: str | None = None
-    joiner: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class UnitToMeasure:
+class UnitToMeasure(NamedTuple):
     """One unit: its result file in the run's directory, and which of the job's metrics to measure."""
 
     pass_: int
@@ -53,91 +47,190 @@ class UnitToMeasure:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitMeasured:
-    """A unit whose file of metrics is there; `errors` counts the rows that a metric failed on."""
+class MeasureJob:
+    """What every worker needs to know, pickled once. Never holds credentials.
 
-    pass_: int
-    unit: int
-    object: str
-    rows: int
-    errors: int
+    `units` has the units by the number that the scheduler knows them by. `reference` is the kept column with the references, and
+    `joiner` what joins a reference that is a list of sentences; with None a list holds several references. A metric has `row_s`
+    seconds for a row.
+    """
+
+    store_url: str
+    s3: S3Options
+    fingerprint: str
+    code_version: str
+    metrics: tuple[ReadyMetric, ...]
+    units: Mapping[int, UnitToMeasure]
+    row_s: float
+    reference: str | None = None
+    joiner: str | None = None
 
 
 @dataclass(slots=True)
-class UnitMeasurer:
-    """Measures units one after another. A judge is loaded once, with its first unit."""
+class Meters:
+    """The meters of a job, by metric; judges stay loaded for the next job that has them."""
+
+    _judges: list[tuple[ReadyMetric, Meter]] = field(default_factory=list)
+
+    def build(self, job: MeasureJob, threads: int) -> dict[int, Meter]:
+        """Build the meters that the job's units need. A judge that is loaded is used again; other judges are forgotten."""
+        loaded = [(replace(metric, field=""), meter) for metric, meter in self._judges]
+        lacking = sorted({index for unit in job.units.values() for index in unit.metrics})
+        meters: dict[int, Meter] = {}
+        for index in lacking:
+            metric = job.metrics[index]
+            same = (meter for known, meter in loaded if known == replace(metric, field=""))
+            meters[index] = next(same, None) or build_meter(metric, threads=threads, s3=job.s3)
+        self._judges = [
+            (job.metrics[index], meter) for index, meter in meters.items() if job.metrics[index].place is not None
+        ]
+        return meters
+
+
+@dataclass(slots=True, eq=False)
+class MeasureRunner:
+    """Measures the units that it holds one after another; has what Turns and the pools need of a UnitRunner."""
 
     job: MeasureJob
-    threads: int = 1
-    _meters: dict[int, Meter] = field(default_factory=dict)
+    meters: Mapping[int, Meter]
+    worker: str
+    node: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    waiting: int = 0
+    _held: dict[int, tuple[WorkUnit, Generator[None, None, CommittedUnit | None]]] = field(default_factory=dict)
+    _steps: int = 0
 
-    def for_job(self, job: MeasureJob, threads: int) -> UnitMeasurer:
-        """A measurer for another job. A judge that both jobs have stays loaded; all other meters are built for the job."""
-        kept = {
-            index: self._meters[before]
-            for before in self._meters
-            for index, metric in enumerate(job.metrics)
-            if metric.place is not None and replace(metric, field="") == replace(self.job.metrics[before], field="")
-        }
-        return UnitMeasurer(job, threads, kept)
+    @property
+    def held(self) -> int:
+        """Number of units held."""
+        return len(self._held)
 
-    def prepare(self, metrics: Sequence[int]) -> None:
-        """Build these meters now, so that a model that can't be loaded shows before the first unit."""
-        for index in metrics:
-            self._meter(index)
+    @property
+    def spent(self) -> tuple[int, ...]:
+        """The lease of the unit in progress: the scheduler gives the next one ahead, so that the worker never waits."""
+        return tuple(self._held)[:1]
 
-    def measure(self, unit: UnitToMeasure, stopping: Callable[[], bool] = lambda: False) -> UnitMeasured:
-        """Measure and write one unit. Raises draftmill.actors.metrics.base.Stopping if `stopping` becomes true."""
+    def add(self, unit: WorkUnit) -> None:
+        """Add a unit."""
+        self._held[unit.lease] = unit, self._measure_unit(unit)
+
+    def drop(self, lease: int) -> None:
+        """Give up a unit, if it is held."""
+        if lease in self._held:
+            self._held.pop(lease)[1].close()
+
+    def close(self) -> None:
+        """Give up all units."""
+        for lease in list(self._held):
+            self.drop(lease)
+
+    def step(self) -> list[Receipt | Failure]:
+        """Measure one more row of the oldest unit, or what its meter does in one step; returns the unit if that ends it."""
+        lease, (unit, measuring) = next(iter(self._held.items()))
+        try:
+            next(measuring)
+        except StopIteration as end:
+            committed: CommittedUnit | None = end.value
+            tally = Tally() if committed is None else Tally(rows=committed.rows, failed=committed.failed)
+            answer: Receipt | Failure = Receipt(lease, unit.unit, self.worker, self.node, committed, tally)
+        except Exception as error:  # noqa: BLE001 - a judge or a store may raise anything; it concerns this unit alone
+            if lost_device(error):
+                raise DeviceLostError(f"{type(error).__name__}: {error}") from None
+            answer = unit_failure(unit, error, worker=self.worker, stage="measure")
+        else:
+            self._steps += 1
+            return []
+        del self._held[lease]
+        return [answer]
+
+    def take_effort(self) -> tuple[Effort, Tally]:
+        """The steps since the last call, which count as tokens: the scheduler sees progress by them."""
+        steps, self._steps = self._steps, 0
+        return Effort(EngineStats(committed=steps)), Tally()
+
+    def _measure_unit(self, unit: WorkUnit) -> Generator[None, None, CommittedUnit | None]:
+        """Measure and write one unit. A probe measures its values and writes nothing; values with a verdict have its error."""
         failpoint("measure.unit")
-        store = open_store(self.job.store_url, s3=self.job.s3)
-        chosen = [self.job.metrics[index] for index in unit.metrics]
+        job, place = self.job, self.job.units[unit.unit]
+        store = open_store(job.store_url, s3=job.s3)
+        chosen = [job.metrics[index] for index in place.metrics]
         needs_all = any(metric.source is not None for metric in chosen)
-        [table] = read_results(store, objects=[unit.object], columns=None if needs_all else COLUMNS)
-        rows = rows_of(table, self.job.reference, self.job.joiner)
-        answers = [
-            self._meter(index).measure([row for row in rows if row is not None], stopping) for index in unit.metrics
-        ]
-        metric_set = MetricSet(tuple(metric.measured for metric in chosen))
-        keys = [(name, sample or 0) for name, sample in zip(*_keys(table), strict=True)]
+        [table] = read_results(store, objects=[place.object], columns=None if needs_all else COLUMNS)
+        rows = rows_of(table, job.reference, job.joiner)
+        verdicts = {
+            value: RowError(verdict.kind, verdict.stage, verdict.message)
+            for verdict in unit.verdicts
+            for value in range(verdict.start, verdict.stop)
+        }
+        answers: list[dict[int, Answer]] = []
+        for first, index in zip(range(0, unit.rows, place.rows), place.metrics, strict=True):
+            given_up: dict[int, Answer] = {
+                row: verdicts[first + row] for row in range(len(rows)) if first + row in verdicts
+            }
+            wanted = range(max(0, unit.start - first), min(place.rows, unit.stop - first))
+            measured = yield from self._measure_rows(index, rows, [row for row in wanted if row not in given_up])
+            answers.append(given_up | measured)
+        if unit.probe:
+            return None
         columns, errors = columns_of(chosen, rows, answers)
+        keys = [(name, sample or 0) for name, sample in zip(*_keys(table), strict=True)]
         failpoint("measure.measured")
         name = commit_metrics(
             store,
-            unit=unit.unit,
-            pass_=unit.pass_,
-            metric_set=metric_set,
+            unit=place.unit,
+            pass_=place.pass_,
+            metric_set=MetricSet(tuple(metric.measured for metric in chosen)),
             table=table_of(keys, columns),
-            fingerprint=self.job.fingerprint,
-            code_version=self.job.code_version,
+            fingerprint=job.fingerprint,
+            code_version=job.code_version,
             errors=errors,
         )
-        return UnitMeasured(unit.pass_, unit.unit, name, len(rows), len(errors))
+        failed = len(errors)
+        return CommittedUnit(unit.unit, name, "", len(rows), len(rows) - failed, failed, 0, 0, "")
 
-    def _meter(self, index: int) -> Meter:
-        if index not in self._meters:
-            self._meters[index] = build_meter(self.job.metrics[index], threads=self.threads, s3=self.job.s3)
-        return self._meters[index]
+    def _measure_rows(
+        self, index: int, rows: Sequence[MeasuredRow | None], wanted: Collection[int]
+    ) -> Generator[None, None, dict[int, Answer]]:
+        decoded = {place: row for place in wanted if (row := rows[place]) is not None}
+        meter = self.meters[index]
+        with closing(meter.measure(list(decoded.values()))) as measuring:
+            answers = yield from self._limit_rows(measuring) if isinstance(meter, RowByRow) else measuring
+        return dict(zip(decoded, answers, strict=True))
+
+    def _limit_rows(self, measuring: Measuring) -> Measuring:
+        """The same measurement, with the limit of time on each row."""
+        while True:
+            try:
+                with time_limit(self.job.row_s):
+                    next(measuring)
+            except StopIteration as end:
+                answers: list[Answer] = end.value
+                return answers
+            yield
 
 
-class MeasureWorker:
-    """A Ray actor around a UnitMeasurer."""
+class MeasureWorker(Turns):
+    """A Ray actor around a MeasureRunner; after `rest` it begins another job, with the judges that both jobs have."""
 
-    def __init__(self, job: MeasureJob, threads: int) -> None:
-        self._measurer = UnitMeasurer(job, threads)
-        self._measurer.prepare(range(len(job.metrics)))
+    def __init__(self, name: str, job: MeasureJob, threads: int, gpus: float = 1.0) -> None:
+        self._meters = Meters()
+        self.begin(name, job, threads, gpus)
 
-    def where(self) -> tuple[str, int]:
-        """Its node and process; answers when judges are loaded."""
-        return socket.gethostname(), os.getpid()
-
-    def take(self, job: MeasureJob, threads: int) -> tuple[str, int]:
-        """Work for another job from now on; see UnitMeasurer.for_job and `where`."""
-        self._measurer = self._measurer.for_job(job, threads)
-        self._measurer.prepare(range(len(job.metrics)))
+    def begin(self, name: str, job: MeasureJob, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
+        """Load what the job needs; returns the same as `where`."""
+        node = socket.gethostname()
+        super().__init__(measure_runner(job, name=name, node=node, threads=threads, meters=self._meters), node)
         return self.where()
 
-    def measure(self, unit: UnitToMeasure) -> UnitMeasured:
-        return self._measurer.measure(unit)
+    def rest(self) -> None:
+        """Forget the job but keep the judges."""
+        self._runner.close()
+        del self._runner
+
+
+def measure_runner(job: MeasureJob, *, name: str, node: str, threads: int, meters: Meters) -> MeasureRunner:
+    """A runner with the job's judges loaded. Raises UserError or ValueError if one can't be."""
+    return MeasureRunner(job, meters.build(job, threads), name, node)
 
 
 # ---- rows in
@@ -145,16 +238,16 @@ class MeasureWorker:
 
 def rows_of(table: pa.Table, reference: str | None, joiner: str | None) -> list[MeasuredRow | None]:
     """The rows of a unit's results; None for a row that was not decoded."""
-    kept = _kept(table)
+    kept = _kept_values(table)
     names, samples = _keys(table)
-    found: list[MeasuredRow | None] = []
+    rows: list[MeasuredRow | None] = []
     for index, result in enumerate(table.to_pylist()):
         if result["status"] != "ok":
-            found.append(None)
+            rows.append(None)
             continue
         values = kept[index] or {}
         result.pop(KEEP, None)
-        found.append(
+        rows.append(
             MeasuredRow(
                 id=names[index],
                 sample=samples[index] or 0,
@@ -165,7 +258,7 @@ def rows_of(table: pa.Table, reference: str | None, joiner: str | None) -> list[
                 result=result,
             )
         )
-    return found
+    return rows
 
 
 def references_of(value: Any, joiner: str | None) -> tuple[str, ...]:
@@ -173,7 +266,7 @@ def references_of(value: Any, joiner: str | None) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, list | tuple):
-        texts = [_text(one) for one in value if one is not None]
+        texts = [_text(item) for item in value if item is not None]
         return tuple(texts) if joiner is None else (joiner.join(texts),)
     return (_text(value),)
 
@@ -189,7 +282,7 @@ def _keys(table: pa.Table) -> tuple[list[str], list[int | None]]:
     return table["id"].to_pylist(), samples
 
 
-def _kept(table: pa.Table) -> list[Mapping[str, Any] | None]:
+def _kept_values(table: pa.Table) -> list[Mapping[str, Any] | None]:
     if KEEP not in table.column_names:
         return [None] * table.num_rows
     schema = pa.schema(list(table.schema.field(KEEP).type))
@@ -200,24 +293,21 @@ def _kept(table: pa.Table) -> list[Mapping[str, Any] | None]:
 
 
 def columns_of(
-    metrics: Sequence[ReadyMetric],
-    rows: Sequence[MeasuredRow | None],
-    answers: Sequence[Sequence[Values | Exception | None]],
+    metrics: Sequence[ReadyMetric], rows: Sequence[MeasuredRow | None], answers: Sequence[Mapping[int, Answer]]
 ) -> tuple[dict[str, list[float | None]], list[MetricError]]:
-    """Each metric's columns over all rows, and the errors; `answers` are of the rows that were decoded."""
+    """Each metric's columns over all rows, and the errors; `answers` has each metric's answers by the place of the row."""
     columns: dict[str, list[float | None]] = {}
     errors: list[MetricError] = []
-    for metric, found in zip(metrics, answers, strict=True):
+    for metric, of_rows in zip(metrics, answers, strict=True):
         names = metric.measured.columns
         columns |= {name: [] for name in names}
-        answer = iter(found)
-        for row in rows:
-            one = None if row is None else next(answer)
-            if row is not None and isinstance(one, Exception):
-                message = " ".join(f"{type(one).__name__}: {one}".split())
+        for place, row in enumerate(rows):
+            answer = of_rows.get(place)
+            if row is not None and isinstance(answer, Exception):
+                message = " ".join(f"{type(answer).__name__}: {answer}".split())
                 errors.append(MetricError(row.id, row.sample, metric.settings.shown, message))
             for index, name in enumerate(names):
-                columns[name].append(one[index] if isinstance(one, tuple) else None)
+                columns[name].append(answer[index] if isinstance(answer, tuple) else None)
     return columns, errors
 
 

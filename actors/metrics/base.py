@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 Values = tuple[float | None, ...]
 """One value per column of a metric; None where the row has no such value."""
 
+Answer = Values | Exception | None
+"""What a meter gives for a row: None if the row has no value, an exception if the metric failed on it."""
 
-class Stopping(Exception):
-    """The measurement was interrupted before its end."""
+Measuring = Generator[None, None, list[Answer]]
+"""A measurement in progress: it yields after each step, and returns one answer per row, in order."""
+
+
+class RowTimeout(BaseException):
+    """A metric takes too long on one row. No Exception: a metric that catches every Exception must end, too."""
+
+
+@contextmanager
+def time_limit(limit_s: float) -> Iterator[None]:
+    """Raise RowTimeout in the block after `limit_s` seconds. For the main thread, where Python handles signals.
+
+    Code that does not return to Python is not interrupted.
+    """
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise RowTimeout(f"the metric took longer than {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,36 +59,35 @@ class MeasuredRow:
 
 
 class Meter(Protocol):
-    """Measures rows; `None` as a row's answer means that it has no value, an exception that the metric failed on it."""
+    """Measures rows."""
 
-    def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        """One answer per row, in order. Raises Stopping if `stopping` becomes true."""
+    def measure(self, rows: Sequence[MeasuredRow]) -> Measuring:
+        """Measure rows step by step; whoever closes the generator gives the measurement up."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowByRow:
-    """A meter whose rows are measured one after another; an exception concerns its row alone."""
+    """A meter whose rows are measured one after another, a row a step; an exception concerns its row alone."""
 
     measure_row: Callable[[MeasuredRow], Values | None]
 
-    def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        answers: list[Values | Exception | None] = []
+    def measure(self, rows: Sequence[MeasuredRow]) -> Measuring:
+        answers: list[Answer] = []
         for row in rows:
-            if stopping():
-                raise Stopping
             answers.append(try_metric(self.measure_row, row))
+            yield
         return answers
 
 
-def try_metric(measure: Callable[[MeasuredRow], Values | None], row: MeasuredRow) -> Values | Exception | None:
+def try_metric(measure: Callable[[MeasuredRow], Values | None], row: MeasuredRow) -> Answer:
     """The error boundary of one row: libraries and files of users may raise anything but an interrupt."""
     try:
         return measure(row)
-    except Stopping:
-        raise
     except SystemExit as error:
         return RuntimeError(f"the metric ended its process: SystemExit({error})")
+    except RowTimeout as error:
+        return TimeoutError(*error.args)
     except Exception as error:  # noqa: BLE001 - see above
         return error
 

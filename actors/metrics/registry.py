@@ -10,9 +10,10 @@ import importlib.util
 import math
 import re
 import tempfile
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,13 +23,13 @@ from draftmill.actors.faults import lost_device
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
-from draftmill.actors.metrics.base import MeasuredRow, Meter, RowByRow, Stopping, Values, try_metric
+from draftmill.actors.metrics.base import Answer, MeasuredRow, Measuring, Meter, RowByRow, Values, try_metric
 from draftmill.actors.metrics.settings import PLACE, Judge, Metric, OwnMetric, PassAtK
 from draftmill.actors.metrics.texts import METERS
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.actors.sandbox.sandbox import Kind, Limits, Sandbox, find_sandbox
+from draftmill.actors.sandbox.sandbox import LOOK_S, Kind, Limits, Sandbox, find_sandbox
 from draftmill.actors.task import Columns, Score
 from draftmill.decoders.base import Decoder, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
@@ -85,17 +86,17 @@ class Programs:
     threads: int = 1
     samples: int | None = None
 
-    def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
+    def measure(self, rows: Sequence[MeasuredRow]) -> Measuring:
         """A row's estimates have no value here if some of its samples are in another unit."""
-
-        def measure(row: MeasuredRow) -> Values | None:
-            if stopping():
-                raise Stopping
-            return self._run(row, stopping)
-
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="programs") as pool:
-            answers = list(pool.map(lambda row: try_metric(measure, row), rows))
-        return self._with_estimates(rows, answers)
+        pool, stop = ThreadPoolExecutor(self.threads, thread_name_prefix="programs"), threading.Event()
+        try:
+            runs = [pool.submit(try_metric, lambda row: self._run(row, stop.is_set), row) for row in rows]
+            while wait(runs, timeout=LOOK_S).not_done:
+                yield
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+        return self._with_estimates(rows, [run.result() for run in runs])
 
     def _run(self, row: MeasuredRow, stopping: Callable[[], bool]) -> Values | None:
         if row.text is None:
@@ -103,13 +104,9 @@ class Programs:
         settings = self.settings
         limits = Limits(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, processes=settings.processes)
         ran = self.sandbox.run(program_of(settings, row.text, row.values), limits, stopping=stopping)
-        if ran.ending == "timeout" and stopping():
-            raise Stopping
         return (float(ran.passed),)
 
-    def _with_estimates(
-        self, rows: Sequence[MeasuredRow], answers: list[Values | Exception | None]
-    ) -> list[Values | Exception | None]:
+    def _with_estimates(self, rows: Sequence[MeasuredRow], answers: list[Answer]) -> list[Answer]:
         counts = Counter(row.id for row, answer in zip(rows, answers, strict=True) if isinstance(answer, tuple))
         correct = Counter(row.id for row, answer in zip(rows, answers, strict=True) if answer == (1.0,))
 
@@ -219,8 +216,8 @@ class JudgeMeter:
     maker: Maker
     prompt: str | None
 
-    def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        answers: list[Values | Exception | None] = [None] * len(rows)
+    def measure(self, rows: Sequence[MeasuredRow]) -> Measuring:
+        answers: list[Answer] = [None] * len(rows)
         waiting: list[Request] = []
         for index, row in enumerate(rows):
             if row.text is None:
@@ -232,7 +229,7 @@ class JudgeMeter:
                 continue
             waiting.append(Request(index, 0, canvas.tokens, score_from=canvas.score_from))
         waiting.sort(key=lambda request: (-len(request.canvas), request.index))
-        for index, answer in self._answers(deque(waiting), stopping).items():
+        for index, answer in (yield from self._answers(deque(waiting))).items():
             answers[index] = answer
         return answers
 
@@ -242,7 +239,7 @@ class JudgeMeter:
             values["prompt"] = row.values.get(self.prompt)
         return self.maker.make(values, 0)
 
-    def _answers(self, waiting: deque[Request], stopping: Callable[[], bool]) -> dict[int, Values | Exception]:
+    def _answers(self, waiting: deque[Request]) -> Generator[None, None, dict[int, Values | Exception]]:
         """Score all requests, longest first; the decoder is empty before and after.
 
         Where the decoder raises, its texts are scored again one by one: the one that fails alone has the error.
@@ -251,9 +248,6 @@ class JudgeMeter:
         active: dict[int, Request] = {}
         suspects: deque[Request] = deque()
         while waiting or active or suspects:
-            if stopping():
-                self.decoder.clear()
-                raise Stopping
             try:
                 self._admit(suspects, waiting, active)
                 outcomes = self.decoder.step()
@@ -270,6 +264,11 @@ class JudgeMeter:
             for outcome in outcomes:
                 active.pop(outcome.index)
                 answers[outcome.index] = _values(outcome)
+            try:
+                yield
+            except GeneratorExit:
+                self.decoder.clear()
+                raise
         return answers
 
     def _admit(self, suspects: deque[Request], waiting: deque[Request], active: dict[int, Request]) -> None:

@@ -1,7 +1,7 @@
 """Texts that begin alike: what is noted of a text's beginning, and the order in which such texts come together.
 
     tokens      shots .............. | question A ..... | end 1
-    noted       h h h h h h h h h h h h h h h h h h h        a hash of every 8 tokens, 4 bytes; the rest is left out
+    noted       h h h h h h h h h h h h h h h h h h h        a hash of every 8 tokens, 4 bytes; the rest is not noted
 
     examples question A end 1        one group: what its texts have in common is computed once (decoders/engine/scheduler.py)
     examples question A end 2
@@ -58,8 +58,8 @@ def beginnings(tokens: Sequence[NDArray[np.int32] | None]) -> pa.Array:
     return pa.Array.from_buffers(BEGINNING.type, len(tokens), [None, pa.py_buffer(ends), pa.py_buffer(hashes)])
 
 
-def grouped_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, large: int) -> Grouped:
-    """Order the rows of a column BEGINNING; `rank` is the place of each row if no rows begin alike, `large` as in `grouped`."""
+def group_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, large: int) -> Grouped:
+    """Order the rows of a column BEGINNING; `rank` is each row's place if no rows begin alike, `large` as in `group_texts`."""
     noted = column.combine_chunks()
     starts_bytes = np.frombuffer(noted.buffers()[1], dtype=np.int32, count=len(noted) + 1, offset=4 * noted.offset)
     starts = starts_bytes.astype(np.int64) // _HASH.itemsize
@@ -74,10 +74,10 @@ def grouped_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, la
         place += 1
         common[alike] = place
         alike = alike[shorter[alike] > place]
-    return grouped(by_text, common, length, rank, least=LEAST // STRIDE, large=large)
+    return group_texts(by_text, common, length, rank, least=LEAST // STRIDE, large=large)
 
 
-def grouped(
+def group_texts(
     by_text: NDArray[np.int64],
     common: NDArray[np.int64],
     length: NDArray[np.int64],
@@ -89,8 +89,8 @@ def grouped(
     """Order texts, which `by_text` sorts by their symbols; each has, with its neighbour there, `common` first symbols in common.
 
     `length` [texts] are their symbols, `rank` [texts] their places if none begin alike. Groups come in the order of their first
-    texts by rank, and so do the texts of a group. Texts are a group if, counted behind what the group around them has in common,
-    they have `least` symbols in common, and half of what they are on average; for `large` groups the first is enough.
+    texts by rank, and so do the texts of a group. Neighbours form a group if their common prefix, beyond the enclosing group's,
+    has at least `least` symbols and half their mean length. Groups of `large` or more need only the first.
     """
     length, rank = length[by_text], rank[by_text]
     numbers = np.arange(len(by_text))

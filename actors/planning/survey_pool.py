@@ -2,37 +2,159 @@
 
     inputs --chunks--> tasks, several at a time --items, in order--> tables
 
-A chunk is the work of one task: small files together, or a slice of a large one. To cut a large file, something must be known of
-it: the row groups of a Parquet file, how many lines each of its byte ranges has. Tasks find that out, too, a number of questions
-ahead.
+A chunk is the work of one task: small files together, or a slice of a large one. A task sends the rows of its chunk in items; a
+task that is repeated gives the same ones. To cut a large file, something must be known of it: the row groups of a Parquet file,
+how many lines each of its byte ranges has. Tasks find that out, too, a number of questions ahead.
 
-Ray retries nothing: a chunk whose task is lost is given to another task, which leaves out the items that have arrived. Whatever
-goes wrong three times, or is an error, is done again in the planner's process: errors are then those of a planner without Ray.
+Ray retries nothing: a chunk whose task is lost goes to another task, which skips the items that have arrived. What fails three
+times, or is an error, is repeated in the planner's process: errors are then those of a planner without Ray.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.exceptions import RayError
 
-from draftmill.actors.planning.survey_items import Broken, Item, SurveyJob, items, maker_of
-from draftmill.actors.planning.surveying import Piece
-from draftmill.actors.rows.makers import Maker
+from draftmill.actors.checkpoints.models import TOKENIZER_FILES
+from draftmill.actors.planning.surveying import HASH, SURVEYED, Piece, Reading, survey_pieces
+from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.rows.row import id_hashes
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
+from draftmill.actors.task import Side
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.inputs.kept import KeptTypes
+from draftmill.storage.inputs.kept import KeptTypes, NewTypes
 from draftmill.storage.inputs.reader import count_lines, has_lines
 from draftmill.storage.inputs.rows import FIELD, InputFile, Slice
 from draftmill.storage.inputs.tables import group_slices
 from draftmill.storage.stores.interface import S3Options, about
+
+ITEM_TABLES = 8
+"""Tables of an item, at most: 8,192 rows, or 32 million characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyJob:
+    """Everything that a task needs besides its chunk; plain data."""
+
+    reading: Reading
+    info: ModelInfo
+    decoder: DecoderSettings
+    sampling: Sampling
+    ends: tuple[int, ...]
+    truncate: Side | None
+    tokenizer: TokenizerParcel | None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Rows in order (SURVEYED, and HASH), and what they say of the types of copied columns; `pid` is the task's process."""
+
+    table: pa.Table
+    new_types: NewTypes | None
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The rest of the chunk could not be surveyed; `reason` is one line."""
+
+    reason: str
+
+
+def maker_of(job: SurveyJob) -> Maker:
+    """The canvas maker of a job."""
+    return maker_for(
+        job.reading.task,
+        job.reading.columns,
+        unpack_tokenizer(job.tokenizer),
+        job.info,
+        decoder=job.decoder,
+        sampling=job.sampling,
+        ends=job.ends,
+        truncate=job.truncate,
+    )
+
+
+def items(reading: Reading, maker: Maker, pieces: Sequence[Piece], *, limit: int | None = None) -> Iterator[Item]:
+    """Yield the rows of a chunk, at most `limit`. Raises UserError if a file is missing or damaged, after the items before."""
+    kept = KeptTypes(reading.kept) if reading.kept else None
+    held: list[pa.Table] = []
+    for table in survey_pieces(reading, maker, pieces, kept, limit=limit):
+        held.append(table)
+        if len(held) == ITEM_TABLES:
+            yield _item(held, kept)
+            held = []
+    if held or kept is not None:
+        yield _item(held, kept)
+
+
+def _item(tables: list[pa.Table], kept: KeptTypes | None) -> Item:
+    table = pa.concat_tables(tables).combine_chunks() if tables else SURVEYED.empty_table()
+    hashes = pa.FixedSizeBinaryArray.from_buffers(
+        HASH.type, table.num_rows, [None, pa.py_buffer(id_hashes(table["id"].to_pylist()))]
+    )
+    return Item(table.append_column(HASH, hashes), None if kept is None else kept.new_types())
+
+
+_MODEL_FILES = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParcel:
+    """A tokenizer as plain bytes, for a process on another machine, where the model's folder may be missing.
+
+    These are the files that `load_tokenizer` reads: of the model's folder, and of the tokenizer's own if it has another. A
+    tokenizer that is read from the same files is the same to the bit.
+    """
+
+    model: dict[str, bytes]
+    own: dict[str, bytes] | None
+
+
+def pack_tokenizer(folder: Path, setting: str) -> TokenizerParcel | None:
+    """Pack the tokenizer of a model folder; `setting` is model.tokenizer. None if rows need no tokenizer."""
+    if setting == "none":
+        return None
+    names = (*TOKENIZER_FILES, *_MODEL_FILES)
+    own = None if setting == "auto" else _files(Path(setting).expanduser(), names)
+    return TokenizerParcel(_files(folder, names), own)
+
+
+def unpack_tokenizer(parcel: TokenizerParcel | None) -> Tokenizer | None:
+    """Load the tokenizer from its files."""
+    if parcel is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="draftmill-tokenizer-") as place:
+        model, own = Path(place, "model"), Path(place, "own")
+        _write(model, parcel.model)
+        if parcel.own is not None:
+            _write(own, parcel.own)
+        return load_tokenizer(model, "auto" if parcel.own is None else str(own))
+
+
+def _files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
 
 CHUNK_BYTES = 8 * 2**20
 """About how many bytes of input a task reads: some seconds of work."""
@@ -83,7 +205,7 @@ def chunks(
     held: list[Piece] = []
     size = row = 0
     broken = None
-    for piece, question, found in _asked(inputs, chunk_chars, s3, ask, ahead):
+    for piece, question, answered in _ask_ahead(inputs, chunk_chars, s3, ask, ahead):
         is_full = size + (piece.file.size or CHUNK_BYTES) > CHUNK_BYTES or len(held) == MOST_FILES
         if held and (question is not None or is_full):
             yield _together(held, size)
@@ -95,8 +217,8 @@ def chunks(
         row = 0 if question.start == 0 else row
         try:
             with about(FIELD):
-                cut, row = _cut(piece, question, found(), row) if broken != piece.number else ([], row)
-            yield from (Chunk((one,)) for one in cut)
+                cut, row = _cut(piece, question, answered(), row) if broken != piece.number else ([], row)
+            yield from (Chunk((piece_cut,)) for piece_cut in cut)
         except (StoreError, UserError) as error:
             broken = piece.number
             yield Chunk((), error=error)
@@ -108,11 +230,11 @@ def _together(held: list[Piece], size: int) -> Chunk:
     return Chunk(tuple(held), is_long=len(held) == 1 and size > 2 * CHUNK_BYTES)
 
 
-def _cut(piece: Piece, question: Question, found: Answer, row: int) -> tuple[list[Piece], int]:
+def _cut(piece: Piece, question: Question, reply: Answer, row: int) -> tuple[list[Piece], int]:
     """The pieces of what was asked about, and the number of the row that follows them."""
-    if isinstance(found, list):
-        return [Piece(piece.number, piece.file, part) for part in found], 0
-    offset, count = found
+    if isinstance(reply, list):
+        return [Piece(piece.number, piece.file, part) for part in reply], 0
+    offset, count = reply
     part = Slice(row, offset, question.stop)
     return ([Piece(piece.number, piece.file, part)] if count else []), row + count
 
@@ -120,7 +242,7 @@ def _cut(piece: Piece, question: Question, found: Answer, row: int) -> tuple[lis
 Asked = tuple[Piece, Question | None, Callable[[], Answer]]
 
 
-def _asked(
+def _ask_ahead(
     inputs: Sequence[InputFile], chunk_chars: int | None, s3: S3Options, ask: Ask, ahead: int
 ) -> Iterator[Asked]:
     """Yield each file, with a question for each part of a large one; questions are asked `ahead` of the caller."""
@@ -173,11 +295,11 @@ _makers: dict[str, Maker] = {}
 def survey_chunk(key: str, job: list[Any], chunk: Chunk, skip: int) -> Iterator[Item | Broken]:
     """The task: yield the items of a chunk from number `skip` on; `job` holds the reference of a SurveyJob, named `key`."""
     try:
-        it: SurveyJob = ray.get(job[0])
+        the_job: SurveyJob = ray.get(job[0])
         if key not in _makers:
             _makers.clear()
-            _makers[key] = maker_of(it)
-        for item in islice(items(it.reading, _makers[key], chunk.pieces), skip, None):
+            _makers[key] = maker_of(the_job)
+        for item in islice(items(the_job.reading, _makers[key], chunk.pieces), skip, None):
             yield Item(item.table, item.new_types, os.getpid())
     except Exception as error:  # noqa: BLE001 - the planner finds out what it is
         yield Broken(" ".join(str(error).split())[:500] or type(error).__name__)
@@ -219,7 +341,7 @@ class SurveyPool:
         self._ref = ray.put(self.job)
         self._key = self._ref.hex()
         try:
-            for stream in self._started(inputs):
+            for stream in self._start_ahead(inputs):
                 begun, left = limit, limit
                 for item in self._items(stream, maker, begun):
                     if left is not None and item.table.num_rows >= left:
@@ -239,7 +361,7 @@ class SurveyPool:
         again = items(self.job.reading, maker, stream.chunk.pieces, limit=limit)
         return next(islice(again, stream.taken - 1, None))
 
-    def _started(self, inputs: Sequence[InputFile]) -> Iterator[Stream]:
+    def _start_ahead(self, inputs: Sequence[InputFile]) -> Iterator[Stream]:
         """The chunks in order, while the tasks of the next ones run."""
         reading = self.job.reading
         for chunk in chunks(inputs, reading.chunk_chars, reading.s3, self._ask, ahead=2 * self.at_once):
@@ -266,14 +388,14 @@ class SurveyPool:
         if stream.chunk.error is not None:
             raise stream.chunk.error
         while stream.task is not None and not self._alone:
-            found = self._next(stream)
-            if found is None:
+            item = self._next(stream)
+            if item is None:
                 return
-            if isinstance(found, Broken):
+            if isinstance(item, Broken):
                 break
             stream.taken += 1
-            self.arrived(found)
-            yield found
+            self.arrived(item)
+            yield item
         is_odd = stream.task is not None and not self._alone
         for item in islice(items(self.job.reading, maker, stream.chunk.pieces, limit=limit), stream.taken, None):
             stream.taken += 1
@@ -304,7 +426,6 @@ class SurveyPool:
                 self._start(stream)
 
     def _ask(self, question: Question) -> Callable[[], Answer]:
-        """Ask a task about a file."""
         if self._alone:
             return lambda: answer(question)
         task = ray.remote(answer).options(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")

@@ -1,6 +1,6 @@
 """Reads rows of the inputs and measures their canvases, for the planner: in its own process, or in tasks on a cluster.
 
-    pieces of the inputs --batches--> batches of rows --measured--> tables of SURVEYED, in the same order
+    pieces of the inputs --batches--> batches of rows --sizes--> tables of SURVEYED, in the same order
 
 Rows that can't be read or tokenized are included, with the kind of their error. Knows no spec and no Ray.
 """
@@ -30,6 +30,9 @@ from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.parallel import side_by_side
 
 SURVEYED: pa.Schema = pa.schema([*ROW_SCHEMA, BEGINNING])
+
+HASH = pa.field("hash", pa.binary(16), nullable=False)
+"""A column that tasks add to SURVEYED: hashes of the ids, by which the planner finds one that occurs twice."""
 
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
@@ -66,7 +69,7 @@ class Batch:
     chars: int = 0
 
 
-def surveyed(
+def survey_pieces(
     reading: Reading,
     maker: Maker,
     pieces: Sequence[Piece],
@@ -77,20 +80,18 @@ def surveyed(
 ) -> Iterator[pa.Table]:
     """Yield tables of SURVEYED in the order of the pieces, at most `limit` rows in total.
 
-    `kept` collects the types of the columns that are copied into the results. With `threads`, batches are measured in
-    threads, and `kept` may be ahead of the tables.
-
-    Raises UserError if a whole file is missing or damaged.
+    `kept` collects the types of the columns that are copied into the results. With `threads`, batches are measured in threads,
+    and `kept` may be ahead of the tables. Raises UserError if a whole file is missing or damaged.
     """
 
     def measure(batch: Batch) -> pa.Table:
-        return _measured(reading, maker, batch)
+        return _measure_batch(reading, maker, batch)
 
-    found = batches(reading, pieces, kept, limit)
+    pending = batches(reading, pieces, kept, limit)
     if not threads:
-        yield from map(measure, found)
+        yield from map(measure, pending)
         return
-    for _, table in side_by_side(found, measure, threads=threads, ahead=2 * threads):
+    for _, table in side_by_side(pending, measure, threads=threads, ahead=2 * threads):
         yield table.result()
 
 
@@ -136,25 +137,24 @@ def _chars(value: Any) -> int:
     return sum(map(_chars, value)) if value and isinstance(value[0], str | dict | list) else len(value)
 
 
-def _measured(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
-    named = [_named(reading, batch.piece.file, row) for row in batch.rows]
+def _measure_batch(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
+    named = [_name_row(reading, batch.piece.file, row) for row in batch.rows]
     good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
     sizes = iter(_sizes(maker, good))
-    found = [next(sizes) if isinstance(key, int) else key for _, key in named]
     return table_of(
         batch.piece.number,
         rows=[row.row for row in batch.rows],
         offsets=[row.offset for row in batch.rows],
         ids=[name for name, _ in named],
-        found=found,
+        sizes=[next(sizes) if isinstance(key, int) else key for _, key in named],
     )
 
 
 def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | RowError]:
     """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
-    found = try_row(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
-    if not isinstance(found, RowError):
-        return found
+    sizes = try_row(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
+    if not isinstance(sizes, RowError):
+        return sizes
     return [try_row(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
 
 
@@ -163,8 +163,7 @@ def _size(maker: Maker, row: tuple[Values, int]) -> Size | RowError:
     return size
 
 
-def _named(reading: Reading, file: InputFile, row: Row) -> tuple[str, int | RowError]:
-    """The row's id, and its key or its error."""
+def _name_row(reading: Reading, file: InputFile, row: Row) -> tuple[str, int | RowError]:
     name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
     if row.error is not None:
         return name, row.error
@@ -182,22 +181,22 @@ def table_of(
     rows: Sequence[int],
     offsets: Sequence[int | None],
     ids: Sequence[str],
-    found: Sequence[Size | RowError],
+    sizes: Sequence[Size | RowError],
 ) -> pa.Table:
     """Return a table of SURVEYED for rows of one file."""
 
-    def sizes(get: Callable[[Size], int]) -> pa.Array:
-        return pa.array([get(size) if isinstance(size, Size) else 0 for size in found], pa.int32())
+    def column(get: Callable[[Size], int]) -> pa.Array:
+        return pa.array([get(size) if isinstance(size, Size) else 0 for size in sizes], pa.int32())
 
     columns = {
         "file": pa.array(np.full(len(rows), file, dtype=np.int32)),
         "row": pa.array(rows, pa.int64()),
         "offset": pa.array(offsets, pa.int64()),
         "id": pa.array(ids, pa.string()),
-        "length": sizes(lambda size: size.length),
-        "holes": sizes(lambda size: size.masked),
-        "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in found], pa.string()),
+        "length": column(lambda size: size.length),
+        "holes": column(lambda size: size.masked),
+        "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in sizes], pa.string()),
         "sample": pa.array(np.zeros(len(rows), dtype=np.int32)),
-        BEGINNING.name: beginnings([size.beginning if isinstance(size, Size) else None for size in found]),
+        BEGINNING.name: beginnings([size.beginning if isinstance(size, Size) else None for size in sizes]),
     }
     return pa.Table.from_arrays([columns[name] for name in SURVEYED.names], schema=SURVEYED)

@@ -56,11 +56,11 @@ def draining() -> dict[str, float | None]:
     if get_draining_nodes is None:
         return {}
     try:
-        found: dict[str, int] = get_draining_nodes()
+        ends: dict[str, int] = get_draining_nodes()
     except _NO_NOTICES:
         return {}
     now_s = time.time()
-    return {node: max(0.0, end_ms / 1000 - now_s) if end_ms else None for node, end_ms in found.items()}
+    return {node: max(0.0, end_ms / 1000 - now_s) if end_ms else None for node, end_ms in ends.items()}
 
 
 def node_of(actor: Any) -> str | None:

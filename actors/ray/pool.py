@@ -74,14 +74,15 @@ class RayPool:
     """Workers by name. Call all methods from the driver's thread; only `poll` waits."""
 
     def __init__(
-        self, job: Job, allocation: Allocation, *, worker_class: type = DecodeWorker, early: Sequence[Spare] = ()
+        self, job: Any, allocation: Allocation, *, worker_class: type = DecodeWorker, early: Sequence[Spare] = ()
     ) -> None:
-        """`early` are workers that have no job, from `early_workers` or from another pool's `release`; `start` uses those of the
-        same place before it starts others.
+        """`job` is what a `worker_class` begins: a Job or a MeasureJob. `early` are workers that have no job, from
+        `early_workers` or from another pool's `release`; `start` uses those of the same place before it starts others.
         """
         self._members: dict[str, Member] = {}
         self._allocation = allocation
-        self._jobs = [ray.put(resources.job_on_ray(job)) for resources in allocation.kinds]
+        has_model = hasattr(job, "model")  # a MeasureJob has judges, which are loaded where the worker is
+        self._jobs = [ray.put(resources.job_on_ray(job) if has_model else job) for resources in allocation.kinds]
         self._notices = Notices()
         self._early = list(early)
         self._actors = [actor_class(worker_class, resources) for resources in allocation.kinds]
@@ -291,7 +292,6 @@ def _open_group(name: str, job: Any, resources: WorkerResources) -> tuple[Any, A
 
 
 def _part(resources: WorkerResources) -> dict[str, float]:
-    """The resources of one process."""
     return {"num_cpus": resources.cpus / resources.processes, "num_gpus": resources.gpus / resources.processes}
 
 

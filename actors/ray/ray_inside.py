@@ -23,7 +23,7 @@ class Inside:
     without: str
 
 
-_NOTICES = "nobody hears that a node will be removed"
+_NOTICES = "nobody is notified that a node will be removed"
 _GROUPS = "the cluster counts as one without an autoscaler"
 _QUESTION = "a wrong port or token is noticed later"
 
@@ -47,7 +47,7 @@ _missed: set[Inside] = set()
 
 
 def inside(what: Inside) -> Any | None:
-    """What has this name; None where this version of Ray has nothing there, which is said once."""
+    """The object with this name; None, with one warning, where this version of Ray has none."""
     try:
         return _look_up(what)
     except (ImportError, AttributeError):
@@ -57,8 +57,8 @@ def inside(what: Inside) -> Any | None:
         return None
 
 
-def required(what: Inside) -> Any:
-    """What has this name, for which there is nothing else; UserError where this version of Ray has nothing there."""
+def require(what: Inside) -> Any:
+    """The object with this name, which nothing can replace; UserError where this version of Ray has none."""
     try:
         return _look_up(what)
     except (ImportError, AttributeError):
@@ -67,8 +67,8 @@ def required(what: Inside) -> Any:
 
 def authentication_error() -> tuple[type[Exception], ...]:
     """What Ray raises for a refused token, to be caught; nothing where a version knows no tokens yet."""
-    found = getattr(import_module("ray.exceptions"), "AuthenticationError", None)
-    return () if found is None else (found,)
+    kind = getattr(import_module("ray.exceptions"), "AuthenticationError", None)
+    return () if kind is None else (kind,)
 
 
 def silence_workers() -> None:
@@ -78,10 +78,10 @@ def silence_workers() -> None:
 
 
 def _look_up(what: Inside) -> Any:
-    found: Any = import_module(what.module)
+    target: Any = import_module(what.module)
     for part in what.name.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _missing(what: Inside) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftmill.actors.task import Infill, Lines, Random, Sentences, SpanFraction, Spans
-from draftmill.jobs.finished.passes import Pass, finished, passes_of
-from draftmill.jobs.plan.fingerprint import changed_files, flat, format_value, shortened
+from draftmill.jobs.finished.passes import Pass, finished_passes, passes_of
+from draftmill.jobs.plan.fingerprint import changed_files, flat, format_value, shorten
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, short_names
 from draftmill.storage.errors import DamagedRun, UserError
@@ -68,7 +68,7 @@ def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
     """The finished run at a place; UserError if there is none."""
     store = open_store(place, s3=s3)
     name = place.rstrip("/").rpartition("/")[2] or place
-    return FinishedRun(name, place, tuple(finished(passes_of(store, s3=s3))))
+    return FinishedRun(name, place, tuple(finished_passes(passes_of(store, s3=s3))))
 
 
 def cases_of(store: Store) -> dict[str, dict[str, Any]]:
@@ -123,9 +123,9 @@ def check_same_work(name: str, plan: Plan, other_name: str, other: Plan) -> None
         if key != FILES
     ]
     if FILES in keys:
-        differences.append(f"{FILES}: {shortened(changed_files(plan.files, other.files) or ['other contents'])}")
+        differences.append(f"{FILES}: {shorten(changed_files(plan.files, other.files) or ['other contents'])}")
     raise UserError(
-        f"{other_name} did not decode the same as {name}: {shortened(differences)}; "
+        f"{other_name} did not decode the same as {name}: {shorten(differences)}; "
         "only runs of the same inputs, task and canvases can be compared",
         field=keys[0],
     )

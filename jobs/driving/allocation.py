@@ -40,7 +40,7 @@ class NodeRoom:
 
     @property
     def shown(self) -> str:
-        """The node in messages; labels that Ray gives to every node are left out."""
+        """The node in messages; without the labels that Ray gives to every node."""
         labels = [
             f"{key}={value}" for key, value in sorted((self.labels or {}).items()) if not key.startswith("ray.io/")
         ]
@@ -52,14 +52,14 @@ def _selects(rule: str, value: str | None) -> bool:
     if rule.startswith("!"):
         return not _selects(rule[1:], value)
     if rule.startswith("in("):
-        return value in [one.strip() for one in rule[3:-1].split(",")]
+        return value in [name.strip() for name in rule[3:-1].split(",")]
     return value == rule
 
 
 MOST_SHOWN = 6
 
 
-def _shown(nodes: Iterable[NodeRoom]) -> str:
+def _format_nodes(nodes: Iterable[NodeRoom]) -> str:
     """Nodes in messages, equal ones together: `2 x (4 CPUs, 1 GPU), (8 CPUs)`."""
     kinds = Counter(node.shown for node in nodes).most_common()
     parts = [f"{count} x {kind}" if count > 1 else kind for kind, count in kinds[:MOST_SHOWN]]
@@ -98,7 +98,7 @@ def allocate(
     for index in sorted(range(len(shapes)), key=lambda i: shapes[i].count == "auto"):
         count = shapes[index].count
         most = min(units if count == "auto" else count, units - sum(counts))
-        used[index] = _placed(kinds[index], free, max(most, 0 if sum(counts) else 1))
+        used[index] = _take_room(kinds[index], free, max(most, 0 if sum(counts) else 1))
         counts[index] = len(used[index])
     if not sum(counts):
         reasons = [f"{_field(i, listed=True)}: {_reason(resources, nodes)}" for i, resources in enumerate(kinds)]
@@ -110,11 +110,11 @@ def allocate(
     )
 
 
-def lacking(shapes: Sequence[WorkerShape], found: Allocation, nodes: Sequence[NodeRoom]) -> list[str]:
-    """For each kind of which no worker fits on any node now: a note that says why."""
+def lacking(shapes: Sequence[WorkerShape], allocation: Allocation, nodes: Sequence[NodeRoom]) -> list[str]:
+    """For each kind of which no worker fits on any node now: a note with the reason."""
     return [
         f"{_field(index, listed=True)}: {_reason(resources, nodes)}; such workers start once a node joins that has room"
-        for index, (resources, count) in enumerate(zip(found.kinds, found.counts, strict=True))
+        for index, (resources, count) in enumerate(zip(allocation.kinds, allocation.counts, strict=True))
         if not count and len(shapes) > 1 and not any(_Free(node).fits(resources) for node in nodes)
     ]
 
@@ -124,17 +124,11 @@ def _reason(resources: WorkerResources, nodes: Sequence[NodeRoom]) -> str:
     labels = "".join(f", {key}: {value}" for key, value in resources.labels)
     gpus = f"{resources.gpus:g} GPU{'s' * (resources.gpus > 1)} and " if resources.gpus else ""
     cpus = f"{resources.cpus:g} CPU{'s' * (resources.cpus > 1)}"
-    return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {_shown(nodes)}"
+    return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {_format_nodes(nodes)}"
 
 
-@dataclass(slots=True)
 class _Free:
     """What is left of a node."""
-
-    node: NodeRoom
-    cpus: float
-    gpus: list[float]
-    workers: int = 0
 
     def __init__(self, node: NodeRoom) -> None:
         self.node, self.cpus, self.gpus, self.workers = node, node.cpus, [1.0] * node.gpus, 0
@@ -162,7 +156,7 @@ class _Free:
         return max(1, int(self.node.cpus) // max(1, self.workers))
 
 
-def _placed(resources: WorkerResources, free: Sequence[_Free], most: int) -> list[_Free]:
+def _take_room(resources: WorkerResources, free: Sequence[_Free], most: int) -> list[_Free]:
     """Take room for at most so many workers, node by node; returns the node of each."""
     nodes: list[_Free] = []
     for node in free:
@@ -242,7 +236,7 @@ class Demand:
 
     def _ask(self, bundles: Bundles, selectors: Selectors) -> None:
         if (bundles, selectors) != (self._asked or ([], [])):
-            with suppress(Exception):  # the cluster may not answer now: the next call asks again, and the run goes on
+            with suppress(Exception):  # the cluster may not answer now: the next call asks again, and the run continues
                 self.request(bundles, selectors)
                 self._asked = bundles, selectors
 

@@ -27,8 +27,8 @@ from draftmill.jobs.driving.ray_session import (
     ray_is_ours_to_start,
     ray_session,
 )
+from draftmill.jobs.plan.plan import Survey, reading_of, survey
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.survey import Survey, reading_of, survey
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import KeptTypes
@@ -36,6 +36,7 @@ from draftmill.storage.inputs.rows import InputFile
 
 if TYPE_CHECKING:
     from draftmill.actors.loop.loading import ModelCache
+    from draftmill.actors.measuring.measure import MeasureJob, Meters
     from draftmill.actors.ray.pool import Spare
     from draftmill.actors.rows.text import Tokenizer
     from draftmill.decoders.base import ModelInfo
@@ -92,7 +93,7 @@ class Backend:
         """How many workers of each kind fit, and the resources of each; UserError if none fits."""
         raise NotImplementedError
 
-    def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
+    def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
         """Notes about kinds of workers that fit nowhere now."""
         return []
 
@@ -100,7 +101,7 @@ class Backend:
         """What the job asks of the cluster's autoscaler; None if there is none."""
         return None
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         """A pool that has no workers yet; the backend must be open."""
         raise NotImplementedError
 
@@ -119,6 +120,7 @@ class LocalBackend(Backend):
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._model_cache: ModelCache | None = None
+        self._meters: Meters | None = None
 
     def check(self, spec: JobSpec) -> None:
         if len(spec.shapes) > 1:
@@ -142,19 +144,27 @@ class LocalBackend(Backend):
         resources = WorkerResources(1.0, 0.0, len(os.sched_getaffinity(0)), (), workers.max_rows, workers.max_tokens)
         return Allocation((resources,), (1,))
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         from draftmill.actors.loop.loading import ModelCache
         from draftmill.actors.loop.worker import LocalPool
 
+        (resources,) = allocation.kinds
+        if not isinstance(job, Job):
+            from draftmill.actors.measuring.measure import Meters, measure_runner
+
+            if self._meters is None or not self._keep:
+                self._meters = Meters()
+            return LocalPool(job, resources, build=partial(measure_runner, meters=self._meters))
         if self._keep and self._model_cache is None:
             self._model_cache = ModelCache()
-        return LocalPool(job, allocation.kinds[0], model_cache=self._model_cache)
+        return LocalPool(job, resources, model_cache=self._model_cache)
 
     def retire(self, pool: WorkerPool) -> None:
         pool.release()
 
     def end_spare(self) -> None:
         """See Backend; there are no processes, but networks in memory."""
+        self._meters = None
         if self._model_cache is not None:
             self._model_cache.clear()
 
@@ -169,7 +179,7 @@ class ReadingBackend(LocalBackend):
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
         return Allocation((WorkerResources(1.0, 0.0, 1),), (1,))
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         from draftmill.actors.loop.worker import LocalPool, reading_runner
 
         return LocalPool(
@@ -186,6 +196,7 @@ class RayBackend(Backend):
         self._start: _Start | None = None
         self._is_open = False
         self._spare: list[Spare] = []
+        self._spare_measure = False
 
     def check(self, spec: JobSpec) -> None:
         check_reachable(self.address)
@@ -208,8 +219,8 @@ class RayBackend(Backend):
                 yield
             return
         units = 1 + sum(file.size or 0 for file in prepared.inputs) // BYTES_PER_EARLY_WORKER
-        found = self._allocate(spec, local_nodes(), units=units)
-        self._start = _Start(display, prepared.info.family, spec.decoder.runs, found)
+        allocation = self._allocate(spec, local_nodes(), units=units)
+        self._start = _Start(display, prepared.info.family, spec.decoder.runs, allocation)
         self._is_open = True
         self._start.start()
         try:
@@ -228,10 +239,10 @@ class RayBackend(Backend):
                 finally:
                     self.end_spare()
             return
-        found = [_refusal(self._allocate, job.spec, local_nodes()) for job in jobs]
-        first = next((job for job, error in zip(jobs, found, strict=True) if error is None), None)
+        refusals = [_refusal(self._allocate, job.spec, local_nodes()) for job in jobs]
+        first = next((job for job, error in zip(jobs, refusals, strict=True) if error is None), None)
         with nullcontext() if first is None else self.opening(display, first):
-            yield found
+            yield refusals
 
     def survey(self, prepared: Prepared, display: Display) -> Survey:
         is_ours = self._start is not None
@@ -244,8 +255,8 @@ class RayBackend(Backend):
         self._wait()
         return self._allocate_now(spec, units=units)
 
-    def lacking(self, spec: JobSpec, found: Allocation) -> list[str]:
-        return lacking(spec.shapes, found, cluster_nodes())
+    def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
+        return lacking(spec.shapes, allocation, cluster_nodes())
 
     def demand(self, spec: JobSpec) -> Demand | None:
         possible = possible_nodes(spec.shapes, cluster_nodes())
@@ -253,16 +264,24 @@ class RayBackend(Backend):
             return None
         return Demand(lambda units: self._allocate(spec, possible, units=units), request_of_ray)
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         """See Backend. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
         from draftmill.actors.ray.pool import RayPool, end_workers
 
         if self._start is not None and (early := self._start.take_workers()):
-            self._spare = early
+            self._spare, self._spare_measure = early, False
+        measures = not isinstance(job, Job)
+        if measures != self._spare_measure:
+            self.end_spare()
+        self._spare_measure = measures
         places = {resources.place for resources in allocation.kinds}
         end_workers(actor for place, actor in self._spare if place not in places)
-        spare, self._spare = [one for one in self._spare if one[0] in places], []
-        return RayPool(job, allocation, early=spare)
+        spare, self._spare = [worker for worker in self._spare if worker[0] in places], []
+        if isinstance(job, Job):
+            return RayPool(job, allocation, early=spare)
+        from draftmill.actors.measuring.measure import MeasureWorker
+
+        return RayPool(job, allocation, worker_class=MeasureWorker, early=spare)
 
     def retire(self, pool: WorkerPool) -> None:
         if self._keep:
@@ -392,11 +411,10 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
     CPUs.
     """
 
-    def surveyed(
+    def survey_on_cluster(
         spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
     ) -> Iterator[pa.Table]:
-        from draftmill.actors.planning.survey_items import SurveyJob, packed
-        from draftmill.actors.planning.survey_pool import SurveyPool
+        from draftmill.actors.planning.survey_pool import SurveyJob, SurveyPool, pack_tokenizer
 
         job = SurveyJob(
             reading=reading_of(spec),
@@ -405,13 +423,13 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
             sampling=spec.sampling,
             ends=tuple(prepared.hashes.ends),
             truncate=spec.input.truncate,
-            tokenizer=packed(prepared.folder, spec.model.tokenizer),
+            tokenizer=pack_tokenizer(prepared.folder, spec.model.tokenizer),
         )
         at_once = min(MOST_TASKS, num_cpus if is_ours else 2 * num_cpus)
         pool = SurveyPool(job, cpus=0 if is_ours else 1, at_once=at_once, note=note)
         return pool.tables(maker, inputs, kept, spec.input.limit)
 
-    return surveyed
+    return survey_on_cluster
 
 
 def backend_of(*, address: str | None, local: bool, keep: bool = False) -> Backend:

@@ -17,7 +17,7 @@ HOUR_S = 3600.0
 MILLION = 1_000_000
 
 UNPRICED_S = 1.0
-"""Seconds without a price that are no reason to leave out the price of the rest: sums are rounded."""
+"""Seconds without a price that do not hide the price of the rest: sums are rounded."""
 
 PURPOSES = ("decoding", "loading", "idle", "wasted")
 """What worker seconds go to; in a session that still runs, also to units in progress."""
@@ -98,31 +98,31 @@ class DeviceTime:
             self._lives[worker].heard_s = self.clock()
         self._ended += DeviceSums(busy_s=busy_s)
 
-    def counted(self, spent_s: float) -> None:
+    def add_unit(self, spent_s: float) -> None:
         """A unit was committed for the first time; its worker spent `spent_s` on it."""
         self._ended += DeviceSums(counted_s=spent_s)
 
-    def gone(self, worker: str, *, lost: bool = False) -> None:
+    def end_worker(self, worker: str, *, lost: bool = False) -> None:
         """A worker has ended; `lost` if it died with units, so that what it did since its last report is lost."""
         life = self._lives.pop(worker, None)
         if life is not None:
             since_s = self.clock() - life.heard_s if lost else 0.0
-            self._ended += self._priced(life) + DeviceSums(lost_s=since_s)
+            self._ended += self._price(life) + DeviceSums(lost_s=since_s)
 
     def stop(self) -> None:
         """The session is over: all workers have ended."""
         for worker in list(self._lives):
-            self.gone(worker)
+            self.end_worker(worker)
 
     @property
     def sums(self) -> DeviceSums:
         """The sums up to now."""
         now = self._ended
         for life in self._lives.values():
-            now += self._priced(life)
+            now += self._price(life)
         return now
 
-    def _priced(self, life: _Life) -> DeviceSums:
+    def _price(self, life: _Life) -> DeviceSums:
         up_s = self.clock() - life.began_s
         if life.price is None:
             return DeviceSums(up_s=up_s)
@@ -171,14 +171,14 @@ def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
 def hours_text(seconds: float) -> str:
     """Device time in hours, below an hour in seconds, with three significant digits."""
     if seconds < HOUR_S:
-        return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_rounded(seconds)} s"
-    return f"{_rounded(seconds / HOUR_S)} h"
+        return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds / HOUR_S)} h"
 
 
 def money_text(amount: float) -> str:
     """An amount, with two decimals, and three significant digits below one."""
-    return f"{amount:,.2f}" if amount >= 1 or amount == 0 else _rounded(amount)
+    return f"{amount:,.2f}" if amount >= 1 or amount == 0 else _three_digits(amount)
 
 
-def _rounded(value: float) -> str:
+def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -71,7 +71,7 @@ MOST_GAP_S = 10.0
 
 
 class Workers(Protocol):
-    """What the driver needs of a pool (draftmill.actors.ray.pool.Pool)."""
+    """What the driver needs of a pool (draftmill.actors.ray.pool.RayPool)."""
 
     def start(self, name: str) -> None: ...
 
@@ -132,7 +132,7 @@ def interruptible() -> Iterator[None]:
 
 
 class Watcher:
-    """Hears what the driver hears, and decides nothing. Each method must return at once; by default it does nothing."""
+    """Is called with what happens in a run, and decides nothing. Each method must return at once; by default it does nothing."""
 
     name = "watcher"
 
@@ -156,7 +156,7 @@ class Watcher:
 
 
 class Watchers:
-    """Several watchers; one that raises hears nothing more, and the run goes on."""
+    """Several watchers; one that raises is not called again, and the run continues."""
 
     def __init__(self, watchers: Sequence[Watcher] = (), *, note: Callable[[str], None] = lambda message: None) -> None:
         self._watchers = list(watchers)
@@ -167,7 +167,7 @@ class Watchers:
         for watcher in list(self._watchers):
             try:
                 call(watcher)
-            except Exception as error:  # noqa: BLE001 - whatever goes wrong with watching, the run goes on
+            except Exception as error:  # noqa: BLE001 - a run does not depend on its watchers
                 self._watchers.remove(watcher)
                 self._note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
 
@@ -177,7 +177,7 @@ class Driver:
     """Runs a scheduler against a pool until the scheduler finishes. `committed` collects the facts of this session's units.
 
     `hopeless` tells whether this many failed samples make the job pointless; the driver then drains. `room` returns how many
-    workers fit now, including those that exist. `need` is told now and then how many units are left.
+    workers fit now, including those that exist. `need` is called now and then with the number of units that are left.
     """
 
     scheduler: Scheduler
@@ -197,7 +197,7 @@ class Driver:
     _watched_s: float = 0.0
     _deadline_s: float | None = None
     _loading: set[str] = field(default_factory=set)
-    _told: set[tuple[str, str]] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
     _room: int | None = None
     _room_at_s: float = 0.0
     _held_at_s: float = 0.0
@@ -205,7 +205,7 @@ class Driver:
     def run(self) -> Finish:
         """Run until the scheduler finishes, or until the grace period after a stop request is over."""
         while True:
-            self._tell(Tick(self._watched()))
+            self._tell(Tick(self._advance_clock()))
             self._look_for_room()
             if self.stop.reason is not None and self._deadline_s is None:
                 self._drain(self.stop.reason)
@@ -216,16 +216,16 @@ class Driver:
             self.display.show(self.totals)
             self.watchers.each(lambda watcher: watcher.look(self.totals, self.scheduler))
             if self.scheduler.finished is not None:
-                return self._judged(self.scheduler.finished)
+                return self._mark_hopeless(self.scheduler.finished)
             if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
-                return self._judged(Finish("drained", "the grace period is over"))
+                return self._mark_hopeless(Finish("drained", "the grace period is over"))
 
-    def _judged(self, finish: Finish) -> Finish:
+    def _mark_hopeless(self, finish: Finish) -> Finish:
         """Report a job that was drained because too many samples failed as hopeless, not as drained."""
         is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
         return Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
-    def _watched(self) -> float:
+    def _advance_clock(self) -> float:
         """Seconds in which workers could report. Excludes time in which the driver itself was suspended: their silence in
         that time is not their fault.
         """
@@ -269,14 +269,15 @@ class Driver:
             case Died():
                 self._worker_died(event)
             case Leaving(worker, left_s):
-                message = f"worker {worker} is on a node that is being drained{within(left_s)}"
+                within = "" if left_s is None else f" within {left_s:.0f} s"
+                message = f"worker {worker} is on a node that is being drained{within}"
                 self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
                 self._tell(WorkerLeaving(worker, left_s))
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
                 self.stop.warn("this node is being drained")
             case Reported(worker, report):
-                self.totals.reported(report)
+                self.totals.add_report(report)
                 self.totals.waiting[worker] = report.waiting
                 self.totals.devices.heard(worker, report.effort.wall_s)
                 self.watchers.each(lambda watcher: watcher.reported(worker, report))
@@ -288,9 +289,9 @@ class Driver:
         self._loading.discard(died.worker)
         self.totals.waiting.pop(died.worker, None)
         held = self.scheduler.state.workers.get(died.worker)
-        self.totals.devices.gone(died.worker, lost=held is not None and bool(held.leases))
+        self.totals.devices.end_worker(died.worker, lost=held is not None and bool(held.leases))
         if self.scheduler.finished is None:
-            self.totals.worker_died()
+            self.totals.worker_ended(died=True)
             self.watchers.each(lambda watcher: watcher.died(died.worker))
             message = f"worker {died.worker} died: {died.reason}"
             self.display.event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
@@ -308,27 +309,27 @@ class Driver:
             self._tell(ProbeDone(item.lease, item.unit))
         else:
             failpoint("driver.receipt")
-            self._committed(item, item.committed)
+            self._note_commit(item, item.committed)
             self._tell(UnitDone(item.lease, item.unit))
 
     def _trouble(self, failure: Failure) -> str | None:
-        """What a person is told of a failure: of each kind the first one since a unit was committed; None of the others.
+        """The message about a failure: of each kind only the first one since a unit was committed, else None.
 
-        Of a TASK failure they hear when its rows are quarantined.
+        A TASK failure has a message when its rows are quarantined.
         """
         kind = failure.error_kind, failure.stage
-        if failure.kind == "TASK" or kind in self._told:
+        if failure.kind == "TASK" or kind in self._reported:
             return None
-        self._told.add(kind)
+        self._reported.add(kind)
         what = "stored" if failure.stage == "store" else "read"
         return f"unit {failure.unit} can't be {what}: {failure.error}; it is tried again"
 
-    def _committed(self, receipt: Receipt, committed: CommittedUnit) -> None:
+    def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
         if receipt.unit not in self.committed:
             self.committed.add(self.record(committed))
-            self._told.clear()
-            self.totals.received(receipt)
-            self.totals.devices.counted(receipt.spent_s)
+            self._reported.clear()
+            self.totals.add_receipt(receipt)
+            self.totals.devices.add_unit(receipt.spent_s)
             self.watchers.each(lambda watcher: watcher.committed(receipt))
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
@@ -350,31 +351,26 @@ class Driver:
                 self._loading.discard(worker)
                 self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
-                self.totals.worker_died()
+                self.totals.worker_ended(died=True)
                 self.watchers.each(lambda watcher: watcher.died(worker))
-                self.totals.devices.gone(worker, lost=True)
+                self.totals.devices.end_worker(worker, lost=True)
                 message = f"worker {worker} killed: {reason}"
                 self.display.event("worker_killed", message, level="warning", worker=worker, reason=reason)
             case LetGo(worker, lost):
                 self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
                 if worker not in self._loading:
-                    self.totals.worker_left()
+                    self.totals.worker_ended(died=False)
                 self._loading.discard(worker)
-                self.totals.devices.gone(worker, lost=lost)
+                self.totals.devices.end_worker(worker, lost=lost)
                 self.display.event("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)
             case Revoke(worker, lease):
                 self.pool.revoke(worker, lease)
             case Quarantine(unit, start, stop, kind, message):
-                told = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
+                message_text = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
                 facts = {"start": start, "stop": stop, "kind": kind, "error": message}
-                self.display.event("quarantined", told, level="warning", unit=unit, **facts)
+                self.display.event("quarantined", message_text, level="warning", unit=unit, **facts)
             case Finish():
                 pass
-
-
-def within(left_s: float | None) -> str:
-    """The text ` within N s`, empty if the time is unknown."""
-    return "" if left_s is None else f" within {left_s:.0f} s"

@@ -21,22 +21,24 @@ Level = Literal["info", "warning", "error"]
 
 
 def event_line(event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> str:
-    """The event as one line of JSON, without secrets and control characters; facts that are None are left out."""
+    """The event as one line of JSON, without secrets and control characters; facts that are None are skipped."""
     head: dict[str, Any] = {"time": now_text(), "level": level}
     rest = {"event": event, "message": message, **facts}
     known = {name: fact for name, fact in rest.items() if fact is not None}
-    return json.dumps(head | {name: shown(fact) for name, fact in known.items()}, default=str, ensure_ascii=False)
+    return json.dumps(
+        head | {name: hide_secrets(fact) for name, fact in known.items()}, default=str, ensure_ascii=False
+    )
 
 
-def shown(fact: Any) -> Any:
+def hide_secrets(fact: Any) -> Any:
     """A fact without secrets, also inside of lists and mappings."""
     match fact:
         case str():
             return presentable(fact)
         case dict():
-            return {str(name): shown(inner) for name, inner in fact.items()}
+            return {str(name): hide_secrets(inner) for name, inner in fact.items()}
         case list() | tuple():
-            return [shown(inner) for inner in fact]
+            return [hide_secrets(inner) for inner in fact]
         case _:
             return fact
 
@@ -63,7 +65,7 @@ class _Stand(io.TextIOBase):
 class Unfailing(_Stand):
     """A stream for people: nobody's pipe and no full disk may end the work.
 
-    After the first text that can't be written nothing more is tried; `lost` says why.
+    After the first text that can't be written, nothing more is written; `lost` has the reason.
     """
 
     lost: str | None = None

@@ -33,7 +33,7 @@ from draftmill.actors.ray.ray_inside import (
     NUM_CPUS,
     authentication_error,
     inside,
-    required,
+    require,
     silence_workers,
 )
 from draftmill.jobs.driving.allocation import NodeRoom
@@ -238,8 +238,8 @@ def _init(**options: Any) -> None:
 
 def local_nodes() -> list[NodeRoom]:
     """The one node that a Ray of our own would have on this machine."""
-    cpus = int(required(NUM_CPUS)())
-    manager = required(ACCELERATORS)("GPU")
+    cpus = int(require(NUM_CPUS)())
+    manager = require(ACCELERATORS)("GPU")
     if manager is None:
         return [NodeRoom(cpus, 0)]
     num_gpus = manager.get_current_node_num_accelerators()
@@ -310,8 +310,7 @@ def check_head(address: str, *, field: str = "--ray-address", wait_s: float = AN
     """Raise UserError if what listens at host:port is not a Ray head, or refuses our token.
 
     One question, asked before Ray connects. Ray itself repeats it for 20 s (a wrong token) or for minutes (another server's
-    port), with a line of log each time.
-    Anything unexpected counts as fine: Ray's own connection then decides.
+    port), with a line of log each time. Anything unexpected counts as fine: Ray's own connection then decides.
     """
     open_channel, request, reply = inside(GRPC_CHANNEL), inside(GRPC_REQUEST), inside(GRPC_REPLY)
     if open_channel is None or request is None or reply is None:

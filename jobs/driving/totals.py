@@ -20,11 +20,10 @@ from draftmill.storage.runs.commit import all_exact
 class Totals:
     """Counts of one driver's session, in addition to what was committed before it. Times in seconds of `clock`.
 
-    `loading` counts the workers that are not up yet.
-    `started_on` counts the workers that came up, by what they compute with.
-    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this
-    session's receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet.
-    `exact` says whether the receipts' results are bit-identical in any batch; None before the first receipt.
+    `loading` counts the workers that are not up yet. `started_on` counts the workers that came up, by what they compute with.
+    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this session's
+    receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet. `exact` says whether the
+    receipts' results are bit-identical in any batch; None before the first receipt.
     """
 
     units: int
@@ -56,21 +55,17 @@ class Totals:
         self.workers += 1
         self.most_workers = max(self.most_workers, self.workers)
 
-    def worker_died(self) -> None:
-        """Count a worker that died."""
+    def worker_ended(self, *, died: bool) -> None:
+        """Count a worker that died, or ended on request."""
         self.workers = max(0, self.workers - 1)
-        self.deaths += 1
+        self.deaths += died
 
-    def worker_left(self) -> None:
-        """Count a worker that ended on request."""
-        self.workers = max(0, self.workers - 1)
-
-    def reported(self, report: TurnReport) -> None:
+    def add_report(self, report: TurnReport) -> None:
         """Add a worker's report of one turn."""
         self.decoded += report.decoded
         self.effort = add_effort(self.effort, report.effort)
 
-    def received(self, receipt: Receipt) -> None:
+    def add_receipt(self, receipt: Receipt) -> None:
         """Add a committed unit; call once per unit."""
         self.units_done += 1
         self.committed += receipt.tally
@@ -134,15 +129,15 @@ def ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
 
 
-def add_effort(one: Effort, other: Effort) -> Effort:
+def add_effort(a: Effort, b: Effort) -> Effort:
     """Sum of two efforts, field by field."""
     names = [item.name for item in dataclasses.fields(EngineStats)]
-    engine = EngineStats(**{name: getattr(one.engine, name) + getattr(other.engine, name) for name in names})
-    return Effort(engine, one.wall_s + other.wall_s, one.tail_s + other.tail_s)
+    engine = EngineStats(**{name: getattr(a.engine, name) + getattr(b.engine, name) for name in names})
+    return Effort(engine, a.wall_s + b.wall_s, a.tail_s + b.tail_s)
 
 
 def efficiency(effort: Effort) -> dict[str, float]:
-    """How close a job came to the limit (docs: engine); leaves out figures that were not counted.
+    """How close a job came to the limit (docs: engine), without figures that were not counted.
 
     Shares between 0 and 1, except spec_eff: a first self-draft is committed without verification.
     """

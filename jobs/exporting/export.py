@@ -33,7 +33,7 @@ from draftmill.jobs.exporting.formats import (
     Sink,
     part_name,
 )
-from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
+from draftmill.jobs.finished.passes import Pass, finished_passes, latest_rows, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.places import is_inside, path_problem
@@ -72,7 +72,7 @@ def export(
     Raises UserError if the run is not finished, or if it can't be exported in this way.
     """
     store = open_store(run_dir, s3=s3)
-    passes = finished(passes_of(store, s3=s3))
+    passes = finished_passes(passes_of(store, s3=s3))
     names = columns_of(passes[0].plan, kind, columns)
     if kind == "openai":
         check_openai(passes[0].plan)

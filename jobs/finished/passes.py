@@ -107,42 +107,42 @@ def pass_store(store: Store, number: int, s3: S3Options | None) -> Store:
 
 def passes_of(store: Store, *, s3: S3Options | None = None) -> list[Pass]:
     """Every pass that has a plan, in order; only the last may lack its manifest. UserError if there is no plan."""
-    found = [Pass(1, store, require_plan(store), read_manifest(store))]
-    while found[-1].manifest is not None:
-        place = pass_store(store, len(found) + 1, s3)
+    passes = [Pass(1, store, require_plan(store), read_manifest(store))]
+    while passes[-1].manifest is not None:
+        place = pass_store(store, len(passes) + 1, s3)
         plan = load_plan(place)
         if plan is None:
             break
-        found.append(Pass(len(found) + 1, place, plan, read_manifest(place)))
-    return found
+        passes.append(Pass(len(passes) + 1, place, plan, read_manifest(place)))
+    return passes
 
 
-def finished(passes: Sequence[Pass]) -> list[Pass]:
+def finished_passes(passes: Sequence[Pass]) -> list[Pass]:
     """The finished passes; UserError if not even the first one is finished."""
     if passes[0].manifest is None:
         raise UserError(f"{passes[0].store.url} is not finished: there is no manifest; `draftmill run` resumes it")
     if passes[0].store.exists(PRUNED):
         raise UserError(f"the results of {passes[0].store.url} were deleted by `draftmill prune`")
-    return [one for one in passes if one.manifest is not None]
+    return [part for part in passes if part.manifest is not None]
 
 
-def left_failed(passes: Sequence[Pass]) -> int:
+def count_failed(passes: Sequence[Pass]) -> int:
     """The number of samples that are still failed: the failed samples of the last finished pass."""
-    manifest = finished(passes)[-1].manifest
+    manifest = finished_passes(passes)[-1].manifest
     assert manifest is not None
     return manifest.total("failed")
 
 
-def failed_rows(one: Pass) -> Iterator[pa.Table]:
+def failed_rows(part: Pass) -> Iterator[pa.Table]:
     """The plan's entries (ROW_SCHEMA) of a finished pass's failed rows, in the order of the pass."""
-    assert one.manifest is not None
-    wanted = (unit.object for unit in one.manifest.units if unit.failed)
-    tables = read_results(one.store, objects=wanted, columns=["id", "sample", "status"])
-    for unit, planned in zip(one.manifest.units, one.plan.tables(), strict=True):
+    assert part.manifest is not None
+    wanted = (unit.object for unit in part.manifest.units if unit.failed)
+    tables = read_results(part.store, objects=wanted, columns=["id", "sample", "status"])
+    for unit, planned in zip(part.manifest.units, part.plan.tables(), strict=True):
         if unit.failed:
-            found = next(tables)
-            _check_names(one, planned, found)
-            yield planned.filter(pc.equal(found["status"], "failed")).select(ROW_SCHEMA.names)
+            results = next(tables)
+            _check_names(part, planned, results)
+            yield planned.filter(pc.equal(results["status"], "failed")).select(ROW_SCHEMA.names)
 
 
 def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -151,28 +151,28 @@ def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None)
     `columns` selects columns, None for all. Raises StoreError if the passes don't match each other.
     """
     wanted = None if columns is None else list(dict.fromkeys(["id", "sample", "status", *columns]))
-    streams = [_rows_of(one, wanted) for one in finished(passes)]
-    for table in reduce(_overlaid, streams):
+    streams = [_rows_of(part, wanted) for part in finished_passes(passes)]
+    for table in reduce(_overlay, streams):
         yield table if columns is None else table.select(list(columns))
 
 
-def _rows_of(one: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-    assert one.manifest is not None
-    for table in read_results(one.store, objects=(unit.object for unit in one.manifest.units), columns=columns):
+def _rows_of(part: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+    assert part.manifest is not None
+    for table in read_results(part.store, objects=(unit.object for unit in part.manifest.units), columns=columns):
         yield table.replace_schema_metadata(None)
 
 
-def _overlaid(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _overlay(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The rows of `before`, with the failed ones replaced by the rows of `after`, in order."""
     later = PassRows(after)
     for table in before:
         places = np.flatnonzero(pc.equal(table["status"], "failed").to_numpy())
-        yield _replaced(table, places, later.take(len(places))) if len(places) else table
+        yield _replace_rows(table, places, later.take(len(places))) if len(places) else table
     if later.take(1) is not None:
         raise StoreError("a later pass has rows that did not fail in the pass before it; `draftmill verify` says more")
 
 
-def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
+def _replace_rows(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
     if fresh is None or names_of(fresh) != names_of(table.take(places)):
         raise StoreError(
             "the rows of a later pass differ from the failed rows of the one before; `draftmill verify` says more"
@@ -182,8 +182,8 @@ def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa
     return pa.concat_tables([table, fresh]).unify_dictionaries().take(order)
 
 
-def _check_names(one: Pass, planned: pa.Table, found: pa.Table) -> None:
-    if names_of(planned) != names_of(found):
+def _check_names(part: Pass, planned: pa.Table, results: pa.Table) -> None:
+    if names_of(planned) != names_of(results):
         raise StoreError(
-            f"{one.store.url}: the rows of a unit differ from the planned ones; `draftmill verify` says more"
+            f"{part.store.url}: the rows of a unit differ from the planned ones; `draftmill verify` says more"
         )

@@ -74,7 +74,6 @@ def read_summary(store: Store, objects: Iterable[str]) -> Results:
 
 
 def _note_errors(results: Results, failed: pa.Table) -> None:
-    """Count failed rows by kind, and keep the first few of each kind."""
     for row in failed.select(["id", "error_kind", "error"]).to_pylist():
         kind = row["error_kind"] or "unknown"
         results.errors[kind] += 1
@@ -197,13 +196,15 @@ def metric_lines(store: Store, rows: int) -> list[str]:
     table = read_metrics(store)
     if table is None:
         return []
-    estimated = {name for found in metric_sets(store).values() for one in found.metrics for name in one.estimates}
+    estimated = {
+        name for metric_set in metric_sets(store).values() for metric in metric_set.metrics for name in metric.estimates
+    }
     shown = [
         _of_rows(table, name) if name in estimated else _of_samples(table[name], name, rows)
         for name in table.column_names
         if name not in KEYS.names
     ]
-    shown += _pooled(table)
+    shown += _pooled_perplexity(table)
     width = max(len(name) for name, _, _ in shown)
     figures = max(len(figure) for _, figure, _ in shown)
     lines = [f"  {name:<{width}}  {figure:>{figures}}  {text}" for name, figure, text in shown]
@@ -231,7 +232,7 @@ def _of_rows(table: pa.Table, name: str) -> Shown:
     )
 
 
-def _pooled(table: pa.Table) -> Iterator[Shown]:
+def _pooled_perplexity(table: pa.Table) -> Iterator[Shown]:
     """The perplexity over all tokens together: the mean of samples' perplexities depends on the worst of them."""
     for name in table.column_names:
         stem = name.removesuffix("_perplexity")
@@ -267,6 +268,6 @@ def _error_lines(store: Store) -> Sequence[str]:
     if not total:
         return []
     lines = [f"  {counted(total, 'error')}, each of one sample and metric:"]
-    for one in examples:
-        lines.append(f"    {_brief(f'{one.metric}: {one.id}: {one.message}', ERROR_CHARS)}")
+    for error in examples:
+        lines.append(f"    {_brief(f'{error.metric}: {error.id}: {error.message}', ERROR_CHARS)}")
     return lines

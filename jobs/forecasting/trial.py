@@ -28,9 +28,8 @@ from draftmill.actors.rows.unit_io import try_row
 from draftmill.decoders.base import HOLE, Decoder, Request
 from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.plan import lacks_a_column, make_maker, no_column
+from draftmill.jobs.plan.plan import each_sample, lacks_a_column, make_maker, no_column, survey
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.survey import each_sample, survey
 from draftmill.jobs.plan.worker_job import decoder_of, place_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import RowError, UserError
@@ -66,6 +65,11 @@ class TrialSample:
         """Tokens to generate of each row, int32 [rows]."""
         return np.asarray(self.table["holes"].to_numpy(), dtype=np.int32)
 
+    @property
+    def new_tokens(self) -> float:
+        """Tokens to generate of all rows."""
+        return float(self.masked().mean()) * self.total
+
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
@@ -93,10 +97,9 @@ class Trial:
     """Measurements from briefly decoding a few rows; `memory_bytes` is the peak of the process or of the GPU. `tokens` take
     `took_s` in a job; 0 if the trial was too short to tell.
 
-    `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
-    hold that runs alone on this machine.
-
-    `exact` says whether results are bit-identical in any batch, `device` what was computed with (actors/loop/device_facts.py).
+    `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can hold
+    that runs alone on this machine. `exact` says whether results are bit-identical in any batch, `device` what was computed
+    with (actors/loop/device_facts.py).
     """
 
     exact: bool
@@ -132,12 +135,12 @@ def take_sample(prepared: Prepared) -> TrialSample:
     if lacks_a_column(Counter(table["error_kind"].to_pylist())):
         raise no_column(spec, inputs)
     exact = table.num_rows < limit or limit == spec.input.limit
-    total = table.num_rows if exact else estimated_rows(inputs, table)
+    total = table.num_rows if exact else estimate_rows(inputs, table)
     total = total if spec.input.limit is None else min(total, spec.input.limit)
     return TrialSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
 
 
-def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
+def estimate_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
     """Rows of all inputs: exact for Parquet files, else extrapolated from the sampled rows per byte; at least the sample's."""
     if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
         return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)
@@ -159,7 +162,7 @@ def maker_of(prepared: Prepared) -> Maker:
 def first_canvases(prepared: Prepared, count: int) -> list[TrialRow]:
     """The first rows that have a canvas."""
     tried = islice(_canvases(prepared), SAMPLE_ROWS)
-    return list(islice((made for made in tried if isinstance(made, TrialRow)), count))
+    return list(islice((row for row in tried if isinstance(row, TrialRow)), count))
 
 
 def _canvases(prepared: Prepared) -> Iterator[TrialRow | RowError]:
@@ -187,23 +190,26 @@ def try_out(
     Takes short rows first and cuts long ones, so that no forward takes long on a slow machine; checks the clock after each
     step. `model_cache` holds networks that are in memory already.
     """
-    _use_threads(prepared.info.num_parameters)
+    import torch
+
+    from draftmill.actors.loop.device_facts import device_facts
+
+    as_here = WorkerResources(1.0, 0.0, torch.get_num_threads())
+    torch.set_num_threads(fitting_threads(as_here, prepared.info.num_parameters).threads)
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
-    cut = sorted((shortened(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
+    cut = sorted((cut_row(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
     first = int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters)))
     at_once = _rows_at_once(prepared.spec, [len(row.canvas.tokens) for row in cut], first)
     try:
         decoder, exact = _build(prepared, max_rows=at_once, model_cache=model_cache)
     except ValueError as error:
         raise user_error(error, "model.path") from None
-    room = fit(decoder, threads=_num_threads())
+    room = fit(decoder, threads=torch.get_num_threads())
     try:
-        tokens, took_s = _decoded(decoder, cut, first, trial_s)
+        tokens, took_s = _measure_rate(decoder, cut, first, trial_s)
     except MemoryError as error:
         raise UserError(str(error), field="model.device") from None
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
-    from draftmill.actors.loop.device_facts import device_facts
-
     at_peak = _memory(prepared.spec.model.device)
     return Trial(exact, min(len(cut), at_once), tokens, took_s, *at_peak, longest, room, device_facts(decoder))
 
@@ -214,7 +220,9 @@ def _rows_at_once(spec: JobSpec, lengths: Sequence[int], budget: int) -> int:
     return canvases if canvases == len(lengths) else max(1, min(canvases, budget // max(lengths)))
 
 
-def _decoded(decoder: Decoder, rows: Sequence[TrialRow], budget: int, trial_s: float = TRIAL_S) -> tuple[int, float]:
+def _measure_rate(
+    decoder: Decoder, rows: Sequence[TrialRow], budget: int, trial_s: float = TRIAL_S
+) -> tuple[int, float]:
     """Decode for about `trial_s`; returns tokens, and the seconds that they take in a job. No tokens if the trial can't tell.
 
     A job's rate is not that of the first steps, which run prompts for few samples. So the time of a token is that of steps with
@@ -245,7 +253,7 @@ def _decoded(decoder: Decoder, rows: Sequence[TrialRow], budget: int, trial_s: f
     return to_generate, to_generate * token_s + len(rows) * prompt_s
 
 
-def shortened(row: TrialRow, most: int) -> TrialRow:
+def cut_row(row: TrialRow, most: int) -> TrialRow:
     """The row with its canvas cut to `most` tokens around the first one that is generated or scored."""
     canvas = row.canvas
     if len(canvas.tokens) <= most:
@@ -260,13 +268,6 @@ def shortened(row: TrialRow, most: int) -> TrialRow:
     if canvas.score_from is not None:
         return replace(row, canvas=Canvas(tokens, (), score_from=max(1, canvas.score_from - start)))
     return replace(row, canvas=Canvas(tokens, tuple(runs(tokens == HOLE))))
-
-
-def _use_threads(num_parameters: int) -> None:
-    """Set the number of torch threads that a worker of a run would have."""
-    import torch
-
-    torch.set_num_threads(fitting_threads(WorkerResources(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
 
 
 def _build(prepared: Prepared, *, max_rows: int, model_cache: ModelCache | None) -> tuple[Decoder, bool]:
@@ -294,12 +295,6 @@ def _step(decoder: Decoder, waiting: deque[Request], budget: int) -> None:
         decoder.admit([waiting.popleft()])
         budget -= size
     decoder.step()
-
-
-def _num_threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 def _memory(device: str) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pyarrow.compute as pc
@@ -78,10 +79,10 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[s
         yield "canvas    none: every sampled row fails"
         return
     canvas = canvases[0].canvas
-    todo = wanted(prepared.spec.task, canvas)
+    todo = work_text(prepared.spec.task, canvas)
     yield f"canvas    {printable(canvases[0].id)}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
     yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
-    if cut := [made.canvas.truncated for made in canvases if made.canvas.truncated]:
+    if cut := [row.canvas.truncated for row in canvases if row.canvas.truncated]:
         yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
     if prepared.tokenizer is not None:
         shown = prompt_text(canvas, prepared.tokenizer)
@@ -91,7 +92,7 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[s
             yield "  | ..."
 
 
-def wanted(task: Task, canvas: Canvas) -> str:
+def work_text(task: Task, canvas: Canvas) -> str:
     """The decoder's work on the canvas, in words."""
     if canvas.scored is not None:
         return f"{canvas.size.masked} to score in {len(canvas.holes)} holes"
@@ -115,10 +116,6 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
     return "".join([*parts, tokenizer.decode(canvas.tokens[shown:].tolist())])
 
 
-FAIL = "  fail    "
-"""How the line about rows that fail begins."""
-
-
 def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
     lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
@@ -127,7 +124,8 @@ def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     errors = [kind for kind in sample.table["error_kind"].to_pylist() if kind is not None]
     if errors:
         kinds = ", ".join(f"{kind} {errors.count(kind)}" for kind in sorted(set(errors)))
-        yield f"{FAIL}{len(errors)} of those read: {kinds}"
+        yield f"  fail    {len(errors)} of those read: {kinds}"
+        yield from failure_lines(prepared, sample)
     yield f"tokens    {lengths.mean():.1f} a sample (longest {lengths.max()}), {about}{lengths.sum() * scale:,.0f} together"
     todo = f"{about}{masked.sum() * scale:,.0f} {prepared.spec.task.goal}"
     yield f"  new     {masked.mean():.1f} a sample, {todo}"
@@ -163,7 +161,6 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
             f"{room.rows:,} samples of {room.length} tokens at once"
         )
     rate = trial.tokens / trial.took_s if trial.took_s else 0.0
-    todo = float(sample.masked().mean()) * sample.total
     cut = "" if trial.longest is None else f"; longer samples cut to {trial.longest:,} tokens, so the job takes longer"
     if not rate:
         yield f"rate      unknown: {TRIAL_S:.0f} s sufficed for prompts only; a run with `--set input.limit=N` measures it"
@@ -175,7 +172,7 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
         several = sample.total > rows_per_unit(prepared.spec, sample.total)  # a single unit is one worker's
         divided = "; divide by the number of workers" if several else ""
         shared = f" on {workers} workers" if len(known) == len(counts) else divided
-        yield f"time      ~{duration(todo / rate / workers)}{shared}"
+        yield f"time      ~{duration(sample.new_tokens / rate / workers)}{shared}"
 
 
 TRIAL = "the trial on this machine, without loading and idle time"
@@ -277,9 +274,8 @@ def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
     """From the rate of the trial; for completions of at most their maximum length."""
     if trial is None or not trial.tokens or not trial.took_s:
         return None
-    todo = float(sample.masked().mean()) * sample.total
-    decoding_s = todo * trial.took_s / trial.tokens
-    return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL, todo)
+    decoding_s = sample.new_tokens * trial.took_s / trial.tokens
+    return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL, sample.new_tokens)
 
 
 def validate(spec: JobSpec) -> int:
@@ -301,22 +297,14 @@ def validate(spec: JobSpec) -> int:
     check_receivers(spec.notify)
     sample = take_sample(prepared)
     canvases = first_canvases(prepared, TRIAL_ROWS)
-    for line in header(prepared):
+    for line in chain(header(prepared), canvas_lines(prepared, canvases), size_lines(prepared, sample)):
         print(line)
-    for line in canvas_lines(prepared, canvases):
-        print(line)
-    for line in size_lines(prepared, sample):
-        print(line)
-        if line.startswith(FAIL):
-            for more in failure_lines(prepared, sample):
-                print(more)
     trial = None
     if canvases:
         print(f"trial     loading the model, then decoding for about {TRIAL_S:.0f} s", flush=True)
         trial = try_out(prepared, canvases)
-        for line in trial_lines(prepared, sample, trial):
-            print(line)
-    for line in forecast_lines(prepared, store, sample, trial, path):
+    figures = () if trial is None else trial_lines(prepared, sample, trial)
+    for line in chain(figures, forecast_lines(prepared, store, sample, trial, path)):
         print(line)
     return OK
 
@@ -348,6 +336,6 @@ def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
     spec, file = prepared.spec, prepared.inputs[row["file"]]
     columns = spec.input.columns.to_read(spec.task)
     place = [(row["row"], row["offset"])]
-    (found,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
-    made = try_row(partial(canvas_of, spec, maker_of(prepared), found, row["id"]), "tokenize", "tokenize_error")
-    return made.message if isinstance(made, RowError) else ""
+    (again,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+    outcome = try_row(partial(canvas_of, spec, maker_of(prepared), again, row["id"]), "tokenize", "tokenize_error")
+    return outcome.message if isinstance(outcome, RowError) else ""

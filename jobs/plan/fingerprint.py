@@ -62,13 +62,8 @@ def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence
     return key | {"schema_version": SCHEMA_VERSION}
 
 
-def fingerprint(key: Mapping[str, Any]) -> str:
-    """SHA-256 of a results key, 64 hexadecimal digits."""
-    return digest(key)
-
-
 def digest(value: Any) -> str:
-    """SHA-256 of a plain value in canonical JSON."""
+    """SHA-256 of a plain value in canonical JSON, 64 hexadecimal digits; that of a results key is the job's fingerprint."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -92,7 +87,7 @@ LEFT_OUT: Final = {"sampling.n": 1}
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each dotted key whose value differs, as `decoder.k was 5, is 4`; sorted."""
     old, new = dict(flat(before)), dict(flat(now))
-    old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | one for one in (old, new))
+    old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | values for values in (old, new))
     return [
         f"{key} was {format_value(old, key)}, is {format_value(new, key)}"
         for key in sorted(old.keys() | new.keys())
@@ -112,29 +107,29 @@ def common(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
     """Describe each input that is new, missing or changed, as `a.jsonl (other content, 10 -> 12 bytes)`."""
     old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}
-    found = []
+    changes = []
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
-            found.append(f"{name} (missing)")
+            changes.append(f"{name} (missing)")
         elif name not in old:
-            found.append(f"{name} (new)")
+            changes.append(f"{name} (new)")
         elif old[name] != new[name]:
-            found.append(f"{name} ({_change(old[name], new[name])})")
-    return found
+            changes.append(f"{name} ({_change(old[name], new[name])})")
+    return changes
 
 
 def _change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """How a file differs from the planned one: its content, told by its size, or else the facts that differ."""
+    """How a file differs from the planned one: its content and size, or else the facts that differ."""
     if {"size", "sha256", "etag"} & {item.partition(" ")[0] for item in differences(old, new)}:
         sizes = old.get("size"), new.get("size")
-        told = (
+        size = (
             f"{sizes[0]:,} -> {sizes[1]:,} bytes" if None not in sizes and sizes[0] != sizes[1] else "of the same size"
         )
-        return f"other content, {told}"
+        return f"other content, {size}"
     return ", ".join(differences(old, new))
 
 
-def shortened(items: Sequence[str]) -> str:
+def shorten(items: Sequence[str]) -> str:
     """The first SHOWN items, and the number of the others."""
     more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return "; ".join(items[:SHOWN]) + more

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,23 +47,17 @@ def hashes_in(column: pa.ChunkedArray) -> Hashes:
 
 
 def column_of(hashes: Hashes, *, without: Hashes) -> pa.Array:
-    """Hashes as a column of 16 bytes each, sorted, each once; those in `without` are left out."""
+    """Hashes as a column of 16 bytes each, sorted, each once; those in `without` are skipped."""
     kept = np.setdiff1d(hashes, without)
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(HASH_BYTES), len(kept), [None, pa.py_buffer(kept.tobytes())])
 
 
-class _Folder:
-    """A temporary folder with a file for each first byte of a hash. A context manager."""
+class _Folder(tempfile.TemporaryDirectory[str]):
+    """A temporary folder with a file for each first byte of a hash."""
 
     def __init__(self) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="draftmill-ids-")
-        self.path = Path(self._temporary.name)
-
-    def __enter__(self) -> _Folder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._temporary.cleanup()
+        super().__init__(prefix="draftmill-ids-")
+        self.path = Path(self.name)
 
     def add(self, hashes: Hashes, records: NDArray[np.void] | Hashes) -> None:
         """Append records, one for each hash, to the files."""
@@ -75,25 +70,18 @@ class _Folder:
                     file.write(records[order[start:end]].tobytes())
 
     def files(self) -> list[Path]:
-        """The files, in the order of their first bytes."""
         return sorted(self.path.glob("[0-9a-f][0-9a-f]"))
 
 
-class DuplicateFinder:
+class DuplicateFinder(ExitStack):
     """Collects every id with its place; `first` then returns a duplicate. A context manager, since it may own a folder."""
 
     def __init__(self, *, held_rows: int = HELD_ROWS) -> None:
+        super().__init__()
         self._held_rows = held_rows
         self._held: list[NDArray[np.void]] = []
         self._count = 0
         self._folder: _Folder | None = None
-
-    def __enter__(self) -> DuplicateFinder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._folder is not None:
-            self._folder.__exit__(*error)
 
     def add(self, hashes: Hashes, files: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
         """Add a batch: three arrays of equal length."""
@@ -102,7 +90,9 @@ class DuplicateFinder:
         self._held.append(records)
         self._count += len(records)
         if self._count >= self._held_rows:
-            self._folder = self._folder or _Folder()
+            if self._folder is None:
+                self._folder = _Folder()
+                self.enter_context(self._folder)
             self._spread(self._folder)
 
     def first(self) -> tuple[Place, Place] | None:
@@ -134,20 +124,15 @@ def _place(record: np.void) -> Place:
     return int(record["file"]), int(record["row"])
 
 
-class IdIndex:
+class IdIndex(ExitStack):
     """Collects hashes of ids, and then tells which ids are among them. A context manager, since it owns a folder."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._folder = _Folder()
+        self.enter_context(self._folder)
         self._sorted: Hashes | None = None
         self.added = 0
-
-    def __enter__(self) -> IdIndex:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._sorted = None
-        self._folder.__exit__(*error)
 
     def add(self, hashes: Hashes) -> None:
         """Add hashes; not after the first look-up."""

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftmill.actors.planning.beginnings import BEGINNING, grouped_by_beginning
+from draftmill.actors.planning.beginnings import BEGINNING, group_by_beginning
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.unit_table import (
     FOLDER,
@@ -78,7 +78,7 @@ def cut(
 ) -> list[Range]:
     """Cut sorted rows into [start, end) units of at most `max_rows` rows and `max_tokens` tokens, in even shares.
 
-    A row that exceeds the token budget forms a unit alone. `depth` is that of `grouped_by_beginning`: of the places that a unit
+    A row that exceeds the token budget forms a unit alone. `depth` is that of `group_by_beginning`: of the places that a unit
     could end at, up to an eighth before its limit, it ends at the last one of the least depth; the rest is shared evenly again.
     """
     total = len(lengths)
@@ -235,7 +235,7 @@ class PlanWriter:
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         # Rows of all lengths that have little in common stay apart, unless they fill units by themselves.
-        return grouped_by_beginning(rows[BEGINNING.name], rank, large=unit_rows)
+        return group_by_beginning(rows[BEGINNING.name], rank, large=unit_rows)
 
     def _close_unit(self, window: pa.Table, start: int, end: int, tokens: int) -> None:
         self.sums.rows.append(end - start)

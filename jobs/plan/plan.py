@@ -9,6 +9,7 @@ bytes. Memory use does not grow with the input.
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 import draftmill
-from draftmill.actors.planning.survey_items import HASH
-from draftmill.actors.planning.surveying import SURVEYED
+from draftmill.actors.planning.surveying import BATCH_ROWS, HASH, SURVEYED, Piece, Reading, survey_pieces
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.text import Tokenizer
@@ -33,13 +34,12 @@ from draftmill.jobs.plan.fingerprint import (
     changed_files,
     common,
     differences,
-    fingerprint,
+    digest,
     results_key,
-    shortened,
+    shorten,
 )
 from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
-from draftmill.jobs.plan.survey import Survey, each_sample, survey
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from draftmill.storage.errors import UserError, brief, list_names
@@ -49,8 +49,59 @@ from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
-from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
+from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA, PlannedRow, PlanTable, parts_of
 from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store
+
+MOST_THREADS = 16
+"""Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
+
+
+Survey = Callable[[JobSpec, Maker, Sequence[InputFile], KeptTypes | None], Iterator[pa.Table]]
+"""A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/driving/backend.py), whose tables
+also have the column draftmill.actors.planning.surveying.HASH."""
+
+
+def survey(
+    spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
+) -> Iterator[pa.Table]:
+    """Yield tables of SURVEYED in input order, at most `input.limit` rows in total.
+
+    `kept` collects the types of the columns that are copied into the results. Raises UserError if a whole file is missing or
+    damaged.
+    """
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    pieces = [Piece(number, file) for number, file in enumerate(inputs)]
+    return survey_pieces(reading_of(spec), maker, pieces, kept, limit=spec.input.limit, threads=threads)
+
+
+def reading_of(spec: JobSpec) -> Reading:
+    """What a spec says about reading its inputs."""
+    return Reading(
+        task=spec.task,
+        columns=spec.input.columns,
+        chunk_chars=spec.input.chunk_chars,
+        seed=spec.seed,
+        s3=spec.s3.options(),
+        kept=tuple(spec.kept),
+    )
+
+
+def each_sample(table: pa.Table, count: int) -> Iterator[pa.Table]:
+    """Repeat each row of a survey's table once for every sample (`sampling.n`); the samples of a row stay together.
+
+    Yields small tables, since there may be thousands of samples.
+    """
+    if count == 1:
+        yield table
+        return
+    at = ROW_SCHEMA.get_field_index("sample")
+    at_once = max(1, BATCH_ROWS // count)
+    for start in range(0, table.num_rows, at_once):
+        rows = table.slice(start, at_once)
+        repeated = rows.take(pa.array(np.repeat(np.arange(rows.num_rows), count)))
+        numbers = pa.array(np.tile(np.arange(count, dtype=np.int32), rows.num_rows))
+        yield repeated.set_column(at, ROW_SCHEMA.field("sample"), numbers)
+
 
 LOOKED_AT: Final = 1000
 """Rows among which a message looks for a value of a column."""
@@ -65,7 +116,7 @@ FORMAT = 1
 T = TypeVar("T")
 
 Sift = Callable[[pa.Table], pa.Table]
-"""Leaves rows out of a survey's table."""
+"""Skips rows of a survey's table."""
 
 SampleName = tuple[str, int]
 """What identifies a sample in a run: the id of its row, and its number among the row's samples."""
@@ -80,16 +131,15 @@ def names_of(table: pa.Table) -> list[SampleName]:
 
 
 class NothingLeft(UserError):
-    """Every row of the inputs was left out: there is nothing to plan, and nothing has been written."""
+    """The plan would skip every row of the inputs: there is nothing to plan, and nothing has been written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A plan as stored in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows.
 
-    Its rows are samples: with `sampling.n` above 1, each row of the inputs is there n times.
-
-    The first pass (`pass_` 1) has every row of the inputs, a later pass the rows that failed in the one before.
+    Its rows are samples: with `sampling.n` above 1, each row of the inputs is there n times. The first pass (`pass_` 1) has
+    every row of the inputs, a later pass the rows that failed in the one before.
     """
 
     fingerprint: str
@@ -159,11 +209,9 @@ def build_plan(
 ) -> Plan:
     """Read and measure every row, write the unit table and then `_plan.json`. Calls `progress` with each number of rows read.
 
-    `epoch` is the epoch of the driver's lease. `sift` leaves out rows that the plan is not to have; NothingLeft if that is all.
-    `survey` reads the rows; the plan does not depend on how it does so.
-
-    Raises UserError, and leaves no files, if the inputs have no rows, an id occurs twice, no row has a column that the spec
-    names, or a file is damaged.
+    `epoch` is the epoch of the driver's lease. `sift` skips rows that the plan must not have; NothingLeft if it skips all.
+    `survey` reads the rows; the plan does not depend on how it does so. Raises UserError, and leaves no files, if the inputs
+    have no rows, an id occurs twice, no row has a column that the spec names, or a file is damaged.
     """
     maker = make_maker(spec, tokenizer, info, hashes)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
@@ -171,7 +219,7 @@ def build_plan(
     discard_parts(store, epoch)
     kept = KeptTypes(spec.kept) if spec.kept else None
     try:
-        for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
+        for table in check_survey(survey(spec, maker, inputs, kept), spec, inputs):
             for samples in each_sample(table if sift is None else sift(table), spec.sampling.n):
                 writer.add(samples)
             progress(table.num_rows)
@@ -235,7 +283,7 @@ def store_plan(
     """Write `_plan.json` for parts that are in the store; `totals` and `parts` as the file lists them."""
     content = {
         "format": FORMAT,
-        "fingerprint": fingerprint(results),
+        "fingerprint": digest(results),
         "schema_version": SCHEMA_VERSION,
         "code_version": draftmill.__version__,
         "pass": pass_,
@@ -299,21 +347,21 @@ def compare_inputs(plan: Plan, inputs: Sequence[InputFile]) -> None:
     files = changed_files(plan.files, inputs)
     if files:
         raise UserError(
-            f"the inputs changed since {plan.store.url} was planned: {shortened(files)}; use another output.path",
+            f"the inputs changed since {plan.store.url} was planned: {shorten(files)}; use another output.path",
             field="input.path",
         )
 
 
 def _another_job(plan: Plan, changed: Sequence[str]) -> UserError:
     return UserError(
-        f"{plan.store.url} holds another job: {shortened(changed)}; use another directory, or the old settings",
+        f"{plan.store.url} holds another job: {shorten(changed)}; use another directory, or the old settings",
         field="output.path",
     )
 
 
 def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile]) -> None:
     """Raise UserError, naming the differences, unless `results` (results_key) equals the plan's."""
-    if fingerprint(results) == plan.fingerprint:
+    if digest(results) == plan.fingerprint:
         return
     compare_inputs(plan, inputs)
     raise _another_job(
@@ -321,7 +369,7 @@ def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile
     )
 
 
-def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
+def check_survey(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
     """Pass the survey's tables through; UserError for no rows, a duplicate id, or a column that no readable row has."""
     rows, kinds = 0, Counter[str | None]()
     with DuplicateFinder() as finder:
@@ -420,12 +468,12 @@ def _text(content: dict[str, Any]) -> str:
     return f'{head[:-2]},\n "parts": [\n{parts}\n ]\n}}\n'
 
 
-def _compact(found: dict[str, Any]) -> dict[str, Any]:
+def _compact(content: dict[str, Any]) -> dict[str, Any]:
     """A part of `_plan.json` with its lists as arrays of 4 and 8 bytes a number: there may be millions of units."""
-    if found.keys() >= {"name", "first", "unit_rows", "unit_tokens"}:
+    if content.keys() >= {"name", "first", "unit_rows", "unit_tokens"}:
         kinds = {"unit_rows": "i", "unit_tokens": "q", "windows": "i"}
-        return found | {key: array(kind, found[key]) for key, kind in kinds.items() if key in found}
-    return found
+        return content | {key: array(kind, content[key]) for key, kind in kinds.items() if key in content}
+    return content
 
 
 def _plan_of(content: dict[str, Any], store: Store) -> Plan:

@@ -32,8 +32,17 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
-from draftmill.jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
-from draftmill.jobs.plan.survey import Survey, survey
+from draftmill.jobs.plan.plan import (
+    Plan,
+    Sift,
+    Survey,
+    build_plan,
+    compare_inputs,
+    compare_plan,
+    compare_settings,
+    load_plan,
+    survey,
+)
 from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
@@ -87,7 +96,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
     if plan is not None:
         if spec.input.since is not None:
-            inputs = planned_ones(inputs, plan.files)
+            inputs = planned_files(inputs, plan.files)
         inputs = with_known_hashes(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
     if plan is None and sees_date(spec, tokenizer, inputs):
@@ -140,32 +149,31 @@ def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
         return False
 
 
-def planned_ones(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:
-    """The inputs that a plan has, under its names and in its order; a later run takes the others. Missing ones are left out."""
+def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:
+    """The inputs that a plan has, under its names and in its order; a later run takes the others. Skips missing ones."""
     by_uri, by_name = {file.uri: file for file in inputs}, {file.name: file for file in inputs}
-    found = ((file.name, by_uri.get(file.uri) or by_name.get(file.name)) for file in planned)
-    return [replace(file, name=name) for name, file in found if file is not None]
+    files = ((file.name, by_uri.get(file.uri) or by_name.get(file.name)) for file in planned)
+    return [replace(file, name=name) for name, file in files if file is not None]
 
 
-def _hashed(folder: Path, display: Notes) -> str:
-    """Hash the model, and show the progress."""
+def _hash_model(folder: Path, display: Notes) -> str:
     total = weight_bytes(folder)
     display.note(f"hashing the model: {size_text(total)}")
     done = 0
 
-    def hashed(count: int) -> None:
+    def show_progress(count: int) -> None:
         nonlocal done
         done += count
         display.step("hashing the model", done, total)
 
-    return model_hash(folder, hashed)
+    return model_hash(folder, show_progress)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
     """How `prepare` gets what jobs may have in common; `remembering` gets each of these only once."""
 
-    weights: Callable[[Path, Notes], str] = _hashed
+    weights: Callable[[Path, Notes], str] = _hash_model
     tokenizer: Callable[..., Tokenizer | None] = load_tokenizer
     inputs: Callable[..., list[InputFile]] = list_inputs
     day: Callable[[JobSpec], date] = day_of
@@ -177,7 +185,7 @@ def remembering() -> Loaders:
 
     def weights(folder: Path, display: Notes) -> str:
         if folder not in hashes:
-            hashes[folder] = _hashed(folder, display)
+            hashes[folder] = _hash_model(folder, display)
         return hashes[folder]
 
     now = today()  # jobs that are compared with each other have one date, also around midnight
@@ -210,10 +218,12 @@ def check_task(task: Task, info: ModelInfo) -> None:
     """Raise UserError if no decoder for the model's family supports the task."""
     from draftmill.decoders.backbones.families.table import FAMILIES
 
-    kinds = {one.runs_on for one in DECODERS.values() if task.kind in one.tasks}
+    kinds = {decoder.runs_on for decoder in DECODERS.values() if task.kind in decoder.tasks}
     if info.kind not in kinds:
         families = sorted(name for name, family in FAMILIES.items() if family.kind in kinds)
-        tasks = dict.fromkeys(name for one in DECODERS.values() if one.runs_on == info.kind for name in one.tasks)
+        tasks = dict.fromkeys(
+            name for decoder in DECODERS.values() if decoder.runs_on == info.kind for name in decoder.tasks
+        )
         raise UserError(
             f"models of family {info.family!r} do not support {task.kind!r}; tasks they support: "
             f"{', '.join(tasks) or 'none yet'}; families that support it: {', '.join(families) or 'none'}",
@@ -277,9 +287,8 @@ def make_plan(
 ) -> Plan:
     """Read and measure every row of the inputs and write the plan; call it only under the lease, whose epoch is `epoch`.
 
-    `survey` reads the rows: in this process, or by tasks of a cluster (Backend.survey). `sift` leaves rows out (see build_plan).
-
-    If another driver has planned since `prepare`, its plan is compared and returned.
+    `survey` reads the rows: in this process, or by tasks of a cluster (Backend.survey). `sift` leaves rows out (see
+    build_plan). If another driver has planned since `prepare`, its plan is compared and returned.
     """
     plan = load_plan(store)
     if plan is not None:

@@ -89,7 +89,7 @@ def copy_plan(prepared: Prepared, donor: Plan, store: Store, *, epoch: int) -> P
     Call it only under the run directory's lease, whose epoch is `epoch`. The result is the plan that `make_plan` would make.
     """
     discard_parts(store, epoch)
-    parts = [_copied(part, number, donor, store, epoch) for number, part in enumerate(donor.parts)]
+    parts = [_copy_part(part, number, donor, store, epoch) for number, part in enumerate(donor.parts)]
     failpoint("plan.before_plan")
     results = results_key(prepared.spec, prepared.info, prepared.hashes, donor.files)
     totals = {
@@ -102,7 +102,7 @@ def copy_plan(prepared: Prepared, donor: Plan, store: Store, *, epoch: int) -> P
     return store_plan(store, prepared.spec, results, donor.files, totals=totals, parts=parts, keep=donor.keep)
 
 
-def _copied(part: dict[str, Any], number: int, donor: Plan, store: Store, epoch: int) -> dict[str, Any]:
+def _copy_part(part: dict[str, Any], number: int, donor: Plan, store: Store, epoch: int) -> dict[str, Any]:
     name = part_name(number, epoch)
     failpoint("plan.before_part")
     store.put(name, donor.store.get(part["name"]))

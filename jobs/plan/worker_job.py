@@ -10,6 +10,7 @@ from draftmill.actors.job import Job, ModelPlace
 from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings, SpeculativeSettings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.stores.interface import is_local
@@ -21,7 +22,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
     `inputs` are the inputs as this session found them, whose content is the plan's: their location and date may have changed.
     """
     here = {file.name: file for file in inputs}
-    found = [here.get(file.name, file) for file in plan.files]
+    current = [here.get(file.name, file) for file in plan.files]
     return Job(
         store_url=absolute(spec.output.path),
         s3=spec.s3.options(),
@@ -40,7 +41,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
         task=plan.spec.task,  # with the plan's date
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
-        files=tuple(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, found, strict=True)),
+        files=tuple(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
         truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
     )
@@ -84,3 +85,9 @@ def where(path: str) -> str:
 def absolute(path: str) -> str:
     """A local path made absolute; URLs stay unchanged."""
     return str(Path(path).expanduser().absolute()) if is_local(path) else path
+
+
+def limits_of(spec: JobSpec) -> Limits:
+    """The scheduler's limits, with the spec's settings."""
+    stall_s, start_s = (max(getattr(shape, key) for shape in spec.shapes) for key in ("stall_s", "start_s"))
+    return Limits(attempts=spec.errors.attempts, lease_s=stall_s, start_s=start_s)

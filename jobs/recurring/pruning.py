@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.leases import base_lease, hold_lease
 from draftmill.jobs.exit_codes import INTERRUPTED, OK
-from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
+from draftmill.jobs.finished.passes import PRUNED, count_failed, passes_of
 from draftmill.jobs.formatting import counted, size_text, table_lines
 from draftmill.jobs.recurring.known_ids import IDS, ok_ids
 from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
@@ -153,7 +153,7 @@ def _prove(candidate: Candidate, objects: Sequence[Stat], *, s3: S3Options | Non
         "objects": len(objects),
         "bytes": sum(stat.size for stat in objects),
         "samples": candidate.facts.samples,
-        "failed": left_failed(passes_of(store, s3=s3)),
+        "failed": count_failed(passes_of(store, s3=s3)),
     }
     with suppress(AlreadyExists):
         store.create(PRUNED, (json.dumps(facts) + "\n").encode())

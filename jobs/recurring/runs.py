@@ -9,7 +9,7 @@ from typing import Literal
 
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.exit_codes import hopeless, too_many_failed
-from draftmill.jobs.finished.passes import PRUNED, is_unplanned, left_failed, passes_of, units_done
+from draftmill.jobs.finished.passes import PRUNED, count_failed, is_unplanned, passes_of, units_done
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of, format_date, read_date
 from draftmill.storage.errors import DamagedRun
@@ -124,7 +124,7 @@ def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
             return _facts(run, plan, state, driver, len(done))
         is_pruned = PRUNED in run.level.files
         failed = (
-            int(json.loads(run.store.get(PRUNED))["failed"]) if is_pruned else left_failed(passes_of(run.store, s3=s3))
+            int(json.loads(run.store.get(PRUNED))["failed"]) if is_pruned else count_failed(passes_of(run.store, s3=s3))
         )
         state = "failed" if too_many_failed(failed, plan.rows, plan.spec.errors) else "finished"
         return _facts(run, plan, state, driver, plan.units, failed)

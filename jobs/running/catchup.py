@@ -29,7 +29,7 @@ from draftmill.storage.stores.store import open_store
 MOST_DATES = 10_000
 
 DateState = State | Literal["missed", "superseded"]
-"""superseded: not finished, but finished runs have had all of its inputs, so that nothing is missing (`input.since`)."""
+"""superseded: not finished, but finished runs already read all of its inputs, so that nothing is missing (`input.since`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ def dates_of(
         raise UserError("there is no run yet, so the first date is not known; allowed: a date", field="--from")
     start = floor_date(first, path) if first is not None else min(runs)
     end = following(floor_date(last, path), period_of(path)) if last is not None else floor_date(now, path)
-    wanted = _planned(start, end, period_of(path), every)
+    wanted = _planned_dates(start, end, period_of(path), every)
     if spec.input.since is not None:
         wanted = [date for date in runs if start <= date < end]
     return [Due(date, with_date(path, date), _state(spec, date, runs)) for date in sorted(wanted)]
 
 
-def _planned(start: datetime, end: datetime, period: str, every: int) -> list[datetime]:
+def _planned_dates(start: datetime, end: datetime, period: str, every: int) -> list[datetime]:
     dates = []
     for number, date in enumerate(_each(start, end, period)):
         if number % every == 0:
@@ -90,9 +90,9 @@ def _each(start: datetime, end: datetime, period: str) -> Iterator[datetime]:
 def _state(spec: JobSpec, date: datetime, runs: dict[datetime, FoundRun]) -> DateState:
     if date not in runs:
         return "missed"
-    found = facts_of(runs[date], s3=spec.s3.options()).state
-    may_be_done = found == "interrupted" and spec.input.since is not None
-    return "superseded" if may_be_done and _is_superseded(spec, runs[date]) else found
+    state = facts_of(runs[date], s3=spec.s3.options()).state
+    may_be_done = state == "interrupted" and spec.input.since is not None
+    return "superseded" if may_be_done and _is_superseded(spec, runs[date]) else state
 
 
 def _is_superseded(spec: JobSpec, run: FoundRun) -> bool:
@@ -113,9 +113,9 @@ def catchup(
     run: bool = False,
 ) -> int:
     """Print the dates and their states, and with `run` run those that are due; returns the exit code."""
-    found = dates_of(spec, datetime.now(UTC), first=first, last=last, every=every)
-    due = [one for one in found if one.is_due]
-    print("\n".join(_lines_of(spec, found, due)), flush=True)
+    dates = dates_of(spec, datetime.now(UTC), first=first, last=last, every=every)
+    due = [date for date in dates if date.is_due]
+    print("\n".join(_lines_of(spec, dates, due)), flush=True)
     if not run or not due:
         return OK
     with ExitStack() as stack:
@@ -125,10 +125,12 @@ def catchup(
         return _run_all(spec, options, due)
 
 
-def _lines_of(spec: JobSpec, found: Sequence[Due], due: Sequence[Due]) -> list[str]:
+def _lines_of(spec: JobSpec, dates: Sequence[Due], due: Sequence[Due]) -> list[str]:
     """A line for each date, and a summary."""
-    lines = [f"  {format_date(one.date).removesuffix('T00:00:00Z'):<20}  {one.state:<11}  {one.place}" for one in found]
-    head = f"{spec.output.path}: {counted(len(found), 'date')}, {len(due):,} to run"
+    lines = [
+        f"  {format_date(date.date).removesuffix('T00:00:00Z'):<20}  {date.state:<11}  {date.place}" for date in dates
+    ]
+    head = f"{spec.output.path}: {counted(len(dates), 'date')}, {len(due):,} to run"
     if spec.input.since is not None:
         head += " (with input.since no date is missed: the next run takes all that is new)"
     return [head, *lines]
@@ -137,8 +139,8 @@ def _lines_of(spec: JobSpec, found: Sequence[Due], due: Sequence[Due]) -> list[s
 def _run_all(spec: JobSpec, options: RunOptions, due: Sequence[Due]) -> int:
     """Run the dates one after another; returns the severest code. An interruption ends it, an error of one date does not."""
     codes = []
-    for number, one in enumerate(due, start=1):
-        date = format_date(one.date)
+    for number, entry in enumerate(due, start=1):
+        date = format_date(entry.date)
         print(f"date {number} of {len(due)}: {date}", flush=True)
         codes.append(_run(with_logical_date(spec, date), options))
         if codes[-1] == INTERRUPTED:

@@ -1,9 +1,9 @@
-"""How a run ends, reported to the run's log, to `--log json` and to the receivers of `notify`."""
+"""How a run ends: what is printed of it, its exit code, and what its log, `--log json` and the receivers of `notify` get."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +12,15 @@ from draftmill.jobs.driving.cost import HOUR_S, MILLION, money_text, purposes_of
 from draftmill.jobs.driving.events import JsonStream, Level, now_text, say_in_events
 from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
-from draftmill.jobs.finished.passes import units_done
-from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of, most_failed, too_many_failed
+from draftmill.jobs.finished.passes import Pass, count_failed, finished_passes, passes_of, units_done
+from draftmill.jobs.finished.summary import metric_lines, read_summary, table_lines
+from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
-from draftmill.storage.errors import AnotherDriver, StoreError, UserError
-from draftmill.storage.runs.commit import read_manifest
+from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserError
+from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.interface import Store
 
@@ -47,7 +49,7 @@ class RunOutcome:
         print(presentable(f"draftmill: {message}"), file=sys.stderr)
 
     def stall_watcher(self) -> StallWatcher:
-        """The watcher that sends notices when the run stands still."""
+        """The watcher that sends notices when the run makes no progress."""
         return StallWatcher(self.spec.notify, self._stall_notice, self.warn)
 
     def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
 def report_outcome(spec: JobSpec, store: Store) -> Iterator[RunOutcome]:
     """Watch a run: the block sets the `code` of what it yields, or raises; then the outcome is reported.
 
-    Receivers hear nothing of a run that wrote nothing, unless it ended with an error, nor of one that another driver has. Raises
+    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises
     UserError before the block if a receiver of notices can't be used.
     """
     check_receivers(spec.notify)
@@ -165,3 +167,64 @@ def payload(store: Store) -> dict[str, Any]:
         "cost": round(sums.cost, 6) if sums.priced_s else None,
         "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6) if has_price else None,
     }
+
+
+def close(spec: JobSpec, store: Store) -> int:
+    """Print the table of a finished run; returns 0, or 3 if too many samples are still failed."""
+    print_table(spec, store)
+    passes = passes_of(store, s3=spec.s3.options())
+    print_metrics(store, passes)
+    return judge(spec, passes)
+
+
+def print_metrics(store: Store, passes: Sequence[Pass]) -> None:
+    """Print the means of a run's metrics, if any are measured."""
+    if lines := metric_lines(store, passes[0].plan.rows):
+        print("\n".join(["  metrics", *(f"  {line}" for line in lines)]))
+
+
+def print_table(spec: JobSpec, store: Store) -> None:
+    """Print the sums of one finished pass."""
+    manifest = read_manifest(store)
+    if manifest is None:
+        raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
+    results = read_summary(store, (unit.object for unit in manifest.units))
+    sessions = read_sessions(store)
+    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
+
+
+def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:
+    """Report the samples that are still failed after the finished passes; returns 0, or 3 if they are too many."""
+    rows, failed, count = passes[0].plan.rows, count_failed(passes), len(finished_passes(passes))
+    if count > 1:
+        print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
+    if not too_many_failed(failed, rows, spec.errors):
+        return OK
+    most = most_failed(rows, spec.errors)
+    print(
+        f"draftmill: {failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}); see the table above",
+        file=sys.stderr,
+    )
+    return TOO_MANY_FAILED
+
+
+def report_unfinished(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
+    """Report how an unfinished run ended; returns the exit code."""
+    if finish.how == "full":
+        raise StoreFull(full_disk_text(finish))
+    if finish.how == "failed":
+        raise StoreError(f"{finish.message}; run it again to resume")
+    done = f"{len(done_units(store, conditional=conditional)):,} of {plan.units:,} units done"
+    if finish.how == "hopeless":
+        print(
+            f"draftmill: stopped with {done}: {finish.message}; raise errors.max_rate or errors.max_count to continue",
+            file=sys.stderr,
+        )
+        return TOO_MANY_FAILED
+    print(f"draftmill: interrupted with {done}; run it again to resume", file=sys.stderr)
+    return INTERRUPTED
+
+
+def full_disk_text(finish: Finish) -> str:
+    """What to do about a full disk."""
+    return f"{finish.message}; make room, then run it again to continue"

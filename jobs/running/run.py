@@ -30,14 +30,13 @@ from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.ray_session import RayDidNotStart
 from draftmill.jobs.driving.run_log import LoggedDisplay
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
-from draftmill.jobs.finished.measure import measure_units, units_to_measure
-from draftmill.jobs.finished.metric_ready import Ready, kept_in, ready_metrics
+from draftmill.jobs.finished.measure import Ready, kept_columns, measure_units, ready_metrics, units_to_measure
 from draftmill.jobs.finished.passes import (
     PRUNED,
     Pass,
+    count_failed,
     failed_rows,
-    finished,
-    left_failed,
+    finished_passes,
     pass_store,
     passes_of,
     require_plan,
@@ -45,14 +44,21 @@ from draftmill.jobs.finished.passes import (
 from draftmill.jobs.finished.summary import metric_lines
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
-from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan
+from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.runs import finished_runs
-from draftmill.jobs.running.outcome import RunOutcome, report_outcome
+from draftmill.jobs.running.outcome import (
+    RunOutcome,
+    close,
+    judge,
+    print_metrics,
+    print_table,
+    report_outcome,
+    report_unfinished,
+)
 from draftmill.jobs.running.session import Run, RunOptions, decode
-from draftmill.jobs.running.verdict import broken_off, close, judge, print_metrics, print_table, without_ray
 from draftmill.jobs.spec.dated_path import base_of, has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden
 from draftmill.jobs.spec.places import check_places
@@ -84,8 +90,8 @@ def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
 def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> int:
     """Run or resume a job whose output path is complete; raises LeaseHeld if another driver has the run directory.
 
-    `path` is the output path with the date, if it had one; then the lease of the name is held. How the run ends is told to its
-    log and to the receivers of `notify`.
+    `path` is the output path with the date, if it had one; then the caller holds the base path's lease. How the run ends is
+    reported to its log and to the receivers of `notify`.
     """
     store = open_store(spec.output.path, s3=spec.s3.options())
     code = UNEXPECTED
@@ -126,7 +132,7 @@ def _work(
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
                 if prepared.plan is None and spec.input.dedupe is None:
                     stack.enter_context(backend.opening(display, prepared))
-                plan = prepared.plan or planned(backend, prepared, store, display, epoch=lease.epoch, path=path)
+                plan = prepared.plan or plan_run(backend, prepared, store, display, epoch=lease.epoch, path=path)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
                 run.outcome = outcome
                 finish = decode(run)
@@ -140,13 +146,15 @@ def _work(
         print(f"nothing is new in {spec.input.shown}: finished runs have all its ids as ok; no run is started")
         return OK
     except RayDidNotStart as error:
-        raise without_ray(error, store) from error
+        is_planned = load_plan(store) is not None
+        hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
+        raise StoreError(f"{error}; {hint}") from error
     if finish.how != "done":
-        return broken_off(store, plan, finish, conditional=conditional)
+        return report_unfinished(store, plan, finish, conditional=conditional)
     return close(spec, store) if is_measured else INTERRUPTED
 
 
-def planned(
+def plan_run(
     backend: Backend, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None
 ) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
@@ -163,7 +171,7 @@ def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
     if not spec.metrics:
         return None
     fields = [f"metrics.{index}" for index in range(len(spec.metrics))]
-    kept = spec.kept if plan is None else kept_in(plan)
+    kept = spec.kept if plan is None else kept_columns(plan)
     return ready_metrics(spec.metrics, fields, spec, kept, s3=spec.s3.options())
 
 
@@ -195,7 +203,6 @@ def _measure(
     stop: StopFlag,
     s3: S3Options | None,
 ) -> bool:
-    """The same under a lease that is held."""
     passes = passes_of(store, s3=s3)
     is_done = measure_units(
         store,
@@ -203,17 +210,16 @@ def _measure(
         passes,
         ready,
         backend=backend,
-        local=options.local,
         display=display,
         stop=stop,
         grace_s=options.grace_s,
         s3=s3 or S3Options(),
     )
     if not is_done:
-        units, left = sum(one.plan.units for one in finished(passes)), len(units_to_measure(store, passes, ready))
+        units = sum(part.plan.units for part in finished_passes(passes))
+        done = units - len(units_to_measure(store, passes, ready))
         print(
-            f"draftmill: interrupted with {units - left:,} of {units:,} units measured; run it again to resume",
-            file=sys.stderr,
+            f"draftmill: interrupted with {done:,} of {units:,} units measured; run it again to resume", file=sys.stderr
         )
     return is_done
 
@@ -230,12 +236,12 @@ def measure(
     """Measure metrics, given as on the command line, on a finished run; returns the exit code."""
     store = open_store(run_dir, s3=s3)
     fields = [f"--metric {word}" for word in words]
-    metrics = [parsed(word, allow_code_execution=allow_code_execution) for word in words]
+    metrics = [parse_metric(word, allow_code_execution=allow_code_execution) for word in words]
     passes = passes_of(store, s3=s3)
-    finished(passes)
+    finished_passes(passes)
     plan = passes[0].plan
     ready = ready_metrics(
-        metrics, fields, plan.spec, kept_in(plan), reference=reference, s3=s3 or plan.spec.s3.options()
+        metrics, fields, plan.spec, kept_columns(plan), reference=reference, s3=s3 or plan.spec.s3.options()
     )
     try:
         if not measure_run(store, plan.spec, ready, options, s3=s3):
@@ -247,7 +253,7 @@ def measure(
     return OK
 
 
-def parsed(word: str, *, allow_code_execution: bool) -> Metric:
+def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
     """A metric from the command line: a name, a Python file, or a mapping in YAML. UserError if it is none."""
     field = f"--metric {word}"
     value: Any = word
@@ -271,7 +277,6 @@ def parsed(word: str, *, allow_code_execution: bool) -> Metric:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first problem of a metric's settings, in words."""
     item = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in item["loc"][2:])
     if item["type"] == "extra_forbidden":
@@ -295,7 +300,7 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     """
     store = open_store(run_dir, s3=s3)
     spec = spec_of(require_plan(store), run_dir, overrides, s3)
-    finished(passes_of(store, s3=s3))
+    finished_passes(passes_of(store, s3=s3))
     with make_display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)
@@ -304,14 +309,15 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     stop = StopFlag()
     with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
         passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
-        plan = unfinished(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
+        is_interrupted = passes[-1].manifest is None
+        plan = passes[-1].plan if is_interrupted else plan_pass(passes, s3, display, epoch=lease.epoch)
         if plan is None:
             print(f"{store.url}: no failed samples")
             return judge(spec, passes)
         inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
         finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, backend))
     if finish.how != "done":
-        return broken_off(plan.store, plan, finish, conditional=conditional)
+        return report_unfinished(plan.store, plan, finish, conditional=conditional)
     ready = ready_for(spec, plan)
     if ready is not None and not measure_run(store, spec, ready, options, s3=spec.s3.options()):
         return INTERRUPTED
@@ -332,14 +338,9 @@ def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | 
     return spec.model_copy(update={"output": spec.output.model_copy(update={"path": run_dir})})
 
 
-def unfinished(passes: Sequence[Pass]) -> Plan | None:
-    """The plan of an interrupted pass; None if the last pass is finished."""
-    return passes[-1].plan if passes[-1].manifest is None else None
-
-
 def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *, epoch: int) -> Plan | None:
     """Plan a pass over the failed rows of the last one, in their order; None if there are none."""
-    if not left_failed(passes):
+    if not count_failed(passes):
         return None
     first, last = passes[0].plan, passes[-1]
     store = pass_store(first.store, last.number + 1, s3)

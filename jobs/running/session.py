@@ -24,11 +24,10 @@ from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.worker_job import limits_of, make_job
 from draftmill.jobs.running.outcome import RunOutcome
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError, UserError
@@ -172,19 +171,19 @@ def _watchers_of(run: Run) -> list[Watcher]:
 
 def allocate_workers(run: Run, units: int) -> Allocation:
     """The workers that fit now, with no more threads than the model can use."""
-    found = run.backend.allocate(run.spec, units=units)
+    allocation = run.backend.allocate(run.spec, units=units)
     size = run.prepared.info.num_parameters
-    return replace(found, kinds=tuple(fitting_threads(resources, size) for resources in found.kinds))
+    return replace(allocation, kinds=tuple(fitting_threads(resources, size) for resources in allocation.kinds))
 
 
 def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
-    """How many workers fit now, which the pool is told, too; 0 if the cluster has lost too many resources for even one."""
+    """How many workers fit now, which the pool needs to know; 0 if the cluster has lost too many resources for even one."""
     try:
-        found = allocate_workers(run, units)
+        allocation = allocate_workers(run, units)
     except UserError:
         return 0
-    pool.resize(found)
-    return found.count
+    pool.resize(allocation)
+    return allocation.count
 
 
 def _hopelessness(run: Run) -> Callable[[int], bool]:
@@ -199,12 +198,6 @@ def _hopelessness(run: Run) -> Callable[[int], bool]:
 
 IDLE_S = 20.0
 """Seconds after which a worker for which no unit is left ends, where an autoscaler can take its node away."""
-
-
-def limits_of(spec: JobSpec) -> Limits:
-    """The scheduler's limits, with the spec's settings."""
-    stall_s, start_s = (max(getattr(shape, key) for shape in spec.shapes) for key in ("stall_s", "start_s"))
-    return Limits(attempts=spec.errors.attempts, lease_s=stall_s, start_s=start_s)
 
 
 def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:

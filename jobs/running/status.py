@@ -22,7 +22,7 @@ from draftmill.jobs.finished.passes import (
     PRUNED,
     NoPlanYet,
     Pass,
-    left_failed,
+    count_failed,
     passes_of,
     require_plan,
     units_done,
@@ -50,27 +50,27 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
         return OK
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
     later = passes_of(store, s3=s3)[1:] if store.exists(SUCCESS) else []
-    lines += [pass_line(one) for one in later]
-    lines += cost_lines([store, *(one.store for one in later)], is_running=driver_of(store) is not None)
-    if found := metric_lines(store, plan.rows):
-        lines += ["  metrics", *(f"  {line}" for line in found)]
+    lines += [pass_line(part) for part in later]
+    lines += cost_lines([store, *(part.store for part in later)], is_running=driver_of(store) is not None)
+    if metrics := metric_lines(store, plan.rows):
+        lines += ["  metrics", *(f"  {line}" for line in metrics)]
     print("\n".join(lines))
     return OK
 
 
-def pass_line(one: Pass) -> str:
+def pass_line(part: Pass) -> str:
     """One line on the progress of a later pass."""
-    if one.manifest is not None:
-        return f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {left_failed([one]):,} of them failed"
-    done = len(units_done(one.store))
-    return f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` resumes it"
+    if part.manifest is not None:
+        return f"  pass {part.number}   finished: {part.plan.rows:,} samples again, {count_failed([part]):,} of them failed"
+    done = len(units_done(part.store))
+    return f"  pass {part.number}   {done:,} of {part.plan.units:,} units done; `draftmill rerun --failed` resumes it"
 
 
 def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     """The report, line by line."""
     if store.exists(PRUNED):
         yield "  state    finished; its results were deleted by `draftmill prune`"
-        yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_so_far(store)} failed"
+        yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_samples(store)} failed"
         return
     done = units_done(store)
     rows = sum(size.rows for size in plan.sizes() if size.unit in done)
@@ -79,7 +79,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     running = 0 if driver is None else min(plan.units - len(done), sessions.units_held)
     yield f"  state    {state_of(store, driver)}"
     yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
-    yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_so_far(store)} failed"
+    yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_samples(store)} failed"
     for text, count in sessions.started_on.items():
         yield f"  workers  {count:,} started on {text}"
     manifest = read_manifest(store)
@@ -98,9 +98,9 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
 def cost_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
     """What the workers of all passes cost so far; of a running session it is known what is in progress."""
     sessions = [read_sessions(store) for store in stores]
-    sums = sum((one.devices for one in sessions), DeviceSums())
+    sums = sum((session.devices for session in sessions), DeviceSums())
     sums = replace(sums, unended=max(0.0, sums.unended - is_running))
-    tokens = sum(one.committed.new_tokens for one in sessions)
+    tokens = sum(session.committed.new_tokens for session in sessions)
     rows = cost_rows(sums, tokens, open_s=sessions[-1].open_s if is_running else 0.0)
     return [f"  {label:<13}{text}" for label, text in rows]
 
@@ -112,7 +112,7 @@ def state_of(store: Store, driver: str | None) -> str:
     return f"running, driver {driver}" if driver else "not running; `draftmill run` resumes it"
 
 
-def failed_so_far(store: Store) -> int:
+def failed_samples(store: Store) -> int:
     """The number of failed samples, from the manifest or else from the recorded sessions."""
     manifest = read_manifest(store)
     return manifest.total("failed") if manifest else read_sessions(store).committed.failed
@@ -121,17 +121,17 @@ def failed_so_far(store: Store) -> int:
 def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None) -> int:
     """Print the runs below a folder; returns the exit code. UserError if nothing is there."""
     store = open_store(folder, s3=s3)
-    found = [
-        promise.result() for _, promise in parallel_map(store, found_in(store, s3), lambda run: facts_of(run, s3=s3))
+    runs = [
+        promise.result() for _, promise in parallel_map(store, find_runs(store, s3), lambda run: facts_of(run, s3=s3))
     ]
     if as_json:
-        print(json.dumps([asdict(facts) for facts in found], indent=1))
+        print(json.dumps([asdict(facts) for facts in runs], indent=1))
     else:
-        print("\n".join([f"{store.url}: {counted(len(found), 'run')}", *lines_of(found)]))
+        print("\n".join([f"{store.url}: {counted(len(runs), 'run')}", *lines_of(runs)]))
     return OK
 
 
-def found_in(store: Store, s3: S3Options | None) -> list[FoundRun]:
+def find_runs(store: Store, s3: S3Options | None) -> list[FoundRun]:
     """The runs below a folder; UserError if nothing at all is there."""
     runs = runs_below(store, s3=s3)
     if not runs:
@@ -141,9 +141,9 @@ def found_in(store: Store, s3: S3Options | None) -> list[FoundRun]:
     return runs
 
 
-def lines_of(found: Sequence[RunFacts]) -> list[str]:
+def lines_of(runs: Sequence[RunFacts]) -> list[str]:
     """A line for each run."""
-    return table_lines([[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in found])
+    return table_lines([[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in runs])
 
 
 def _date(facts: RunFacts) -> str:
@@ -178,19 +178,18 @@ def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Opt
     store = open_store(run_dir, s3=s3)
     if not _has_plan(store, follow=follow):
         return OK
-    shown = line_of if not as_json else json_of
     read: Read = {}
     while True:
         is_last = not follow or driver_of(store) is None
         for event in events_of(store, read):
-            print(shown(event), flush=follow)
+            print(json.dumps(event, ensure_ascii=False) if as_json else line_of(event), flush=follow)
         if is_last:
             return OK
         time.sleep(POLL_S)
 
 
 def _has_plan(store: Store, *, follow: bool) -> bool:
-    """Whether the run has a plan; if not, stderr says why. With `follow`, a plan that is being made is waited for."""
+    """Whether the run has a plan; if not, prints why. With `follow`, waits for a plan that is being made."""
     said = False
     while True:
         try:
@@ -207,7 +206,7 @@ def _has_plan(store: Store, *, follow: bool) -> bool:
 
 
 def events_of(store: Store, read: Read | None = None) -> Iterator[Event]:
-    """The events in the order of time; those of `read` are left out, and it is updated."""
+    """The events in the order of time; skips those of `read`, and updates it."""
     known = {} if read is None else read
     streams: dict[str, list[Stat]] = {}
     for stat in log_files(store):
@@ -227,7 +226,6 @@ def log_files(store: Store) -> Iterator[Stat]:
 
 
 def _stream(store: Store, files: list[Stat], known: Read) -> Iterator[Event]:
-    """The events of one driver's log, file by file."""
     for stat in files:
         count, etag = known.get(stat.name, (0, ""))
         if stat.etag == etag:
@@ -244,17 +242,11 @@ def _stream(store: Store, files: list[Stat], known: Read) -> Iterator[Event]:
 
 
 def _event(line: str) -> Event | None:
-    """The event in a line; None if it is damaged."""
     try:
         content = json.loads(line)
     except ValueError:
         return None
     return content if isinstance(content, dict) and {"time", "level", "event"} <= set(content) else None
-
-
-def json_of(event: Event) -> str:
-    """An event as one line of JSON."""
-    return json.dumps(event, ensure_ascii=False)
 
 
 def line_of(event: Event) -> str:

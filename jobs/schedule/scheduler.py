@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Final, Literal
 
 from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Verdict
 from draftmill.jobs.schedule.events import (
@@ -47,7 +47,6 @@ from draftmill.jobs.schedule.events import (
     WorkerLeaving,
     WorkerUp,
 )
-from draftmill.jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
 from draftmill.jobs.schedule.unit_leases import (
     COPIES,
     MAX_ROUNDS,
@@ -60,7 +59,7 @@ from draftmill.jobs.schedule.unit_leases import (
     UnitLease,
     Worker,
 )
-from draftmill.jobs.schedule.units import UnitSize, UnitSizes
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes, Waiting
 
 DEFAULT = Limits()
 
@@ -155,7 +154,7 @@ class Scheduler:
         for name in self.state.out_of_time(self.now_s):
             self._let_go(name)
         if self.limits.idle_s < math.inf and not self.draining:
-            for name in self.state.unneeded(self.now_s, self.limits.idle_s):
+            for name in self.state.idle_workers(self.now_s, self.limits.idle_s):
                 if self.state.num_staying > self.remaining:
                     self._let_go(name)
         return True
@@ -189,7 +188,7 @@ class Scheduler:
             elif device:
                 self._lost_device(lease, cause)
             else:
-                self._failed(lease, cause, death=True)
+                self._note_failure(lease, cause, death=True)
 
     def _count_loss(self, worker: Worker, reason: str) -> None:
         """Give up after too many failed starts, or worker deaths without a success in between."""
@@ -207,7 +206,7 @@ class Scheduler:
         unit = self.state.touched[lease.unit]
         unit.lost_devices += 1
         if unit.alone or lease.rows is not None or unit.lost_devices > self.limits.devices:
-            self._failed(lease, cause, death=True)
+            self._note_failure(lease, cause, death=True)
         else:
             self._rest(lease, cause.message)
 
@@ -223,14 +222,14 @@ class Scheduler:
     def _probe_done(self, number: int) -> None:
         if number in self.state.leases:
             self._deaths_in_a_row = 0
-            self._answered(self.state.release(number), None)
+            self._end_probe(self.state.release(number), None)
 
     def _unit_failed(self, event: UnitFailed) -> None:
         if event.lease not in self.state.leases:
             return
         lease = self.state.release(event.lease)
         if event.kind == "TASK":
-            self._failed(lease, Cause(event.error_kind, event.stage, event.error), death=False)
+            self._note_failure(lease, Cause(event.error_kind, event.stage, event.error), death=False)
         else:
             self._rest(lease, event.error, event.error_kind)
 
@@ -242,10 +241,10 @@ class Scheduler:
 
     # ---- what follows a failure
 
-    def _failed(self, lease: UnitLease, cause: Cause, *, death: bool) -> None:
+    def _note_failure(self, lease: UnitLease, cause: Cause, *, death: bool) -> None:
         unit = self.state.touched[lease.unit]
         if lease.rows is not None:
-            return self._answered(lease, cause)
+            return self._end_probe(lease, cause)
         unit.deaths += death
         unit.task_failures += not death
         if unit.leases:  # another worker still decodes a copy
@@ -262,10 +261,10 @@ class Scheduler:
         if kind == CHANGED_INPUT:
             self._finish("failed", f"{message}; put the planned content back")
         elif unit.infra_failures >= (self.limits.full if full else self.limits.infra):
-            told = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
-            self._finish("full" if full else "failed", told)
+            reason = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
+            self._finish("full" if full else "failed", reason)
         if unit.bisection is not None and lease.rows is not None:
-            unit.bisection.unanswered(lease.rows)
+            unit.bisection.requeue(lease.rows)
         elif unit.leases:  # another worker still decodes a copy
             return
         pause_s = min(self.limits.rest_s * 2.0 ** (unit.infra_failures - 1), self.limits.max_rest_s)
@@ -286,11 +285,11 @@ class Scheduler:
             unit.bisection.suspect(everything, cause)
         self.state.enqueue(number)
 
-    def _answered(self, lease: UnitLease, cause: Cause | None) -> None:
+    def _end_probe(self, lease: UnitLease, cause: Cause | None) -> None:
         """A probe has ended: its rows are cleared if `cause` is None."""
         unit = self.state.touched[lease.unit]
         assert unit.bisection is not None and lease.rows is not None
-        unit.bisection.answered(lease.rows)
+        unit.bisection.end_probe(lease.rows)
         verdict = unit.bisection.suspect(lease.rows, cause) if cause else None
         if verdict is not None:
             self._condemn(unit, verdict)
@@ -338,7 +337,7 @@ class Scheduler:
         view = outlook(self.state, self.state.staying(), self.now_s) if hands and self._is_near_end() else None
         while hands:
             worker = hands.popleft()
-            number = self._chosen(worker, view) if worker.has_room else None
+            number = self._choose_unit(worker, view) if worker.has_room else None
             if number is not None:
                 self._lease(worker, number, None)
                 hands.append(worker)
@@ -351,8 +350,8 @@ class Scheduler:
         waiting = self.state.waiting
         return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * self.state.num_up
 
-    def _chosen(self, worker: Worker, view: Outlook | None) -> int | None:
-        """The unit for a worker that has room: the next one, or near the end one that fits its speed (see speeds.py)."""
+    def _choose_unit(self, worker: Worker, view: Outlook | None) -> int | None:
+        """The unit for a worker that has room: the next one, or near the end one that fits its speed (see below)."""
         waiting = self.state.waiting
         number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
         if number is not None and view is not None:
@@ -375,7 +374,7 @@ class Scheduler:
         """
         ends = {number: end_s for worker in self.state.workers.values() for number, end_s in self._ends(view, worker)}
         holders = {lease.number: self.state.workers[lease.worker] for lease in self.state.slow()}
-        stays = {number: not (one.leaving or is_silent(one, self.now_s)) for number, one in holders.items()}
+        stays = {number: not (holder.leaving or is_silent(holder, self.now_s)) for number, holder in holders.items()}
         fast = deque(sorted(idle, key=lambda worker: (-view.speeds[worker.name], worker.name)))
         for number in sorted(stays, key=lambda number: (stays[number], -ends[number], -number)):
             lease = self.state.leases[number]
@@ -408,7 +407,7 @@ class Scheduler:
         """Queue the work of a lease that was released before it was done."""
         unit = self.state.touched[lease.unit]
         if unit.bisection is not None and lease.rows is not None:
-            unit.bisection.unanswered(lease.rows)
+            unit.bisection.requeue(lease.rows)
         if unit.resting_until_s is None and (unit.bisection is not None or not unit.leases):
             self.state.enqueue(lease.unit)
 
@@ -416,3 +415,115 @@ class Scheduler:
         if self.finished is None:
             self.finished = Finish(how, message)
             self._out.append(self.finished)
+
+
+# ---- who takes which of the last units
+#
+# A worker's *share* is its part of all remaining tokens, in proportion to its measured speed. It takes the longest unit that fits
+# into most of its share next to what it still has to do: fast workers take the long units, slow ones the short ones, and all end
+# at about the same time. If none fits, it takes the shortest one, unless another worker would finish that one sooner. Only ratios
+# of speeds matter.
+#
+# Uniform machines: Graham's longest-processing-time rule by finishing times (Gonzalez, Ibarra, Sahni 1977).
+
+EARLY_PART: Final = 0.8
+LATE_PART: Final = 0.9
+"""The part of its share that a worker fills with long units, while all remaining tokens wait, and when no token waits any more.
+
+Shares shrink when workers join or a unit comes back, less so near the end; a worker that has taken too long a unit ends last.
+"""
+
+SLOWEST: Final = 10
+"""A worker of unknown speed gets long units as the fastest of the slowest 1/SLOWEST of the workers does."""
+
+SILENT_S: Final = 20.0
+"""Seconds without a token after which a worker's units are copied first, if workers are idle; it is killed much later."""
+
+
+class Outlook:
+    """What is known while units are given away: all remaining tokens, those that wait, and each worker's load and speed."""
+
+    __slots__ = ("_barred", "_first", "_guesses", "loads", "remaining", "speed", "speeds", "waiting")
+
+    def __init__(
+        self,
+        waiting: float,
+        loads: dict[str, float],
+        speeds: dict[str, float],
+        *,
+        guesses: dict[str, float] | None = None,
+        barred: Iterable[str] = (),
+    ) -> None:
+        """`guesses` are the speeds for which workers of unknown speed get long units; `barred` workers can't be the first."""
+        self.waiting, self.loads, self.speeds = waiting, loads, speeds
+        self._guesses = guesses or {}
+        self.remaining = waiting + sum(loads.values())
+        self.speed = sum(speeds.values())
+        self._barred = frozenset(barred)
+        self._first: dict[int, float] = {}
+
+    def give(self, name: str, tokens: int) -> None:
+        """A waiting unit of so many tokens goes to a worker."""
+        self.waiting -= tokens
+        self.loads[name] += tokens
+        self._first.clear()
+
+    def fitting(self, name: str) -> float:
+        """The tokens of the longest unit that fits into most of the worker's share next to what it still has to decode."""
+        part = LATE_PART - (LATE_PART - EARLY_PART) * self.waiting / self.remaining if self.remaining > 0 else LATE_PART
+        return part * self.remaining * self._guesses.get(name, self.speeds[name]) / self.speed - self.loads[name]
+
+    def is_first(self, name: str, tokens: int) -> bool:
+        """Whether no other worker that may take units would finish one of so many tokens sooner."""
+        if tokens not in self._first:
+            free = (other for other in self.loads if other not in self._barred)
+            self._first[tokens] = min((self.finish_s(other, tokens) for other in free), default=0.0)
+        return self.finish_s(name, tokens) <= self._first[tokens]
+
+    def finish_s(self, name: str, tokens: float) -> float:
+        """When a worker would finish a unit that it gets now; in units of tokens per speed."""
+        return (self.loads[name] + tokens) / self.speeds[name]
+
+
+def fitting_unit(waiting: Waiting, view: Outlook, name: str) -> int | None:
+    """Remove and return the unit that a worker should take; None if other workers should take those that wait.
+
+    It is the next one of all as long as that fits. Else it is one of the last windows, or the next one if they are empty.
+    """
+    fits = view.fitting(name)
+    if not waiting.is_last and waiting.next_tokens() <= fits:
+        return waiting.take()
+    number = waiting.take_fitting(fits)
+    if number is not None:
+        return number
+    shortest = waiting.shortest()
+    if shortest is not None:
+        return waiting.take_fitting(shortest) if view.is_first(name, shortest) else None
+    return waiting.take() if view.is_first(name, waiting.next_tokens()) else None
+
+
+def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> Outlook | None:
+    """The outlook for these workers; None as long as no speed is known.
+
+    A worker without a known speed counts as an average one, but gets long units only as one of the slowest would. The first to
+    finish a waiting unit is not a worker whose unit runs alone, or that has generated nothing for SILENT_S.
+    """
+    workers = list(workers)
+    speeds = {worker.name: worker.speed for worker in workers}
+    known = sorted(speed for speed in speeds.values() if speed > 0)
+    if not known:
+        return None
+    usual, low = sum(known) / len(known), known[len(known) // SLOWEST]
+    scale = state.scale
+    return Outlook(
+        state.waiting.tokens,
+        {worker.name: state.tokens_left(worker, scale) for worker in workers},
+        {name: speed or usual for name, speed in speeds.items()},
+        guesses={name: low for name, speed in speeds.items() if not speed},
+        barred=[worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)],
+    )
+
+
+def is_silent(worker: Worker, now_s: float) -> bool:
+    """Whether a worker holds units and has generated nothing for SILENT_S: it may hang."""
+    return bool(worker.leases) and now_s - worker.moved_s > SILENT_S

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS, Verdict, WorkUnit
 from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes, Waiting
@@ -70,11 +69,11 @@ class Bisection:
         self.asked.append(rows)
         return rows
 
-    def answered(self, rows: Range) -> None:
+    def end_probe(self, rows: Range) -> None:
         """Note that the probe of `rows` has ended, whatever its result."""
         self.asked.remove(rows)
 
-    def unanswered(self, rows: Range) -> None:
+    def requeue(self, rows: Range) -> None:
         """Queue `rows` again: their probe gave no result."""
         self.asked.remove(rows)
         self.waiting.append(rows)
@@ -260,7 +259,7 @@ class SchedulerState:
             self.leases[number].expires_s = expires_s
 
     def note_tokens(self, name: str, tokens: int, now_s: float) -> None:
-        """Enter how many tokens a worker has generated since it was last heard of."""
+        """Enter how many tokens a worker has generated since its last report."""
         worker = self.workers.get(name)
         if worker is not None and worker.leases:
             worker.generated += tokens
@@ -274,7 +273,7 @@ class SchedulerState:
         """Tokens of canvases per generated token, in what is finished; 1 before that."""
         return self._finished_tokens / self._finished_generated if self._finished_generated else 1.0
 
-    def left(self, worker: Worker, scale: float) -> float:
+    def tokens_left(self, worker: Worker, scale: float) -> float:
         """About how many tokens of canvases a worker still has to decode."""
         held = sum(self.touched[self.leases[number].unit].size.tokens for number in worker.leases)
         return max(0.0, held - scale * worker.since)
@@ -326,17 +325,15 @@ class SchedulerState:
         """The leaving workers whose machines are about to go."""
         return sorted(worker.name for worker in self.workers.values() if worker.leave_by_s <= now_s)
 
-    def unneeded(self, now_s: float, idle_s: float) -> list[str]:
+    def idle_workers(self, now_s: float, idle_s: float) -> list[str]:
         """The workers that have been without a lease for `idle_s`, newest first; notes since when others are."""
         for worker in self.workers.values():
             if worker.leaving or worker.leases:
                 worker.idle_since_s = None
             elif worker.idle_since_s is None:
                 worker.idle_since_s = now_s
-        waited = [w for w in self.workers.values() if w.idle_since_s is not None and now_s - w.idle_since_s >= idle_s]
-        return [
-            worker.name for worker in sorted(waited, key=lambda one: (not one.up, one.hired_s, one.name), reverse=True)
-        ]
+        idle = [w for w in self.workers.values() if w.idle_since_s is not None and now_s - w.idle_since_s >= idle_s]
+        return [w.name for w in sorted(idle, key=lambda w: (not w.up, w.hired_s, w.name), reverse=True)]
 
     def staying(self) -> list[Worker]:
         """The workers that are up and stay."""
@@ -406,33 +403,3 @@ class SchedulerState:
     def holds_alone(self, worker: Worker) -> bool:
         """Whether the worker holds a unit that runs alone, and may get no other."""
         return any(self.touched[self.leases[number].unit].alone for number in worker.leases)
-
-    def check_integrity(self) -> None:
-        """Assert that the records agree with each other; for tests and debugging."""
-        waiting = self.waiting.units()
-        assert len(waiting) == len(set(waiting)), "a unit waits twice"
-        resting = {number for number, unit in self.touched.items() if unit.resting_until_s is not None}
-        held = {lease.unit for lease in self.leases.values()}
-        places = [set(waiting), self.delicate, resting, held, self.done]
-        assert set().union(*places) == set(self.sizes), "a unit is lost"
-        for number in self.sizes:
-            homes = [number in place for place in places]
-            probed = number in self.touched and self.touched[number].bisection is not None
-            assert sum(homes) == 1 or (probed and not homes[0] and not homes[4]), f"unit {number} is in two places"
-        self._check_leases()
-
-    def _check_leases(self) -> None:
-        for number, lease in self.leases.items():
-            assert number in self.workers[lease.worker].leases and number in self.touched[lease.unit].leases
-            assert lease.rows is None or lease.rows in (self.touched[lease.unit].bisection or Bisection()).asked
-        for worker in self.workers.values():
-            assert worker.up or not worker.leases
-            assert len(worker.leases) <= (1 if self.holds_alone(worker) else MOST_UNITS)
-            assert worker.spent <= set(worker.leases)
-            assert all(self.leases[number].worker == worker.name for number in worker.leases)
-        for unit in self.touched.values():
-            assert all(number in self.leases for number in unit.leases)
-            assert unit.bisection is not None or len(unit.leases) <= (1 if unit.alone else COPIES)
-            if unit.bisection is not None:
-                ranges = sorted(unit.bisection.waiting + unit.bisection.asked)
-                assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "probes overlap"

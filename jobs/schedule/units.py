@@ -193,11 +193,6 @@ class Waiting:
         fresh = [self._tokens[self._end - 1]] if self._end > begin else []
         return min(fresh + [-tokens for _, tokens, _ in self._last_of_back()], default=None)
 
-    def units(self) -> list[int]:
-        """The waiting units, in no particular order."""
-        fresh = [self._order[place] for place in range(self._next, len(self._order)) if self._skip[place] == place]
-        return [unit for unit in [*fresh, *(unit for *_, unit in self._back)] if unit not in self._done]
-
     def _is_back_next(self) -> bool:
         """Whether the next unit is one that came back; there is one."""
         if self._next == len(self._order):
@@ -205,17 +200,16 @@ class Waiting:
         return bool(self._back) and self._back[0] < self._turn(self._sizes[self._order[self._next]])
 
     def _last_of_back(self) -> list[Turn]:
-        """The units of the last windows that came back."""
         return [turn for turn in self._back if turn[0] == self._last_window and turn[2] not in self._done]
 
     def _free(self, place: int) -> int:
         """The first place from here on that is not taken."""
-        found = place
-        while self._skip[found] != found:
-            found = self._skip[found]
-        while self._skip[place] != found:
-            self._skip[place], place = found, self._skip[place]
-        return found
+        free = place
+        while self._skip[free] != free:
+            free = self._skip[free]
+        while self._skip[place] != free:
+            self._skip[place], place = free, self._skip[place]
+        return free
 
     def _use(self, place: int) -> None:
         self._skip[place] = place + 1

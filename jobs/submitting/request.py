@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import yaml
 
-from draftmill.actors.ray.ray_inside import PATHSPEC, required
+from draftmill.actors.ray.ray_inside import PATHSPEC, require
 from draftmill.jobs.driving.ray_session import ROOT
 from draftmill.jobs.formatting import size_text
 from draftmill.jobs.spec.places import is_inside
@@ -356,4 +356,4 @@ def _walk(root: Path, folder: Path, rules: list[tuple[str, Any]]) -> Iterator[tu
 
 def _matcher(patterns: Iterable[str]) -> Any:
     # Ray brings this library along and reads .gitignore files with it, too.
-    return required(PATHSPEC).from_lines("gitwildmatch", patterns)
+    return require(PATHSPEC).from_lines("gitwildmatch", patterns)

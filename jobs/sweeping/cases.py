@@ -12,8 +12,7 @@ from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
-from draftmill.jobs.finished.measure import units_to_measure
-from draftmill.jobs.finished.metric_ready import Ready
+from draftmill.jobs.finished.measure import Ready, units_to_measure
 from draftmill.jobs.finished.passes import passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, load_plan
@@ -37,7 +36,7 @@ SHOWN_NAMES = 5
 class SweepCase:
     """A case that can run. `plan` is None until it is planned; `code` is its exit code, None while it has not ended.
 
-    `is_closed` says that it was decoded before this command started. `problem` says why it can't run after all. `metrics` are
+    `is_closed` says that it was decoded before this command started. `problem` is why it can't run after all. `metrics` are
     those of its spec, checked; None if it has none.
     """
 
@@ -91,13 +90,13 @@ def check_cases(
             if case.spec is None:
                 assert case.error is not None
                 raise case.error
-            usable.append(_checked(case, case.spec, backend, display, loaders))
+            usable.append(_check_case(case, case.spec, backend, display, loaders))
         except UNUSABLE_ERRORS as error:
             problems[case.name] = str(error)
     return usable, problems
 
 
-def _checked(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
+def _check_case(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
     store = open_store(spec.output.path, s3=spec.s3.options())
     prepared = prepare(spec, store, display, loaders=loaders)
     finished = prepared.plan is not None and is_closed(store)
@@ -129,14 +128,14 @@ def _resources(case: SweepCase) -> Hashable:
 
 def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
     """The networks that a worker loads for each of the cases, one after another in this order."""
-    found: list[list[str]] = []
+    loads: list[list[str]] = []
     before: dict[str, Hashable] = {}
     resources: Hashable = None
     for case in cases:
-        wanted, keys = _resources(case), case.network_keys()
-        found.append([name for name in keys if wanted != resources or before.get(name) != keys[name]])
-        before, resources = keys, wanted
-    return found
+        needed, keys = _resources(case), case.network_keys()
+        loads.append([name for name in keys if needed != resources or before.get(name) != keys[name]])
+        before, resources = keys, needed
+    return loads
 
 
 def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -> None:
@@ -152,7 +151,7 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
         for case in (member for member in members if member.plan is None and member.is_ready):
             copies += donor is not None
             try:
-                case.plan = _planned(case, donor, backend, display)
+                case.plan = _plan_case(case, donor, backend, display)
             except LeaseHeld as error:
                 case.fail(INTERRUPTED, error)
             except UserError as error:
@@ -165,7 +164,7 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
             display.note(f"planned: {counted(copies, 'more case')} with the same rows: the plan was copied")
 
 
-def _planned(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
+def _plan_case(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
     with hold_lease(case.store, StopFlag().set) as lease:
         if donor is None or load_plan(case.store) is not None:
             survey = backend.survey(case.prepared, display)
@@ -179,8 +178,8 @@ def problem_lines(problems: Mapping[str, str]) -> list[str]:
     for name, problem in problems.items():
         names.setdefault(problem, []).append(name)
     lines = []
-    for problem, those in names.items():
-        more = f" and {len(those) - SHOWN_NAMES:,} more" if len(those) > SHOWN_NAMES else ""
-        shown = ", ".join(those[:SHOWN_NAMES]) + more
+    for problem, named in names.items():
+        more = f" and {len(named) - SHOWN_NAMES:,} more" if len(named) > SHOWN_NAMES else ""
+        shown = ", ".join(named[:SHOWN_NAMES]) + more
         lines += [f"  {shown}: {problem.splitlines()[0]}", *(f"    {line}" for line in problem.splitlines()[1:])]
     return lines

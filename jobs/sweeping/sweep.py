@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from draftmill.actors.loop.loading import ModelCache
 from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
 from draftmill.jobs.driving.leases import hold_lease
@@ -35,12 +36,23 @@ from draftmill.jobs.exit_codes import (
     severest,
     too_many_failed,
 )
-from draftmill.jobs.finished.measure import SpareMeasurers, measure_units
-from draftmill.jobs.finished.passes import left_failed, passes_of, units_done
+from draftmill.jobs.finished.measure import measure_units
+from draftmill.jobs.finished.passes import count_failed, passes_of, units_done
 from draftmill.jobs.finished.summary import figure_text, read_summary
-from draftmill.jobs.formatting import counted, rate_text, table_lines
+from draftmill.jobs.forecasting.trial import (
+    SAMPLE_ROWS,
+    TRIAL_ROWS,
+    TRIAL_S,
+    Trial,
+    TrialRow,
+    first_canvases,
+    take_sample,
+    try_out,
+)
+from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
+from draftmill.jobs.plan.shared_plan import plan_groups
+from draftmill.jobs.running.outcome import full_disk_text
 from draftmill.jobs.running.session import Run, RunOptions, decode
-from draftmill.jobs.running.verdict import told_full
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, changes_text, load_sweep
 from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.storage.errors import StoreError, UserError
@@ -71,26 +83,24 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
 
     Raises UserError if the sweep file can't be used, or none of its cases can run; then nothing has been written.
     """
-    made = load_sweep(path, overrides)
+    spec = load_sweep(path, overrides)
     backend = backend_of(address=options.ray_address, local=options.local, keep=True)
     with make_display(quiet=options.quiet) as display:
-        cases, problems = check_cases(made.cases, backend, display)
-    say_problems(problems, len(made.cases))
+        cases, problems = check_cases(spec.cases, backend, display)
+    say_problems(problems, len(spec.cases))
     if any(case.spec.notify for case in cases):
         print("draftmill: a sweep sends no notices: `notify` is not used", file=sys.stderr)
     if dry_run:
-        from draftmill.jobs.sweeping.dry_run import dry_run_lines
-
-        for line in dry_run_lines(made, cases):
+        for line in dry_run_lines(spec, cases):
             print(line, flush=True)
         return UNUSABLE if problems else OK
-    store = open_store(made.path, s3=cases[0].spec.s3.options())
+    store = open_store(spec.path, s3=cases[0].spec.s3.options())
     ready = [case for case in cases if case.is_ready]
-    if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, made, cases):
-        run_cases(made, cases, store, backend, options)
+    if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, spec, cases):
+        run_cases(spec, cases, store, backend, options)
     else:
         print(f"{store.url} is already finished")
-    return closed(made, cases, problems)
+    return report_end(spec, cases, problems)
 
 
 def say_problems(problems: dict[str, str], count: int) -> None:
@@ -103,7 +113,7 @@ def say_problems(problems: dict[str, str], count: int) -> None:
     print(f"draftmill: {counted(len(problems), 'case')} of {count} can't run; the others do\n{lines}", file=sys.stderr)
 
 
-def run_cases(made: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
+def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
     """Plan and decode the cases that are not decoded yet, then measure what lacks metrics, under the sweep's lease."""
     stops = Stops()
     conditional = probe(store)
@@ -119,20 +129,16 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, backend: Backen
             plan_cases(cases, backend, display)
             late = {case.name: case.problem for case in ready if case.problem is not None and case.code == UNUSABLE}
             say_problems(late, len(cases))
-            write_record(store, made, cases)
-            for number, (case, loads) in enumerate(orderly(ready), start=len(cases) - len(ready) + 1):
+            write_record(store, spec, cases)
+            left, first = [case for case in ready if case.is_ready], len(cases) - len(ready) + 1
+            for number, (case, names) in enumerate(zip(left, loads_of(left), strict=True), start=first):
                 if stops.reason is not None:
                     return
                 display.heading = f"case {number} of {len(cases)}, {case.name}: "
                 display.note(f"case {number} of {len(cases)}: {case.name} ({changes_text(case.changes)})")
+                loads = "model" in names or "drafter" in names
                 decode_case(case, options, stops, display, backend, conditional=conditional, loads=loads)
             measure_cases(cases, options, stops, display, backend)
-
-
-def orderly(ready: Iterable[SweepCase]) -> Iterable[tuple[SweepCase, bool]]:
-    """The cases that can still run, each with whether workers have to load a model for it."""
-    left = [case for case in ready if case.is_ready]
-    return zip(left, ["model" in names or "drafter" in names for names in loads_of(left)], strict=True)
 
 
 def decode_case(
@@ -147,7 +153,7 @@ def decode_case(
 ) -> None:
     """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
     assert case.plan is not None
-    with blamed(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
+    with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
         failpoint("sweep.before_case")
         run = Run(
             case.spec,
@@ -165,11 +171,11 @@ def decode_case(
         finish = decode(run)
         match finish.how:
             case "done":
-                case.code = judged(case)
+                case.code = judge_case(case)
             case "hopeless":
                 case.fail(TOO_MANY_FAILED, f"{finish.message}; raise errors.max_rate or errors.max_count to continue")
             case "full":
-                case.fail(INTERRUPTED, told_full(finish))
+                case.fail(INTERRUPTED, full_disk_text(finish))
             case "failed":
                 case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
             case _:
@@ -184,7 +190,6 @@ def measure_cases(
     if not lacking:
         return
     backend.end_spare()
-    spare = SpareMeasurers()
     with backend.opened(display):
         for number, case in enumerate(lacking, start=1):
             if stops.reason is not None:
@@ -192,36 +197,32 @@ def measure_cases(
                 continue
             display.heading = f"metrics of case {number} of {len(lacking)}, {case.name}: "
             display.note(f"metrics of case {number} of {len(lacking)}: {case.name}")
-            measure_case(case, options, stops, display, backend, spare)
-        spare.end()
+            measure_case(case, options, stops, display, backend)
+        backend.end_spare()
 
 
-def measure_case(
-    case: SweepCase, options: RunOptions, stops: Stops, display: Display, backend: Backend, spare: SpareMeasurers
-) -> None:
+def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Display, backend: Backend) -> None:
     """Measure one case; a problem of this case alone does not end the sweep."""
     s3 = case.spec.s3.options()
     assert case.metrics is not None
-    with blamed(case, stops, display) as stop, hold_lease(case.store, stop.set):
+    with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set):
         is_done = measure_units(
             case.store,
             case.spec,
             passes_of(case.store, s3=s3),
             case.metrics,
             backend=backend,
-            local=options.local,
             display=display,
             stop=stop,
             grace_s=options.grace_s,
             s3=s3,
-            spare=spare,
         )
         if not is_done:
             case.code = INTERRUPTED
 
 
 @contextmanager
-def blamed(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag]:
+def blame_case(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag]:
     """A stop flag for the work on one case. Errors in the block fail this case alone; a signal in it stops the sweep."""
     stop = stops.current = StopFlag()
     try:
@@ -236,29 +237,29 @@ def blamed(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag
         stops.reason = stops.reason or stop.reason
 
 
-def judged(case: SweepCase) -> int:
+def judge_case(case: SweepCase) -> int:
     """The exit code of a finished case: 3 if too many of its samples are still failed, else 0."""
     passes = passes_of(case.store, s3=case.spec.s3.options())
-    hopeless = too_many_failed(left_failed(passes), passes[0].plan.rows, case.spec.errors)
+    hopeless = too_many_failed(count_failed(passes), passes[0].plan.rows, case.spec.errors)
     return TOO_MANY_FAILED if hopeless else OK
 
 
-def closed(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> int:
+def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> int:
     """Print how the sweep ended; returns its exit code."""
     for case in cases:
         if case.is_closed and case.code is None:
-            case.code = judged(case)
+            case.code = judge_case(case)
     codes = [UNUSABLE] * bool(problems) + [INTERRUPTED if case.code is None else case.code for case in cases]
     code = severest(codes)
     finished = [case for case in cases if case.problem is None and case.code in {OK, TOO_MANY_FAILED}]
-    for line in sweep_lines(made, cases, problems):
+    for line in sweep_lines(spec, cases, problems):
         print(line)
     for case in cases:
         if case.problem is not None:
             print(f"draftmill: {case.name}: {case.problem}", file=sys.stderr)
     if code == INTERRUPTED:
         print(
-            f"draftmill: interrupted with {len(finished)} of {len(made.cases)} cases finished; run it again to resume",
+            f"draftmill: interrupted with {len(finished)} of {len(spec.cases)} cases finished; run it again to resume",
             file=sys.stderr,
         )
     return code
@@ -267,29 +268,29 @@ def closed(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) ->
 # ---- sweep.json
 
 
-def record_of(made: Sweep, cases: Iterable[SweepCase]) -> bytes:
+def record_of(spec: Sweep, cases: Iterable[SweepCase]) -> bytes:
     """The content of sweep.json: one line per case that can run, in the order of the sweep file."""
     listed = [
         json.dumps({"name": case.name, "path": f"{CASES}/{case.name}", "changes": case.changes}) for case in cases
     ]
-    head = json.dumps({"format": FORMAT, "name": made.name})
+    head = json.dumps({"format": FORMAT, "name": spec.name})
     return (head[:-1] + ', "cases": [\n ' + ",\n ".join(listed) + "\n]}\n").encode()
 
 
-def is_recorded(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> bool:
-    """Whether sweep.json says what the sweep file says."""
+def is_recorded(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> bool:
+    """Whether sweep.json has the cases of the sweep file."""
     try:
-        return store.get(RECORD) == record_of(made, cases)
+        return store.get(RECORD) == record_of(spec, cases)
     except NotFound:
         return False
 
 
-def write_record(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> None:
-    """Write sweep.json, if it does not say the same already. Cases that can't run are left out: a refused spec is not kept."""
+def write_record(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> None:
+    """Write sweep.json, unless it is up to date. Skips cases that can't run: a refused spec is not kept."""
     usable = [case for case in cases if case.plan is not None]
-    if not is_recorded(store, made, usable):
+    if not is_recorded(store, spec, usable):
         failpoint("sweep.before_record")
-        store.put(RECORD, record_of(made, usable))
+        store.put(RECORD, record_of(spec, usable))
 
 
 # ---- the table at the end
@@ -297,33 +298,33 @@ def write_record(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> None:
 COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
 
 
-def sweep_lines(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
+def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
     """The table, in the order of the sweep file, and the command that compares the finished cases."""
     by_name = {case.name: case for case in cases}
     means = {case.name: metric_means(case) for case in cases}
-    metrics = list(dict.fromkeys(name for those in means.values() for name in those))
-    rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in made.cases]
+    metrics = list(dict.fromkeys(name for case_means in means.values() for name in case_means))
+    rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in spec.cases]
     for row in rows:
         if means.get(row[0]) and len(row) == len(COLUMNS):
             row += [figure_text(means[row[0]].get(name)) for name in metrics]
     finished = [case for case in cases if read_manifest(case.store) is not None]
     lines = [
-        f"draftmill: {made.name}, {counted(len(made.cases), 'case')}",
+        f"draftmill: {spec.name}, {counted(len(spec.cases), 'case')}",
         *table_lines([[*COLUMNS, *metrics], *rows], right=True),
     ]
     if len(finished) > 1:
         endpoint = finished[0].spec.s3.endpoint
         more = "" if endpoint is None else f" --s3-endpoint {shlex.quote(endpoint)}"
-        lines.append(f"compare them: draftmill compare {shlex.quote(made.path)}{more}")
+        lines.append(f"compare them: draftmill compare {shlex.quote(spec.path)}{more}")
     return lines
 
 
 def metric_means(case: SweepCase) -> dict[str, Any]:
     """The mean of every measured metric over the samples that have a value; None where none has."""
-    found = read_metrics(case.store) if case.metrics is not None else None
-    if found is None:
+    table = read_metrics(case.store) if case.metrics is not None else None
+    if table is None:
         return {}
-    return {name: pc.mean(found[name]).as_py() for name in found.column_names if name not in KEYS.names}
+    return {name: pc.mean(table[name]).as_py() for name in table.column_names if name not in KEYS.names}
 
 
 def _row(case: SweepCase) -> list[str]:
@@ -339,13 +340,139 @@ def _row(case: SweepCase) -> list[str]:
         rate_text(rate) if rate else "-",
         f"{tally.nfe / tally.new_tokens:.3f}" if tally.new_tokens else "-",
         f"{tally.accepted / tally.proposed:.1%}" if tally.proposed else "-",
-        f"{left_failed(passes_of(case.store, s3=case.spec.s3.options())):,}",
+        f"{count_failed(passes_of(case.store, s3=case.spec.s3.options())):,}",
     ]
 
 
 def _progress(case: SweepCase) -> str:
-    """How far a case is that is not finished."""
     if case.plan is None:
         return "not planned"
     done = len(units_done(case.store))
     return f"{done:,} of {case.plan.units:,} units"
+
+
+# ---- --dry-run
+#
+# The report says where each figure comes from: counted (in a plan, or because all rows were read), estimated from the first rows,
+# or measured in a short trial on one worker in this process. It writes nothing.
+
+ALL_TRIALS_S = 60.0
+SHORTEST_TRIAL_S = 1.0
+"""The trials of all cases together take about ALL_TRIALS_S, but each at least SHORTEST_TRIAL_S and at most TRIAL_S."""
+
+ABSENT = "-"
+"""A figure of a case that had no trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is left of a case: samples and tokens to generate or score. `counted` if no figure is an estimate."""
+
+    samples: float
+    tokens: float
+    counted: bool
+
+
+def dry_run_lines(spec: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
+    """The report, line by line, as it becomes known."""
+    ready = in_order([case for case in cases if case.is_ready])
+    loads = loads_of(ready)
+    models = counted(sum("model" in names for names in loads), "model load")
+    yield f"sweep     {spec.name}: {counted(len(spec.cases), 'case')}, {models} on each worker"
+    yield f"output    {spec.path}"
+    for case in cases:
+        state = ", finished already" if case.is_closed else ", planned already" if case.plan is not None else ""
+        yield f"  {case.name}: {changes_text(case.changes)}{state}"
+    if lacking := [case.name for case in cases if case.lacks_metrics()]:
+        yield f"metrics   left to measure, without decoding, in {counted(len(lacking), 'case')}: {', '.join(lacking)}"
+    if not ready:
+        yield "nothing is left to decode"
+        return
+    trial_s = max(SHORTEST_TRIAL_S, min(TRIAL_S, ALL_TRIALS_S / len(ready)))
+    yield f"trial     loading each model, then decoding for about {trial_s:.0f} s per case"
+    works = work_of(ready)
+    trials = _trials(ready, trial_s)
+    rows, seconds, notes = [["case", "loads", "samples", "new tokens", "tokens/s", "time"]], 0.0, []
+    for case, names, trial in zip(ready, loads, trials, strict=True):
+        work = works[case.name]
+        rate = ratio(trial.tokens, trial.took_s) if isinstance(trial, Trial) else 0.0
+        if isinstance(trial, str):
+            notes.append(f"  {case.name}: no trial: {trial}")
+        elif trial.longest is not None:
+            notes.append(
+                f"  {case.name}: longer samples were cut to {trial.longest:,} tokens, so the case takes longer"
+            )
+        about = "" if work.counted else "~"
+        seconds += ratio(work.tokens, rate)
+        rows.append(
+            [
+                case.name,
+                ", ".join(names) or ABSENT,
+                f"{about}{work.samples:,.0f}",
+                f"{about}{work.tokens:,.0f}",
+                rate_text(rate) if rate else ABSENT,
+                f"~{duration(work.tokens / rate)}" if rate else ABSENT,
+            ]
+        )
+    yield from table_lines(rows, right=True)
+    yield from notes
+    yield f"time      ~{duration(seconds)} on one worker{_without(rows)}; divide by the number of workers"
+    yield from _sources(works.values(), trial_s)
+
+
+def _without(rows: Sequence[Sequence[str]]) -> str:
+    missing = sum(row[-1] == ABSENT for row in rows)
+    return f", without {counted(missing, 'case')} that had no trial" if missing else ""
+
+
+def _sources(works: Iterable[Work], trial_s: float) -> Iterator[str]:
+    yield "where these figures come from"
+    if all(work.counted for work in works):
+        yield "  samples, new tokens: counted, in the plan or by reading all rows; for completions the most that may be generated"
+    else:
+        yield (
+            f"  samples, new tokens: from a plan, or estimated (~) from the first {SAMPLE_ROWS} rows; for completions the most "
+            "that may be generated"
+        )
+    trial = f"about {trial_s:.0f} s per case, with up to {TRIAL_ROWS} samples"
+    yield f"  tokens/s: measured on one worker in this process, for {trial}"
+    yield "  time: new tokens divided by tokens/s; loading, planning, writing and metrics are not in it"
+
+
+def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
+    """What is left of each case, by name; the rows of cases that would share a plan are read once."""
+    works: dict[str, Work] = {}
+    for group in plan_groups([case.prepared for case in cases]):
+        members = [cases[number] for number in group]
+        sample = None
+        for case in members:
+            if case.plan is None:
+                sample = sample or take_sample(case.prepared)
+                works[case.name] = Work(sample.total, sample.new_tokens, sample.exact)
+            else:
+                done = units_done(case.store)
+                left = sum(size.rows for size in case.plan.sizes() if size.unit not in done)
+                tokens = case.plan.holes * ratio(left, case.plan.rows)
+                works[case.name] = Work(left, tokens, left == case.plan.rows)
+    return works
+
+
+def _trials(cases: Sequence[SweepCase], trial_s: float) -> list[Trial | str]:
+    """A trial of each case, or why there is none; the networks stay in memory from case to case."""
+    model_cache = ModelCache()
+    canvases: dict[int, list[TrialRow]] = {}
+    for group in plan_groups([case.prepared for case in cases]):
+        rows = first_canvases(cases[group[0]].prepared, TRIAL_ROWS)
+        canvases |= dict.fromkeys(group, rows)
+    return [_trial(case, canvases[number], trial_s, model_cache) for number, case in enumerate(cases)]
+
+
+def _trial(case: SweepCase, canvases: Sequence[TrialRow], trial_s: float, model_cache: ModelCache) -> Trial | str:
+    if not canvases:
+        return "every sampled row fails"
+    try:
+        return try_out(case.prepared, canvases, trial_s=trial_s, model_cache=model_cache)
+    except UserError as error:
+        return str(error)
+    finally:
+        model_cache.rest()

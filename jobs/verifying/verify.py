@@ -28,7 +28,7 @@ from draftmill.actors.rows.samples import Sample
 from draftmill.actors.task import Score
 from draftmill.decoders.base import Decoder, Outcome
 from draftmill.jobs.exit_codes import OK, UNEXPECTED
-from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
+from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished_passes, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.plan.worker_job import make_job
@@ -81,7 +81,7 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
     except DamagedRun as error:  # for this command, damage is a finding
         print(f"{store.url}\n  BROKEN: {error}")
         return UNEXPECTED
-    done = finished(passes)
+    done = finished_passes(passes)
     plan, manifest = passes[0].plan, passes[0].manifest
     assert manifest is not None
     findings = check_run(store, plan, manifest)

@@ -13,6 +13,7 @@ import numpy as np
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import Turns
 from draftmill.actors.messages import Receipt, Verdict, WorkUnit
+from draftmill.actors.metrics.base import Measuring
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request
 from draftmill.storage.errors import RowError
@@ -157,3 +158,12 @@ class FakeWorker(Turns):
 def lose_device(requests: list[Request]) -> None:
     if any(len(request.canvas) == LOSES_DEVICE for request in requests):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def answers_of(measuring: Measuring) -> list[Any]:
+    """What a meter gives for the rows, after all of its steps."""
+    while True:
+        try:
+            next(measuring)
+        except StopIteration as end:
+            return list(end.value)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
-from draftmill.actors.job import Allocation, Job
+from draftmill.actors.job import Allocation
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import LocalPool, build_runner
 from draftmill.jobs.driving.allocation import NodeRoom, allocate
@@ -41,7 +42,7 @@ class BackendHere(LocalBackend):
         found = allocate(spec.shapes, [NodeRoom(self._workers, 0)], units=units, device=spec.model.device)
         return replace(found, kinds=tuple(replace(resources, threads=1) for resources in found.kinds))
 
-    def pool(self, job: Job, allocation: Allocation) -> WorkerPool:
+    def pool(self, job: Any, allocation: Allocation) -> WorkerPool:
         """See Backend."""
         return LocalPool(job, allocation.kinds[0], build=partial(self._build))
 

@@ -80,7 +80,7 @@ def stalling(place: str, *arguments: str) -> None:
         while True:
             time.sleep(60)
 
-    surveying._measured = stalled  # type: ignore[assignment]
+    surveying._measure_batch = stalled  # type: ignore[assignment]
     sys.argv = ["draftmill", *arguments]
     program()
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 import yaml
 
-from draftmill.actors.measuring.measure_pool import MeasurePool
+from draftmill.actors.measuring.measure import MeasureWorker
 from draftmill.actors.metrics import registry
+from draftmill.actors.ray.pool import RayPool
 from draftmill.actors.sandbox.sandbox import problem
 from draftmill.decoders.common_settings import Sampling
 from draftmill.jobs.cli import main
-from draftmill.storage.runs.metric_files import measured_units, read_metric_errors, read_metrics
+from draftmill.jobs.finished import measure as finished_measure
+from draftmill.storage.runs.metric_files import read_metric_errors, read_metrics
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.finished.test_measure import by_id, contents, right_but_f, write
@@ -188,17 +190,24 @@ def test_a_sweep_loads_a_judge_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_sweep_on_ray_keeps_its_measuring_workers(
     tmp_path: Path, ray_session: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With their judges: MeasureWorker.take keeps what UnitMeasurer.for_job keeps."""
-    started: list[MeasurePool] = []
-    original = MeasurePool._add
+    """With their judges: MeasureWorker.begin keeps those that it has loaded."""
+    pools: list[RayPool] = []
+    started: list[RayPool] = []
+    build, start = RayPool.__init__, RayPool.start
 
-    def counting(pool: MeasurePool) -> None:
-        started.append(pool)
-        original(pool)
+    def building(pool: RayPool, *given: Any, **options: Any) -> None:
+        build(pool, *given, **options)
+        pools.extend([pool] if options.get("worker_class") is MeasureWorker else [])
 
-    monkeypatch.setattr(MeasurePool, "_add", counting)
+    def starting(pool: RayPool, name: str) -> None:
+        started.extend([pool] if pool in pools and not pool._early else [])
+        start(pool, name)
+
+    monkeypatch.setattr(RayPool, "__init__", building)
+    monkeypatch.setattr(RayPool, "start", starting)
     assert main(["sweep", str(judged_sweep(tmp_path)), "--quiet"]) == 0
-    assert len(started) == 2 and started[0] is started[1], "two CPUs, two workers, all started by the first case"
+    assert len(pools) == 3
+    assert started == [pools[0]] * 2, "two CPUs, two workers, all started by the first case"
     assert has_all_values(tmp_path)
 
 
@@ -215,13 +224,20 @@ def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path: Path, ra
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_unit_that_ends_its_worker_each_time_is_named_and_all_others_are_measured(
-    tmp_path: Path, ray_session: ModuleType, capsys: pytest.CaptureFixture[str]
+def test_rows_that_end_their_worker_or_never_end_have_the_reason_and_all_others_are_measured(
+    tmp_path: Path, ray_session: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = write(tmp_path, right_but_f)
+    """The metric holds its process so that no signal interrupts it on the row e."""
+    monkeypatch.setattr(finished_measure, "MARGIN_S", 1.0)
+    store = write(tmp_path, right_but_f, workers={"stall_s": 1})
     (tmp_path / "deadly.py").write_text(
-        "import os\n\ndef measure(row):\n    if row['id'] == 'c':\n        os.kill(os.getpid(), 9)\n    return 1\n"
+        "import os, signal, time\n\ndef measure(row):\n    if row['id'] == 'c':\n        os.kill(os.getpid(), 9)\n"
+        "    if row['id'] == 'e':\n        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
+        "        time.sleep(1000)\n    while row['id'] == 'f':\n        pass\n    return 1\n"
     )
-    assert main(["measure", store.url, "--quiet", "--metric", str(tmp_path / "deadly.py")]) == 1
-    assert "of pass 1 can't be measured" in capsys.readouterr().err
-    assert len(measured_units(store)) == 2
+    assert main(["measure", store.url, "--quiet", "--metric", str(tmp_path / "deadly.py"), "exact_match"]) == 0
+    assert by_id(store, "deadly") == dict.fromkeys("abd", 1.0) | dict.fromkeys("cef")
+    assert by_id(store, "exact_match") == {name: float(name != "f") for name in "abcdef"}
+    reasons = {error.id: error.message for _, errors in read_metric_errors(store) for error in errors}
+    assert "worker_died" in reasons["c"] and "no progress for 2 s" in reasons["e"]
+    assert reasons["f"] == "TimeoutError: the metric took longer than 1 s"

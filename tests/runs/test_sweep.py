@@ -167,13 +167,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     from draftmill.actors.planning import surveying
 
     counts: list[int] = []
-    original = surveying._measured
+    original = surveying._measure_batch
 
     def counting(reading: Any, maker: Any, batch: Any) -> Any:
         counts.append(len(batch.rows))
         return original(reading, maker, batch)
 
-    monkeypatch.setattr(surveying, "_measured", counting)
+    monkeypatch.setattr(surveying, "_measure_batch", counting)
     yield counts
 
 
@@ -495,8 +495,8 @@ def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkey
 def test_a_dry_run_shows_cases_loads_tokens_and_time_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("draftmill.jobs.sweeping.dry_run.ALL_TRIALS_S", 0.0)
-    monkeypatch.setattr("draftmill.jobs.sweeping.dry_run.SHORTEST_TRIAL_S", 0.05)
+    monkeypatch.setattr("draftmill.jobs.sweeping.sweep.ALL_TRIALS_S", 0.0)
+    monkeypatch.setattr("draftmill.jobs.sweeping.sweep.SHORTEST_TRIAL_S", 0.05)
     path = write_sweep(tmp_path, CASES | {"zero": {"decoder.k": 0}})
     masked = sum(row.count(None) for row in (json.loads(line)["tokens"] for line in (tmp_path / "rows.jsonl").open()))
     assert sweep(path, "--dry-run") == 2

@@ -160,7 +160,7 @@ def test_a_kind_whose_nodes_join_later_is_used_then(cluster: Any):
     shapes = [WorkerShape(count=1, gpus=0.0), WorkerShape(labels={"zone": "c"}, gpus=1.0)]
     before = placed(*shapes)
     assert before.counts == (1, 0)
-    pool = RayPool(AnyJob(), before, worker_class=PinnedWorker)  # type: ignore[arg-type]
+    pool = RayPool(AnyJob(), before, worker_class=PinnedWorker)
     node = None
     try:
         pool.start("w0")
@@ -184,7 +184,7 @@ def test_a_node_that_will_be_removed_counts_no_more(cluster: Any):
 
     node = joined(cluster, num_gpus=1, labels={"zone": "d"})
     shape = WorkerShape(labels={"zone": "d"}, gpus=1.0)
-    pool = RayPool(AnyJob(), placed(shape), worker_class=PinnedWorker)  # type: ignore[arg-type]
+    pool = RayPool(AnyJob(), placed(shape), worker_class=PinnedWorker)
     try:
         pool.start("w0")
         until(pool, Up, 1)

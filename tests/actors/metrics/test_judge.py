@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.actors.metrics.base import MeasuredRow, Stopping
+from draftmill.actors.metrics.base import MeasuredRow
 from draftmill.actors.metrics.registry import JudgeMeter
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.decoders.base import Request
+from tests.actors.fakes import answers_of
 
 
 class Scorer:
@@ -56,7 +57,7 @@ class Maker:
 
 def judged(scorer: Scorer, *lengths: int) -> Any:
     rows = [MeasuredRow(str(length), 0, "x" * length, [], (), {}, {}) for length in lengths]
-    return JudgeMeter(scorer, Maker(), None).measure(rows, lambda: False)  # type: ignore[arg-type]
+    return answers_of(JudgeMeter(scorer, Maker(), None).measure(rows))  # type: ignore[arg-type]
 
 
 def test_texts_are_scored_together_longest_first() -> None:
@@ -84,7 +85,11 @@ def test_a_lost_device_ends_the_worker() -> None:
         judged(scorer, 2, 3)
 
 
-def test_a_judge_stops_between_batches() -> None:
-    meter = JudgeMeter(Scorer(), Maker(), None)  # type: ignore[arg-type]
-    with pytest.raises(Stopping):
-        meter.measure([MeasuredRow("a", 0, "xxx", [], (), {}, {})], lambda: True)
+def test_a_judge_that_is_given_up_between_steps_leaves_its_decoder_empty() -> None:
+    scorer = Scorer()
+    scorer.step = list  # type: ignore[method-assign]
+    measuring = JudgeMeter(scorer, Maker(), None).measure([MeasuredRow("a", 0, "xxx", [], (), {}, {})])  # type: ignore[arg-type]
+    next(measuring)
+    assert scorer.active
+    measuring.close()
+    assert not scorer.active

@@ -12,12 +12,13 @@ from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
 from draftmill.actors.metrics.base import MeasuredRow
 from draftmill.actors.metrics.settings import Bleu, Chrf, Rouge
 from draftmill.actors.metrics.texts import bleu, chrf, rouge
+from tests.actors.fakes import answers_of
 
 TEXT, REFERENCE = "the cat sat on the mat", "the cat was on the mat"
 
 
 def value(meter: Any, text: str, *references: str) -> Any:
-    [found] = meter.measure([MeasuredRow("a", 0, text, [], references, {}, {})], lambda: False)
+    [found] = answers_of(meter.measure([MeasuredRow("a", 0, text, [], references, {}, {})]))
     return found
 
 

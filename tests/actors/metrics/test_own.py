@@ -10,13 +10,14 @@ from draftmill.actors.metrics.base import MeasuredRow
 from draftmill.actors.metrics.registry import load_function, own_metric
 from draftmill.actors.metrics.settings import OwnMetric
 from draftmill.storage.errors import UserError
+from tests.actors.fakes import answers_of
 
 ROW = MeasuredRow("a", 1, "text", [1, 2], ("first", "second"), {"label": 3}, {"id": "a", "nfe": 5})
 
 
 def measured(source: str, **settings: Any) -> Any:
     meter = own_metric(OwnMetric(kind="file", path="mine.py", **settings), load_function(source, "mine.py", field="x"))
-    return meter.measure([ROW], lambda: False)[0]
+    return answers_of(meter.measure([ROW]))[0]
 
 
 def test_a_function_gets_the_whole_row() -> None:

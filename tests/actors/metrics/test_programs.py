@@ -14,6 +14,7 @@ from draftmill.actors.metrics.base import MeasuredRow
 from draftmill.actors.metrics.registry import Programs, fenced_code, program_of
 from draftmill.actors.metrics.settings import PassAtK
 from draftmill.actors.sandbox.sandbox import Ran, Sandbox, problem
+from tests.actors.fakes import answers_of
 
 holds = pytest.mark.skipif(problem("kernel") is not None, reason=f"no kernel sandbox here: {problem('kernel')}")
 
@@ -52,7 +53,7 @@ def test_code_is_taken_out_of_its_fence_if_asked() -> None:
 
 def test_estimates_are_over_all_samples_of_a_row() -> None:
     rows = [row("a", 0, "good"), row("a", 1, "bad"), row("b", 0, "bad"), row("a", 2, "bad"), row("b", 1, None)]
-    found: list[Any] = Programs(PLAIN, Pretend("kernel"), threads=2).measure(rows, lambda: False)
+    found: list[Any] = answers_of(Programs(PLAIN, Pretend("kernel"), threads=2).measure(rows))
     assert found[0] == (1.0, pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert found[1] == found[3] == (0.0, pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert found[2] == (0.0, 0.0, None) and found[4] is None
@@ -60,7 +61,7 @@ def test_estimates_are_over_all_samples_of_a_row() -> None:
 
 def test_a_row_whose_samples_lie_in_several_units_has_no_estimate_here() -> None:
     rows = [row("a", 0, "good"), row("a", 1, "bad")]
-    assert Programs(PLAIN, Pretend("kernel"), samples=3).measure(rows, lambda: False) == [
+    assert answers_of(Programs(PLAIN, Pretend("kernel"), samples=3).measure(rows)) == [
         (1.0, None, None),
         (0.0, None, None),
     ]
@@ -68,8 +69,8 @@ def test_a_row_whose_samples_lie_in_several_units_has_no_estimate_here() -> None
 
 def test_a_row_that_lacks_a_part_of_its_program_fails_alone() -> None:
     settings = PassAtK(kind="pass_at_k", program="{text}{test}")
-    found = Programs(settings, Pretend("kernel")).measure(
-        [row("a", 0, "good"), row("b", 0, "good", test="")], lambda: False
+    found = answers_of(
+        Programs(settings, Pretend("kernel")).measure([row("a", 0, "good"), row("b", 0, "good", test="")])
     )
     assert isinstance(found[0], ValueError) and found[1] == (1.0, 1.0)
 
@@ -84,7 +85,7 @@ def problems() -> list[dict[str, Any]]:
 
 def pass_at_1(chosen: list[dict[str, Any]], text: str | None) -> list[Any]:
     rows = [row(one["task_id"], 0, one["canonical_solution"] if text is None else text, **one) for one in chosen]
-    found = Programs(PassAtK(kind="pass_at_k"), Sandbox("kernel"), threads=2, samples=1).measure(rows, lambda: False)
+    found = answers_of(Programs(PassAtK(kind="pass_at_k"), Sandbox("kernel"), threads=2, samples=1).measure(rows))
     return [one[1] if isinstance(one, tuple) else one for one in found]
 
 

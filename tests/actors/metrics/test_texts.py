@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import time
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
 import pytest
 
-from draftmill.actors.metrics.base import MeasuredRow, Stopping
+from draftmill.actors.metrics.base import MeasuredRow, time_limit, try_metric
 from draftmill.actors.metrics.settings import Distinct, EditSimilarity, Entropy, ExactMatch, Length
 from draftmill.actors.metrics.texts import (
     distance,
@@ -22,6 +24,7 @@ from draftmill.actors.metrics.texts import (
     normalise,
     similarity,
 )
+from tests.actors.fakes import answers_of
 
 
 def row(text: str | None, *references: str, tokens: list[int] | None = None) -> MeasuredRow:
@@ -29,7 +32,7 @@ def row(text: str | None, *references: str, tokens: list[int] | None = None) -> 
 
 
 def value(meter: Any, *rows: MeasuredRow) -> Any:
-    return meter.measure(rows, lambda: False)
+    return answers_of(meter.measure(rows))
 
 
 def test_exact_match_is_as_is_normalised_or_by_the_last_number() -> None:
@@ -119,6 +122,14 @@ def test_length_counts_tokens_characters_and_words() -> None:
     assert value(meter, row("ab c", tokens=[1, 2, 3]), row(None, tokens=[1])) == [(3.0, 4.0, 2.0), (1.0, None, None)]
 
 
-def test_a_measurement_stops_between_rows() -> None:
-    with pytest.raises(Stopping):
-        length(Length(kind="length")).measure([row("x")], lambda: True)
+def test_a_row_that_takes_too_long_fails_alone_though_it_catches_every_exception() -> None:
+    def one(row: MeasuredRow) -> tuple[float]:
+        while row.text == "endless":
+            with suppress(Exception):
+                time.sleep(0.01)
+        return (1.0,)
+
+    with time_limit(0.2):
+        timeout, fine = (try_metric(one, row(text)) for text in ("endless", "x"))
+    assert isinstance(timeout, TimeoutError) and str(timeout) == "the metric took longer than 0.2 s"
+    assert fine == (1.0,)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.actors.planning.beginnings import LEAST, LEVELS, STRIDE, beginnings, grouped, grouped_by_beginning
+from draftmill.actors.planning.beginnings import LEAST, LEVELS, STRIDE, beginnings, group_by_beginning, group_texts
 from draftmill.actors.rows.makers import shares_beginnings
 from draftmill.actors.task import Complete, Infill, Random, Score
 from draftmill.decoders.base import ModelInfo
@@ -32,7 +32,7 @@ def order_of(texts: list[list[int]], *, large: int = 1000) -> tuple[list[int], l
     rank = np.empty(len(texts), dtype=np.int64)
     rank[np.argsort([-len(text) for text in texts], kind="stable")] = np.arange(len(texts))
     column = pa.chunked_array([beginnings([ids(*text) for text in texts])])
-    found = grouped_by_beginning(column, rank, large=large)
+    found = group_by_beginning(column, rank, large=large)
     return found.order.tolist(), found.depth.tolist()
 
 
@@ -64,8 +64,8 @@ def test_a_table_s_column_may_be_cut_anywhere() -> None:
     column = beginnings([ids(*text) for text in texts])
     rank = np.arange(3)
     parts = [column.slice(1, 2), column.slice(5, 1)]  # texts 2, 1, 1
-    assert grouped_by_beginning(pa.chunked_array(parts), rank, large=9).order.tolist() == [0, 1, 2]
-    assert grouped_by_beginning(pa.chunked_array([column.slice(0, 3)]), rank, large=9).order.tolist() == [0, 2, 1]
+    assert group_by_beginning(pa.chunked_array(parts), rank, large=9).order.tolist() == [0, 1, 2]
+    assert group_by_beginning(pa.chunked_array([column.slice(0, 3)]), rank, large=9).order.tolist() == [0, 2, 1]
 
 
 # ---- groups
@@ -123,7 +123,7 @@ def test_the_order_is_that_of_a_plain_recursion(texts: list[tuple[int, ...]], le
     rank = [longest.index(number) for number in range(len(texts))]
     length = [len(text) for text in texts]
     given = [np.array(numbers, dtype=np.int64) for numbers in (by_text, common, length, rank)]
-    found = grouped(*given, least=least, large=large)
+    found = group_texts(*given, least=least, large=large)
     assert found.order.tolist() == plain(texts, rank, least, large)
     assert len(found.depth) == len(texts) and found.depth[:1].tolist() in ([], [0])
 
@@ -131,7 +131,7 @@ def test_the_order_is_that_of_a_plain_recursion(texts: list[tuple[int, ...]], le
 def test_rows_without_a_beginning_keep_their_places() -> None:
     column = pa.chunked_array([beginnings([None] * 5)])
     rank = np.array([3, 0, 4, 1, 2])
-    found = grouped_by_beginning(column, rank, large=2)
+    found = group_by_beginning(column, rank, large=2)
     assert found.order.tolist() == [1, 3, 4, 0, 2] and found.depth.tolist() == [0] * 5
 
 

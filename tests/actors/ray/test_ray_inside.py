@@ -13,7 +13,7 @@ import pytest
 
 from draftmill.actors.ray import ray_inside
 from draftmill.actors.ray.notices import draining, node_of
-from draftmill.actors.ray.ray_inside import Inside, inside, required, silence_workers
+from draftmill.actors.ray.ray_inside import Inside, inside, require, silence_workers
 from draftmill.jobs.driving import ray_session
 from draftmill.jobs.driving.allocation import possible_nodes
 from draftmill.jobs.driving.ray_session import check_head, local_nodes
@@ -27,7 +27,7 @@ NAMES = {name: value for name, value in vars(ray_inside).items() if isinstance(v
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_installed_ray_has_every_name(name: str) -> None:
-    assert required(NAMES[name]) is not None
+    assert require(NAMES[name]) is not None
 
 
 def test_no_other_file_names_what_is_not_rays_api() -> None:
@@ -59,8 +59,8 @@ def starts() -> None:
 
 
 WITHOUT: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    "notices": (draining, {}, "nobody hears that a node will be removed"),
-    "nodes": (lambda: node_of(None), None, "nobody hears that a node will be removed"),
+    "notices": (draining, {}, "nobody is notified that a node will be removed"),
+    "nodes": (lambda: node_of(None), None, "nobody is notified that a node will be removed"),
     "autoscaler": (
         lambda: possible_nodes([WorkerShape()], []),
         None,

@@ -504,7 +504,7 @@ def spend(place: Path, price: float | None) -> None:
     devices.up("w0", load_s=900.0)
     clock.now_s += 8100.0
     devices.heard("w0", 7200.0)
-    devices.counted(7200.0)
+    devices.add_unit(7200.0)
     devices.stop()
     totals = Totals(units=1, rows=1, devices=devices)
     totals.worker_up()

@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.actors.planning import survey_items, survey_pool
-from draftmill.actors.planning.survey_items import Item
+from draftmill.actors.planning import survey_pool
+from draftmill.actors.planning.survey_pool import Item
 from draftmill.jobs.driving import backend as surveys
 from draftmill.jobs.driving.allocation import NodeRoom
 from draftmill.jobs.driving.backend import LocalBackend, RayBackend, cluster_survey
 from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.plan import survey
 from draftmill.jobs.plan.prepare import make_plan, prepare
-from draftmill.jobs.plan.survey import survey
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
@@ -286,7 +286,7 @@ def test_where_tasks_fail_or_get_no_cpu_the_driver_plans_alone(
     spec = spec_for(folder, tmp_path / "there", {"keep": ["tag"]})
     assert planned_there(spec, cpus=99, note=notes.append, _wait_s=0.5) == here
     assert notes == ["the cluster has had no room for planning for 0 s: planning here"]
-    bad = survey_items.SurveyJob(*(None for _ in range(7)))  # type: ignore[arg-type]
+    bad = survey_pool.SurveyJob(*(None for _ in range(7)))  # type: ignore[arg-type]
     shutil.rmtree(tmp_path / "there")
     monkeypatch.setattr(ray_session, "put", lambda job, put=ray_session.put: put(bad))
     assert planned_there(spec, note=notes.append) == here

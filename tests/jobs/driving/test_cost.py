@@ -43,10 +43,10 @@ def worked(clock: Hand, price: float | None) -> DeviceTime:
     clock.now_s += 12.0
     devices.heard("w1", 12.0)
     clock.now_s += 8.0
-    devices.gone("w1", lost=True)
+    devices.end_worker("w1", lost=True)
     clock.now_s += 30.0
     devices.heard("w0", 30.0)
-    devices.counted(20.0)
+    devices.add_unit(20.0)
     devices.stop()
     return devices
 
@@ -126,11 +126,11 @@ def old_record() -> dict[str, object]:
 def test_a_worker_that_ended_twice_or_never_came_up_counts_once_or_not() -> None:
     clock = Hand()
     devices = DeviceTime(clock)
-    devices.gone("never", lost=True)
+    devices.end_worker("never", lost=True)
     devices.up("w0")
     clock.now_s += 1.0
-    devices.gone("w0")
+    devices.end_worker("w0")
     clock.now_s += 9.0
-    devices.gone("w0", lost=True)
+    devices.end_worker("w0", lost=True)
     devices.stop()
     assert devices.sums == DeviceSums(up_s=1.0)

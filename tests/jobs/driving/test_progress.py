@@ -18,7 +18,7 @@ def totals_after(seconds: float) -> Totals:
     totals.worker_up()
     totals.worker_up()
     decoded = Tally(rows=25, ok=24, failed=1, new_tokens=500, nfe=300)
-    totals.reported(TurnReport((), Effort(), decoded))
+    totals.add_report(TurnReport((), Effort(), decoded))
     totals.waiting["w0"] = 25
     return totals
 
@@ -35,7 +35,7 @@ def test_before_anything_is_decoded_nothing_is_made_up():
 
 def test_tokens_count_while_their_samples_still_go_on():
     totals = totals_after(10.0)
-    totals.reported(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
+    totals.add_report(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
     assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
 
 
@@ -74,7 +74,7 @@ def test_samples_of_a_unit_that_could_not_be_stored_are_not_done():
     totals = totals_after(10.0)
     totals.waiting["w0"] = 0  # the unit has failed, and its samples will be decoded again
     assert totals.rows_done == 25 and progress_line(totals).startswith("25/100 samples (25%)")
-    totals.received(Receipt(0, 0, "w0", "n", None, Tally(rows=30, ok=30)))
+    totals.add_receipt(Receipt(0, 0, "w0", "n", None, Tally(rows=30, ok=30)))
     assert totals.rows_done == 55
 
 
@@ -114,7 +114,7 @@ def test_the_display_suits_the_stream():
 
 def test_a_receipt_counts_its_samples():
     totals = Totals(units=1, rows=3)
-    totals.received(Receipt(0, 0, "w0", "n", None, Tally(rows=3, ok=1, failed=2), {"too_long": 2}))
+    totals.add_receipt(Receipt(0, 0, "w0", "n", None, Tally(rows=3, ok=1, failed=2), {"too_long": 2}))
     assert (totals.units_done, totals.committed.failed) == (1, 2)
 
 

@@ -261,7 +261,7 @@ def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path: Path, caps
     )
     own = str(tmp_path / "slow.py")
     assert measure(store, own) == 4
-    assert "interrupted with 1 of 3 units measured; run it again" in capsys.readouterr().err
+    assert "interrupted with 2 of 3 units measured; run it again" in capsys.readouterr().err
     before = contents(tmp_path / "run")
     assert measure(store, own) == 0
     assert {name: contents(tmp_path / "run")[name] for name in before} == before
@@ -269,8 +269,10 @@ def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path: Path, caps
 
 
 def test_the_grace_period_ends_a_long_unit(tmp_path: Path) -> None:
-    store = write(tmp_path)
-    (tmp_path / "stop.py").write_text("import os\n\ndef measure(row):\n    os.kill(os.getpid(), 15)\n    return 1\n")
+    store = write(tmp_path, output={"path": str(tmp_path / "run"), "unit_rows": 6})
+    (tmp_path / "stop.py").write_text(
+        "import os, time\n\ndef measure(row):\n    os.kill(os.getpid(), 15)\n    time.sleep(0.3)\n    return 1\n"
+    )
     words = ["measure", store.url, "--local", "--quiet", "--grace-seconds", "0", "--metric", str(tmp_path / "stop.py")]
     assert main(words) == 4
     assert measured_units(store) == {}
@@ -308,6 +310,17 @@ def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path: Path, capsys: p
     [(count, [error])] = read_metric_errors(store)
     assert count == 1 and (error.id, error.message) == ("c", "ValueError: no c here")
     assert "1 error, each of one sample" in capsys.readouterr().out
+
+
+def test_a_metric_that_never_ends_on_a_row_is_stopped_and_all_other_values_are_there(tmp_path: Path) -> None:
+    store = write(tmp_path, workers={"stall_s": 1})
+    (tmp_path / "endless.py").write_text("def measure(row):\n    while row['id'] == 'c':\n        pass\n    return 1\n")
+    assert measure(store, str(tmp_path / "endless.py"), "exact_match") == 0
+    assert by_id(store, "endless") == dict.fromkeys("abdef", 1.0) | {"c": None}
+    assert by_id(store, "exact_match")["c"] == 1.0
+    [(count, [error])] = read_metric_errors(store)
+    assert count == 1 and error.id == "c" and "endless" in error.metric
+    assert error.message == "TimeoutError: the metric took longer than 1 s"
 
 
 # ---- refusals

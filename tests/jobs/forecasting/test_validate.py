@@ -19,7 +19,15 @@ from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.task import Complete
 from draftmill.decoders.base import HOLE, EngineStats, Request
 from draftmill.jobs.cli import main
-from draftmill.jobs.forecasting.trial import TRIAL_S, Trial, TrialRow, TrialSample, _decoded, estimated_rows, shortened
+from draftmill.jobs.forecasting.trial import (
+    TRIAL_S,
+    Trial,
+    TrialRow,
+    TrialSample,
+    _measure_rate,
+    cut_row,
+    estimate_rows,
+)
 from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, trial_lines, validate
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.inputs.inputs import list_inputs
@@ -100,11 +108,11 @@ def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_text("twelve chars\n" * 1000)
     inputs = list_inputs(str(tmp_path / "a.txt"))
     sample = table_of(
-        0, rows=range(101), offsets=[13 * n for n in range(101)], ids=["x"] * 101, found=[Size(1, 1)] * 101
+        0, rows=range(101), offsets=[13 * n for n in range(101)], ids=["x"] * 101, sizes=[Size(1, 1)] * 101
     )
-    assert estimated_rows(inputs, sample) == 1000
+    assert estimate_rows(inputs, sample) == 1000
     pq.write_table(pa.table({"text": ["a"] * 77}), tmp_path / "b.parquet")
-    assert estimated_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
+    assert estimate_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
 
 
 class Clock:
@@ -154,7 +162,7 @@ def test_a_trial_takes_short_rows_first_and_more_at_once_while_steps_are_quick(m
     clock = Clock()
     monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=0.1)
-    known = _decoded(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
+    known = _measure_rate(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
     assert decoder.steps == [[10, 20], [30], [], [], [400]], "the last one waits until as much is known to be quick"
     assert clock.now_s == pytest.approx(5.1)
     assert known == (0, 0.0), "no step had all samples and no prompt"
@@ -165,7 +173,7 @@ def test_a_trials_rate_is_that_of_full_steps_and_the_time_of_every_prompt(monkey
     monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=0.3)
     rows = trial_rows(10, 20, 60)
-    tokens, took_s = _decoded(decoder, rows, budget=32)  # type: ignore[arg-type]
+    tokens, took_s = _measure_rate(decoder, rows, budget=32)  # type: ignore[arg-type]
     assert decoder.steps[:3] == [[10, 20], [], [60]] and not any(decoder.steps[3:])
     # A full step takes 0.3 s for three tokens; the one that admitted a sample took 0.9 s. Three tokens are to generate.
     assert tokens == 3 and took_s == pytest.approx(3 * 0.1 + 3 * 0.9)
@@ -175,7 +183,7 @@ def test_a_trial_on_a_slow_machine_ends_with_the_step_that_took_too_long(monkeyp
     clock = Clock()
     monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
     decoder = SlowDecoder(clock, rest_s=TRIAL_S)
-    assert _decoded(decoder, trial_rows(200, 300), budget=8) == (0, 0.0)  # type: ignore[arg-type]
+    assert _measure_rate(decoder, trial_rows(200, 300), budget=8) == (0, 0.0)  # type: ignore[arg-type]
     assert decoder.steps == [[200]], "one row where even the first is more than the budget"
 
 
@@ -185,16 +193,14 @@ def test_a_row_that_is_cut_for_a_trial_keeps_something_to_do(count: int) -> None
     for hole in ((0, 4), (50, 90), (98, 100)):
         holed = tokens.copy()
         holed[slice(*hole)] = HOLE
-        made = shortened(TrialRow("r", 0, Canvas(holed, (hole,))), count).canvas
-        assert (
-            len(made.tokens) == count and sum(end - start for start, end in made.holes) == (made.tokens == HOLE).sum()
-        )
-        assert made.num_masked >= 1 and set(made.tokens.tolist()) <= {HOLE, *range(100)}
+        row = cut_row(TrialRow("r", 0, Canvas(holed, (hole,))), count).canvas
+        assert len(row.tokens) == count and sum(end - start for start, end in row.holes) == (row.tokens == HOLE).sum()
+        assert row.num_masked >= 1 and set(row.tokens.tolist()) <= {HOLE, *range(100)}
     for start in (0, 1, 60, 99):
-        made = shortened(TrialRow("r", 0, Canvas(tokens, (), score_from=start)), count).canvas
-        assert len(made.tokens) == count and made.score_from is not None and 1 <= made.score_from < count
-        assert start == 0 or made.tokens[made.score_from] == start
-    assert shortened(TrialRow("r", 0, Canvas(tokens, (), score_from=1)), 100).canvas.tokens is tokens
+        row = cut_row(TrialRow("r", 0, Canvas(tokens, (), score_from=start)), count).canvas
+        assert len(row.tokens) == count and row.score_from is not None and 1 <= row.score_from < count
+        assert start == 0 or row.tokens[row.score_from] == start
+    assert cut_row(TrialRow("r", 0, Canvas(tokens, (), score_from=1)), 100).canvas.tokens is tokens
 
 
 def test_a_dry_run_says_what_it_is_about_to_do(
@@ -227,7 +233,7 @@ def test_prompts_that_will_be_cut_are_counted() -> None:
 
 
 def test_samples_that_were_cut_are_said_to_be() -> None:
-    sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
+    sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], sizes=[Size(900, 10)]), 100, True)
     spec = SimpleNamespace(shapes=[SimpleNamespace(count="auto")], output=SimpleNamespace(unit_rows=50))
     prepared: Any = SimpleNamespace(spec=spec)
     lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
@@ -235,7 +241,7 @@ def test_samples_that_were_cut_are_said_to_be() -> None:
 
 
 def test_half_precision_that_is_slower_on_this_cpu_is_said_to_be() -> None:
-    sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
+    sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], sizes=[Size(900, 10)]), 100, True)
     spec = SimpleNamespace(shapes=[SimpleNamespace(count="auto")], output=SimpleNamespace(unit_rows=50))
     prepared: Any = SimpleNamespace(spec=spec)
     device = {"name": "CPU", "dtype": "bfloat16", "torch": "2.13.0"}

@@ -35,6 +35,7 @@ from draftmill.jobs.schedule.events import (
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSize
+from tests.jobs.schedule.integrity import check_integrity
 
 
 def sizes(*tokens: int, rows: int = 4) -> list[UnitSize]:
@@ -102,7 +103,7 @@ def test_workers_without_units_end_where_machines_come_and_go_and_are_not_starte
     gone = [command.worker for command in scheduler.on(Tick(21.1)) if isinstance(command, LetGo)]
     assert len(gone) == 2 and not busy & set(gone)
     assert scheduler.on(Tick(100.0)) == [], "no worker is started again, and none that holds a unit ends"
-    scheduler.state.check_integrity()
+    check_integrity(scheduler.state)
     assert scheduler.on(UnitDone(held[0].lease, held[0].unit))[-1] == Finish("done")
 
 
@@ -234,7 +235,7 @@ def test_bisection_finds_the_row_that_kills_and_the_others_come_back():
             commands = scheduler.on(WorkerUp(start.worker))
         else:
             commands = scheduler.on(ProbeDone(work.lease, work.unit))
-        scheduler.state.check_integrity()
+        check_integrity(scheduler.state)
     (work,) = units_of(commands)
     assert [(v.start, v.stop, v.kind) for v in work.verdicts] == [(5, 6, "worker_died")]
     assert probes <= 8
@@ -363,7 +364,7 @@ def test_a_worker_that_hangs_at_its_start_is_replaced_and_in_the_end_done_withou
     assert scheduler.on(Tick(200.0)) == []
     assert scheduler.on(Tick(201.0)) == [KillWorker("w2", "not up after 100 s")], "w0 goes on alone"
     assert scheduler.wanted == 1 and scheduler.finished is None
-    scheduler.state.check_integrity()
+    check_integrity(scheduler.state)
 
 
 def test_a_job_none_of_whose_workers_comes_up_ends():
@@ -466,7 +467,7 @@ class World:
         for command in commands:
             self.obey(command)
         if self.scheduler.finished is None:
-            self.scheduler.state.check_integrity()
+            check_integrity(self.scheduler.state)
         while found := sorted(name for name in self.dead if self.up.get(name)):
             name = found[0]
             self.dead.discard(name)

@@ -17,10 +17,10 @@ from draftmill.jobs.schedule.events import (
     WorkerDied,
     WorkerUp,
 )
-from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.schedule.speeds import Outlook, fitting_unit
+from draftmill.jobs.schedule.scheduler import Outlook, Scheduler, fitting_unit
 from draftmill.jobs.schedule.unit_leases import KNOWN_S
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes, Waiting
+from tests.jobs.schedule.integrity import check_integrity, waiting_units
 
 
 class Team:
@@ -45,7 +45,7 @@ class Team:
             elif isinstance(command, Revoke):
                 self.held[command.worker] = [w for w in self.held[command.worker] if w.lease != command.lease]
         if self.scheduler.finished is None:
-            self.scheduler.state.check_integrity()
+            check_integrity(self.scheduler.state)
         return commands
 
     def decode(self, seconds: float) -> None:
@@ -199,7 +199,7 @@ def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data: st.Dat
         if taken is not None:
             there.discard(taken)
             gone.append(sizes[taken])
-        assert set(waiting.units()) == there
+        assert set(waiting_units(waiting)) == there
         ends = [sizes[u].tokens for u in there if sizes[u].window >= last_window]
         assert waiting.shortest() == min(ends, default=None)
         assert waiting.is_last == bool(there and all(sizes[u].window >= last_window for u in there))

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.makespans import makespan_bound, refill_makespan
 from draftmill.jobs.schedule.units import LAST_UNITS, UnitSize, UnitSizes, Waiting, first_of_last
+from tests.jobs.schedule.integrity import waiting_units
 
 
 def windows(*tokens: list[int]) -> list[UnitSize]:
@@ -51,7 +52,7 @@ def test_units_that_are_done_are_passed_over_and_those_that_come_back_have_their
     waiting.put(units[1])
     assert [waiting.take() for _ in range(3)] == [1, 3, 6]
     done |= set(range(27))
-    assert not waiting and waiting.take() is None and waiting.units() == []
+    assert not waiting and waiting.take() is None and waiting_units(waiting) == []
 
 
 @pytest.mark.parametrize(("wanted", "first"), [(1, 2), (2, 1), (3, 1), (4, 0), (99, 0)])

@@ -26,8 +26,7 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.jobs import cli
 from draftmill.jobs.finished.passes import latest_rows, passes_of
-from draftmill.jobs.plan.plan import checked
-from draftmill.jobs.plan.survey import survey
+from draftmill.jobs.plan.plan import check_survey, survey
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec, load_spec
 from draftmill.storage.errors import RowError, UserError
@@ -134,7 +133,7 @@ def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
 
 def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[str, Any]]:
     """The plan's entries, in the order of the input."""
-    return [row for table in checked(survey(spec, maker, files), spec, files) for row in table.to_pylist()]
+    return [row for table in check_survey(survey(spec, maker, files), spec, files) for row in table.to_pylist()]
 
 
 def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[str, Any]]) -> None:

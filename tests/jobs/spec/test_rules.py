@@ -11,7 +11,7 @@ import pytest
 from draftmill.actors.task import Complete, Score
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
-from draftmill.jobs.plan.fingerprint import Hashes, fingerprint, results_key
+from draftmill.jobs.plan.fingerprint import Hashes, digest, results_key
 from draftmill.jobs.plan.prepare import check_chat, check_task
 from draftmill.jobs.plan.worker_job import decoder_of
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
@@ -151,7 +151,7 @@ def test_a_chat_needs_a_template() -> None:
 
 def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place() -> None:
     def of(spec: JobSpec, **known: Any) -> str:
-        return fingerprint(results_key(spec, CAUSAL, Hashes("w", "t", **known), []))
+        return digest(results_key(spec, CAUSAL, Hashes("w", "t", **known), []))
 
     small, moved = spec_of(COMPLETE, SMALL), spec_of(COMPLETE, SMALL, "decoder.drafter.path=elsewhere")
     assert of(small, drafter="a") == of(moved, drafter="a") != of(small, drafter="b")
@@ -178,7 +178,7 @@ def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone() -> 
     assert spec_of(INFILL).results_key()["task"]["max_new_tokens"] == 9
 
     def of(**known: Any) -> str:
-        return fingerprint(results_key(spec_of(INFILL), CAUSAL, Hashes("w", "t", **known), []))
+        return digest(results_key(spec_of(INFILL), CAUSAL, Hashes("w", "t", **known), []))
 
     asked = {"prefix": 5, "suffix": 6, "middle": 7, "order": "psm"}
     assert len({of(fim=asked, ends=(2,)), of(fim=asked, ends=(2, 3)), of(fim=asked | {"middle": 8}, ends=(2,))}) == 3

@@ -92,9 +92,9 @@ def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
     watcher = MetricsWatcher("job", "assd", make=exporter.make, clock=clock)
     watcher.reported("w0", turn(steps=10))
     watcher.committed(receipt(0))
-    totals.received(receipt(0))
+    totals.add_receipt(receipt(0))
     watcher.committed(receipt(1))
-    totals.received(receipt(1))
+    totals.add_receipt(receipt(1))
     watcher.failed(Failure(9, 2, "w0", "INFRA", "store", "store", "no"))
     clock.now_s += 5.0
     watcher.look(totals, scheduler)
@@ -124,7 +124,7 @@ def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
     assert values["draftmill_errors", ("too_long",)] == 2 and values["draftmill_unit_failures", ("store",)] == 1
     assert values["draftmill_workers", ("up",)] == 1 and values["draftmill_workers", ("loading",)] == 0
     watcher.died("w0")
-    totals.worker_died()
+    totals.worker_ended(died=True)
     totals.stop()
     watcher.over(totals, scheduler)
     assert values["draftmill_worker_deaths", ()] == 1 and values["draftmill_running", ()] == 0
