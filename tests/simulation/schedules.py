@@ -34,7 +34,7 @@ def simulated() -> Iterator[dict[str, Any]]:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(session, name, fake))
         stack.enter_context(patch.object(session, "time", sleeps))
-        stack.enter_context(patch.object(committer, "_checked_file", unit_file))
+        stack.enter_context(patch.object(committer, "_write_checked", unit_file))
         stack.enter_context(
             patch("draftmill.jobs.driving.events.presentable", str)
         )  # there are no secrets here, and it looks long
