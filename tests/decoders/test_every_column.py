@@ -181,6 +181,7 @@ def compare(case: Case, requests: list[Request], *, scores: bool = False) -> Non
                 assert columns == expected[index], (case, rows)
 
 
+@pytest.mark.one_in(23)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_batch_changes_a_bit_of_a_result(monkeypatch, case):
     monkeypatch.setattr(DraftBudget, "plan", random_lengths)
@@ -188,6 +189,7 @@ def test_no_batch_changes_a_bit_of_a_result(monkeypatch, case):
     compare(case, requests_of(case))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", SCORED, ids=str)
 def test_no_batch_changes_a_bit_of_a_score(case):
     compare(case, requests_of(case, scores=True), scores=True)

@@ -57,6 +57,7 @@ def run(project: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_its_test_passes(project: Path) -> None:
     said = run(project, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "tests")
     assert "5 passed" in said

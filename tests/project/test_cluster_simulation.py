@@ -8,6 +8,7 @@ import pytest
 from benchmarks.cluster import LOAD_S, Machine, lower_bound, simulate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_fifty_unequal_and_failing_workers_end_at_about_the_same_time(seed: int) -> None:
     found = simulate(50, 100_000, 64, seed)

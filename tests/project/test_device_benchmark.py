@@ -5,6 +5,7 @@ import pytest
 from benchmarks import device
 
 
+@pytest.mark.slow
 def test_every_part_runs_in_a_rehearsal(tmp_path, monkeypatch, capsys):
     # Continuous batching takes a minute to begin on a CPU.
     monkeypatch.setattr(device, "_continuous", lambda *_: 6)

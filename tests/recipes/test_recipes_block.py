@@ -388,6 +388,7 @@ def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same
     assert "| 512 |" in text and "| 4 | token by token |" in text and "| 16 | 0.9 |" in text
 
 
+@pytest.mark.slow
 def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(
     written: tuple[Path, Path], golden: Path
 ) -> None:

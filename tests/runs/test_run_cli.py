@@ -76,6 +76,7 @@ def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -87,6 +87,7 @@ def test_a_prompt_with_little_room_ends_with_the_model_and_one_without_any_fails
     assert (long["status"], long["error_kind"], long["text"]) == ("failed", "too_long", None)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_finished_run_is_verified_and_decoded_again(
     world: World, completed: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]

@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize(("name", "canvas", "k"), CASES)
 def test_every_variant_has_the_sequential_law_to_1e_12(name, canvas, k):
     law = law_of(setup(), variant(name, k), [request(CANVASES[canvas])], 0)
@@ -105,6 +106,7 @@ def test_every_variant_has_the_sequential_law_to_1e_12(name, canvas, k):
     assert total_variation(law, chain_rule(CANVASES[canvas])) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BARE)
 def test_without_a_head_the_law_is_the_same(name):
     canvas = CANVASES["middle prompt"]
@@ -137,6 +139,7 @@ def test_coupled_draws_have_the_law_of_the_cut_distributions(name, sampling):
     assert far_off(law, canvases[1]), "the cuts change nothing"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_order_of_the_holes_has_its_own_law(name):
     canvas, order = CANVASES["middle prompt"], np.array([3, 0, 1])
@@ -145,6 +148,7 @@ def test_an_order_of_the_holes_has_its_own_law(name):
     assert far_off(law, canvas), "the orders have the same law, so this proves nothing"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_sample_that_refills_a_slot_beside_another_has_the_law_of_one_alone(name):
     canvases = [[HOLE, 2, HOLE], [HOLE] * 4, CANVASES["two prompts"], [0, HOLE, 1, HOLE]]
@@ -153,6 +157,7 @@ def test_a_sample_that_refills_a_slot_beside_another_has_the_law_of_one_alone(na
     assert total_variation(law, chain_rule(canvases[2])) < 1e-12
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize(
@@ -198,6 +203,7 @@ def test_a_drafter_that_hides_its_distribution_is_found_out(name, states, log_q,
         law_of(setup(), variant(name, 2), [request(CANVASES["middle prompt"])], 0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_looking_at_the_draft_that_a_row_judges_is_found_out(name, monkeypatch):
     wrong = lambda rank, count: Span(count, rank, rank, lag=0)  # noqa: E731
@@ -211,6 +217,7 @@ def test_looking_at_the_draft_that_a_row_judges_is_found_out(name, monkeypatch):
         law_of(setup(), variant(name, 2), [request(canvas)], 0)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_content_of_refused_drafts_that_counts_as_cached_is_found_out(name, monkeypatch):
     def careless(self, end, *asked):

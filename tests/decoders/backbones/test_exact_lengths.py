@@ -264,6 +264,7 @@ def with_condition(width):
     return changed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("width", [1, 8, 12, 24, 31, 40, 72, 128, 200])
 def test_a_condition_of_any_width_has_the_same_bits_beside_any_other_noise(golden, tmp_path, width):
     changed = {"time_conditioning": True, "cond_dim": width}

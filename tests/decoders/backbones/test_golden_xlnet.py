@@ -223,6 +223,7 @@ def quantile(degrees):
     return degrees * (1 - 2 / (9 * degrees) + 4.753 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", [{}, {"fused": "rows"}, {"drafter": "ngram"}], ids=str)
 def test_sampled_infills_follow_the_exact_joint(folder, cases, arrays, settings):
     problem = cases["joint"]
@@ -246,6 +247,7 @@ def test_sampled_infills_follow_the_exact_joint(folder, cases, arrays, settings)
     assert chi_square(wrong, joint * count)[0] > quantile(degrees)
 
 
+@pytest.mark.slow
 def test_nfe_is_distributed_as_in_the_public_code(folder, cases):
     by_name = {case["id"]: case for case in cases["cases"]}
     backbone, info = load_backbone(folder, device="cpu"), inspect_model(folder)

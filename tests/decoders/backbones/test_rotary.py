@@ -43,6 +43,7 @@ def both_ways(folder, monkeypatch, name, **changes):
     return lean, load(folder)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("changes", [{}, EVEN], ids=["odd widths", "even widths"])
 @pytest.mark.parametrize("name", LEAN)
 def test_a_lean_model_gives_the_bits_of_transformers_code(

@@ -76,6 +76,7 @@ def leader(folder):
     return backbone
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_texts_of_one_on_a_hundred_prompts(tmp_path, second_process):
     save_random(tmp_path, "llama")
     second_process([tmp_path])

@@ -94,6 +94,7 @@ def test_tokens_and_counts_are_those_of_the_plain_reference(case):
     check(ours(requests, info, settings, sampling, rows=case["rows"], length=8), trails, requests)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_no_sample_hears_of_its_neighbours_or_of_the_order_of_refills(shift, sampling):
@@ -106,6 +107,7 @@ def test_no_sample_hears_of_its_neighbours_or_of_the_order_of_refills(shift, sam
     assert found[0] == found[1] == found[2] == found[3]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", ["block_diffusion", "s2d2"])
 @pytest.mark.parametrize("sampling", ["greedy", "coupled"])
@@ -149,6 +151,7 @@ FUSED: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("sampling", ["greedy", "rejection"])
 def test_fused_spends_no_forward_on_what_is_decided(name, sampling):

@@ -126,6 +126,7 @@ def test_the_bound_is_below_the_log_probability_of_some_text_and_never_certain()
     assert sum(np.exp(outcome.logprob) for outcome in outcomes.values()) < 1.0
 
 
+@pytest.mark.slow
 def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error():
     # As in test_masked_scoring.py: 4.5 standard errors of the mean, and 25 % of the variance, for 600 keys.
     base, count = text(LENGTH, 1), 600

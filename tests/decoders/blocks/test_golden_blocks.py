@@ -6,6 +6,8 @@ offered: Fast-dLLM v2's cache of sub-blocks, whose keys are stale.
 
 import collections
 
+import pytest
+
 from tests.decoders.blocks.golden_blocks import MASK, cases_of, kinds_of, orders, our_kinds, replayed, same, text_of
 
 
@@ -118,6 +120,7 @@ def test_llada2_is_the_public_code(golden):
         assert changes(outcome)[: len(seen) - 1] == seen[:-1]
 
 
+@pytest.mark.slow
 def test_llada21_edits_as_the_public_code(golden):
     folder = golden / "llada2"
     cases = cases_of(folder, "generate_llada21")

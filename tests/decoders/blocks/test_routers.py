@@ -270,6 +270,7 @@ def test_what_a_router_decides_is_a_function_of_the_samples_own_history(settings
     assert [list(taken) for taken in zip(*together, strict=True)] == alone
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "settings",
     [{"kind": "score", "tau": 0.5}, {"kind": "hysteresis", "on": 1.0, "off": 0.5}, {"kind": "bandit"}],

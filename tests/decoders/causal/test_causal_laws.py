@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("drafter", "prompt", "k"), CASES)
 def test_speculation_has_the_autoregressive_law_to_1e_12(drafter, prompt, k):
     law = law_of(setup(), spec(k, drafter), [request(PROMPTS[prompt])], 0)
@@ -146,6 +147,7 @@ def test_a_text_that_ends_at_a_stop_has_the_law_of_the_texts_up_to_there(drafter
     assert total_variation(law, chain_rule(prompt, end=2)) < 1e-12
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.8)], ids=str

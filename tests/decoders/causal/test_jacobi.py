@@ -76,6 +76,7 @@ def agree(outcomes, expected):
 # ---- the same text -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("stops", [Stops(), Stops(ids=(2,))], ids=["free", "stopped"])
 def test_every_setting_gives_the_sequential_text_in_no_more_forwards(table, sampling, stops):
@@ -105,6 +106,7 @@ class Pair:
         return None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [jacobi(4), jacobi(4, "running"), multi(2, 3), multi(3, 2, ratio=0.85)])
 def test_stop_ids_and_stop_texts_end_where_they_end_the_sequential_text(table, settings):
     requests = toy_prompts(80, vocab_size=VOCAB, longest=LENGTH, seed=3)
@@ -182,6 +184,7 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
     assert found == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [multi(8, 1, pool=8), multi(4, 2, ratio=0.25, pool=8), multi(3, 3, ratio=0.3)])
 def test_what_the_tables_exercise_is_the_whole_algorithm(settings, monkeypatch):
     """Candidates win, their tokens are run again in columns of their own, and blocks accept provisionally."""

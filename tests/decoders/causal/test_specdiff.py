@@ -51,6 +51,7 @@ def sequential(requests, sampling=Sampling(), **more):  # noqa: B008
 # ---- the text ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("warp", WARPS, ids=str)
 def test_coupled_text_is_the_autoregressive_text(warp, steps):
@@ -99,6 +100,7 @@ def same_as_reference(outcome, trail, num_prompt):
     assert outcome.accept_hist == np.bincount(trail.committed).tolist()
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("window", ["short", "full"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -273,6 +275,7 @@ class Poisoned(TokenTable):
         return super().forward(rows)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_junk_in_dead_columns_and_other_company_change_nothing(order):
     requests = toy_prompts(50, vocab_size=VOCAB, longest=LENGTH, seed=7)

@@ -73,12 +73,14 @@ def total_variation(one, other):
     return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)])
 def test_left_to_right_drafts_have_the_autoregressive_law_to_1e_12(gamma, steps):
     model, masked = plain(Sampling())
     assert total_variation(law_of(model, masked, gamma=gamma, steps=steps), chain_rule(model)) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)])
 def test_a_draft_head_leaves_the_law_alone_to_1e_12(gamma, steps):
     model, masked = plain(Sampling())
@@ -155,6 +157,7 @@ def test_the_decoder_in_the_engine_has_the_autoregressive_law(gamma, steps, wind
     assert enumeration.total_variation(found, on_the_engine(AR)) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("with_head", [False, True])
 def test_a_sample_that_refills_a_slot_beside_others_has_that_law_too(with_head):
     heads = toy_heads(VOCAB + 1) if with_head else None

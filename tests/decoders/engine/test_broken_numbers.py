@@ -44,6 +44,7 @@ def broken_model(name: str) -> tuple[Any, ModelInfo]:
     return backbone, inspect_model(BUILTIN / name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "settings"), [("ar-tiny", CAUSAL), ("asarm-tiny", ANY)])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_sample_is_decoded_alike_after_one_that_left_nan_in_its_slot(name, settings, rows):
@@ -80,6 +81,7 @@ def engine_of(backbone: Any, info: ModelInfo, settings: Any, **more: Any) -> Any
     return build_decoder(setup, settings)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", EVERY)
 def test_one_sample_with_nan_fails_in_its_first_step_and_the_others_are_as_without_it(name):
     folder, settings = EVERY[name]
@@ -107,6 +109,7 @@ def test_one_sample_with_nan_fails_in_its_first_step_and_the_others_are_as_witho
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset", "stepwise", "block_diffusion"])
 def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monkeypatch):
     """The hidden states are fine: what is told of the rows is not."""
@@ -142,6 +145,7 @@ def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monke
     assert texts(found) == {0: expected[0]}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_drafting_model_with_nan_costs_drafts_and_no_text(acceptance):
     backbone, info = (

@@ -128,12 +128,14 @@ def test_texts_log_probabilities_and_counts_are_the_same_bits_under_any_budget(n
     assert decoder.stats.useful_rows + decoder.stats.prompt_rows_shared == rows
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["speculative", "speculative, model", "specdiff", "assd", "s2d2"])
 def test_drafts_that_are_judged_by_their_ratio_are_the_same_bits_too(name: str) -> None:
     expected, _ = whole(name, "rejection")
     assert said(run_all(made(name, 4, 7, acceptance="rejection"), given(name))) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_scores_of_given_texts_are_the_same_bits(budget: int) -> None:
     backbone, info = model("ar-tiny")
@@ -304,6 +306,7 @@ def rest_of(decoder: Any) -> dict[int, Outcome]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["autoregressive", "speculative, model", "block_diffusion"])
 def test_slots_below_it_become_free_and_it_stays_where_it_is(name: str) -> None:
     short, other, long = *prompts(9, 12, new=12), Request(2, 7, prompts(190, seed=5)[0].canvas)

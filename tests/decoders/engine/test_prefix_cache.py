@@ -155,6 +155,7 @@ def test_texts_counts_and_log_probabilities_are_the_same_bits_as_without(name: s
     assert plain.stats.useful_rows - sharing.stats.useful_rows == shared
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", "gpt_neo"])
 def test_every_family_of_causal_models_has_the_same_bits(family: str, tmp_path: Path) -> None:
     save_random(tmp_path, family)
@@ -184,6 +185,7 @@ def choices(contexts: int, *, ends: int = 4) -> list[Request]:
     return made
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_scores_of_choices_have_the_same_bits_and_run_a_fraction_of_the_rows(rows: int) -> None:
     backbone, info = model("ar-tiny")

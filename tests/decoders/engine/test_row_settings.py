@@ -115,6 +115,7 @@ def causal(settings):
     return make
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", JOBS[1:], ids=str)
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_causal_row_with_its_own_sampling_is_that_of_a_job_with_it(kind, sampling):
@@ -150,6 +151,7 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
     check(make, toy_prompts(70, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=5), sampling)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize(
     "settings",
@@ -178,6 +180,7 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
         check(make, requests, job.model_copy(update={"acceptance": acceptance}))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -202,6 +205,7 @@ def test_so_it_is_in_masked_diffusion_models(settings):
         check(make, toy_requests(60, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=2), job)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("predictor", test_ancestral.PREDICTORS)
 def test_so_it_is_where_chance_says_when_a_mask_is_revealed(predictor):
     tables = test_ancestral
@@ -228,6 +232,7 @@ class Pair:
         return None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
     requests = toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=5)

@@ -26,6 +26,7 @@ ROUNDING = 1e-5
 REFERENCE = Kernels(sample=sample)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "warp"),
     [*((name, "all") for name in CASES), *((name, warp) for name in ("model", "assd") for warp in ("plain", "greedy"))],
@@ -57,6 +58,7 @@ def test_given_tokens_are_scored(name):
     assert_equal(found, expected, rounding=ROUNDING)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("warp", ["plain", "greedy", "all"])
 @pytest.mark.parametrize("name", MASKED)
 def test_picks_are_those_without_a_kernel(name, warp):
@@ -70,6 +72,7 @@ def test_samples_of_masked_diffusion_may_have_settings_of_their_own(name):
     assert_equal(found, expected, rounding=0.0)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "warp"),
     [

@@ -152,6 +152,7 @@ TENSOR_CORES = [
 EVERYWHERE = list(CASES)[:4]
 
 
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize(
     ("capability", "name"),
     [(90, name) for name in CASES] + [(other, name) for other in (80, 100) for name in EVERYWHERE],
@@ -168,6 +169,7 @@ def test_a_kernel_compiles_ahead_of_time(launches, capability, name):
 PROMPTS = [(HALF, 128), (HALF, 256), (torch.float32, 128)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("dtype", "width"), PROMPTS, ids=["bf16, 128", "bf16, 256", "float32, 128"])
 def test_the_largest_tile_of_a_prompt_fits_into_the_least_shared_memory(launches, dtype, width):
     kernel, launch = launches("attention", ATTENTION, "attend_tiles", attend(dtype, 8, 2, width, rows_at_once=128))

@@ -122,6 +122,7 @@ def total_variation(one, other):
     return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("predictor", PREDICTORS)
 @pytest.mark.parametrize(
     ("canvas", "steps"), [([HOLE, 1, HOLE], 1), ([HOLE, 1, HOLE], 3), ([HOLE] * 3, 1), ([HOLE, HOLE], 4)]
@@ -181,6 +182,7 @@ def by_chances(monkeypatch, key):
     return use
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("predictor", PREDICTORS)
 @pytest.mark.parametrize(
@@ -251,6 +253,7 @@ def by_reference(request, settings, sampling):
     )
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("predictor", PREDICTORS)
 @pytest.mark.parametrize("steps", [1, 3, 20])
 @pytest.mark.parametrize("warp", [{}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.8}], ids=str)

@@ -67,6 +67,7 @@ WORTHWHILE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", WORTHWHILE)
 def test_where_drafting_pays_it_is_nearly_as_fast_as_the_best_fixed_length(case):
     fixed = [DiffusionWorld(**WORTHWHILE[case]).run(200, length) for length in (0, 1, 2, 3, 4, 6, 8, 12, 16)]

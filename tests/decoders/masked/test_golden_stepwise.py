@@ -219,6 +219,7 @@ LIFETIMES: list[tuple[Any, int | None]] = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("cache", "refresh"), LIFETIMES)
 @pytest.mark.parametrize(("family", "mask_id", "shift"), [("llada", 90, 0), ("dream", 91, 1)])
 def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, mask_id, shift, cache, refresh):

@@ -244,6 +244,7 @@ def decoder_of(settings: dict[str, Any]) -> DecoderChoice:
     return made[whole["kind"]](**whole)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_what_is_drawn_has_the_law_of_the_public_loops(name: str):
     (more, reveal), hot = PUBLIC[name], Sampling(temperature=2.0)
@@ -310,6 +311,7 @@ def test_the_law_of_stepwise_is_that_of_the_cut_distributions(cut: str):
     assert total_variation(law, law_alone(step(block_length=None, confidence="margin"), canvas, vocab_size=3)) > 0.01
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cut", [None, "top-p"])
 @pytest.mark.parametrize("name", ["tail", "middle"])
 def test_a_random_order_is_one_of_all_and_each_is_as_likely(name: str, cut: str | None):
@@ -363,6 +365,7 @@ def baseline(number: int, name: str) -> Law:
     return law_alone(step(**CASES[number][0]), CANVASES[name])
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 def test_ssd_has_the_law_of_stepwise(number: int):
     shared, own = CASES[number]
@@ -372,6 +375,7 @@ def test_ssd_has_the_law_of_stepwise(number: int):
         assert total_variation(law, baseline(number, name)) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("shared", "own", "sampling"), CUT_SSD, ids=str)
 def test_ssd_has_the_law_of_stepwise_under_cuts_and_random_orders(
     shared: dict[str, Any], own: dict[str, Any], sampling: Sampling
@@ -388,6 +392,7 @@ def test_ssd_has_the_law_of_stepwise_where_three_tokens_are_cut_to_two():
     assert total_variation(*laws) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [0, 5])
 def test_ssd_has_the_law_of_stepwise_beside_other_samples_and_in_slots_that_are_refilled(number: int):
     shared, own = CASES[number]

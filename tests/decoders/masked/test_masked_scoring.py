@@ -76,6 +76,7 @@ def test_a_single_token_is_scored_exactly_by_one_canvas():
 CASES = [(LLADA, mask_info(), "llada"), (MDLM, ANCESTRAL, "mdlm"), (LLADA, mask_info(), "mdlm")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("settings", "info", "kind"), CASES)
 def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error(settings, info, kind):
     # 600 keys of one text. The mean lies within 4.5 standard errors but with probability 7e-6. The mean square of the standard
@@ -92,6 +93,7 @@ def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error(settings,
     assert all(outcome.nfe == 6 and outcome.token_logprobs is None for outcome in outcomes.values())
 
 
+@pytest.mark.slow
 def test_pairs_from_parts_of_the_range_err_less_than_independent_masks():
     scored = [0, 1, 2, 3, 4, 5, 6]
     base = text(LENGTH, scored)

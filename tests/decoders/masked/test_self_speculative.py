@@ -47,6 +47,7 @@ def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
     return requests
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(
     ("draft_length", "tree"), [*((length, "chain") for length in range(1, 9)), (2, "mixed"), (5, "mixed")]
 )
@@ -95,6 +96,7 @@ def masks_only(length):
     return Request(0, 7, np.full(length, -1, dtype=np.int32))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block_length", [None, 1, 3])
 @pytest.mark.parametrize("draft_length", range(1, 9))
 def test_a_model_that_keeps_its_mind_gives_all_drafts_and_one_token_more(draft_length, block_length):
@@ -207,6 +209,7 @@ def cut(tokens, stops):
     return tokens[: eos + 1], "eos" if eos < len(tokens) else "length"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stops", [Stops(ids=(1,)), Stops(text=StopPair(2, 0)), Stops(ids=(1,), text=StopPair(2, 0))])
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling):

@@ -79,6 +79,7 @@ def check(rng: np.random.Generator, backbone: Any, info: ModelInfo, *, count: in
         assert outcome.logprob == expected[index].logprob, settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, *soak(range(1, 41))])
 def test_no_canvas_and_no_settings_fail_and_the_text_is_that_of_stepwise(chunk):
     torch.manual_seed(chunk)

@@ -183,6 +183,7 @@ def test_the_plan_of_tasks_is_the_plan_of_one_process(
         assert len(arrived) > 4, "a large file was cut"
 
 
+@pytest.mark.slow
 def test_several_samples_of_a_row_are_planned_alike(ray_session: ModuleType, folder: Path, tmp_path: Path) -> None:
     as_jsonl(folder)
     here = planned_here(spec_for(folder, tmp_path / "here", sampling={"n": 3}))

@@ -88,6 +88,7 @@ def test_help_imports_neither_torch_nor_ray() -> None:
         check(code, *arguments, "--help")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", ["status", "verify", "models"])
 def test_commands_that_only_read_import_neither_torch_nor_ray(finished: Path, command: str) -> None:
     check(WATCH, command, *([] if command == "models" else [str(finished / "run")]))

@@ -74,6 +74,7 @@ def test_planning_a_million_units_keeps_little_of_each(taken: dict[str, float]) 
     assert taken["plan_mb"] < 64, taken
 
 
+@pytest.mark.slow
 def test_listing_a_million_units_keeps_a_byte_of_each(taken: dict[str, float]) -> None:
     assert taken["list_mb"] < 16, taken
 

@@ -72,6 +72,7 @@ def clear(message: str) -> bool:
     return bool(message.strip()) and len(message) < 2000 and plain and "Traceback" not in message
 
 
+@pytest.mark.slow
 @times(SPECS)
 @given(text=spec_texts(str(GOLDEN)))
 def test_a_generated_spec_is_taken_or_refused_in_words(folder: Path, text: bytes) -> None:

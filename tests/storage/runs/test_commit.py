@@ -114,6 +114,7 @@ def test_the_trace_is_there_before_the_data(store: Store, monkeypatch: pytest.Mo
     assert read_parquet(store.get(trace_name(17))).column("id").to_pylist() == ["a"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("point", ["commit.before_data", "local.before_link", "local.after_link", "commit.after_data"])
 def test_a_writer_killed_anywhere_leaves_a_unit_done_or_absent(point: str, tmp_path: Path) -> None:
     code = "import sys\nfrom draftmill.storage.stores.store import open_store\n"
