@@ -175,28 +175,20 @@ def reference_attend(
     """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32 or better.
     A score is scaling x (query . key). With `relative_NHP` the row's number for the distance of the two positions is added, as
     it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A row that sees nothing gets zeros."""
-    num_groups, num_columns = layer_2SKWd.shape[2:4]
-    num_rows, num_heads = query_NHd.shape[:2]
+    num_columns = layer_2SKWd.shape[3]
+    group = query_NHd.shape[1] // layer_2SKWd.shape[2]
     wide = torch.promote_types(query_NHd.dtype, torch.float32)
-    key_SKWd, value_SKWd = layer_2SKWd.to(wide)
-    row_N = torch.arange(num_rows, device=query_NHd.device)
-
-    def of_own_slot(all_SKRx: Tensor) -> Tensor:
-        """Each row's numbers in its own slot, [N, H, x]: to compute those of all slots is cheaper than to copy a slot a row."""
-        return all_SKRx.unflatten(2, (num_rows, -1)).movedim(2, 0)[row_N, seen.slot_N].flatten(1, 2)
-
-    query_KRd = query_NHd.to(wide).unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
-    score_NHW = of_own_slot(query_KRd @ key_SKWd.transpose(2, 3)) * scaling
+    key_NHWd, value_NHWd = layer_2SKWd[:, seen.slot_N].to(wide).repeat_interleave(group, 2)
+    score_NHW = (key_NHWd @ query_NHd.to(wide).unsqueeze(3)).squeeze(3) * scaling
     if relative_NHP is not None:
         assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
         distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
-        num_distances = relative_NHP.shape[2]
+        num_heads, num_distances = relative_NHP.shape[1:]
         place_N1W = (distance_NW + num_distances // 2).clamp(0, num_distances - 1).unsqueeze(1)
         score_NHW += relative_NHP.to(wide).gather(2, place_N1W.expand(-1, num_heads, -1))
     hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
     weight_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf).softmax(2).masked_fill(hidden_N1W, 0.0)
-    weight_KRW = weight_NHW.unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
-    return of_own_slot(weight_KRW @ value_SKWd).to(query_NHd.dtype)
+    return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
 
 
 def reference_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:

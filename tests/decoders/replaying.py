@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftmill.decoders.engine.cuda_graphs import Work
 from draftmill.decoders.kernels import find, sampling_reference
+from draftmill.decoders.kernels.seen import Seen
 
 
 class Externals(TorchDispatchMode):
@@ -76,12 +78,50 @@ class Replaying:
             return work(), externals.read
 
 
+def attend_by_slots(
+    query_NHd: Tensor,
+    layer_2SKWd: Tensor,
+    seen: Seen,
+    *,
+    scaling: float,
+    window: int | None = None,
+    relative_NHP: Tensor | None = None,
+) -> Tensor:
+    """What reference_attend gives, but for rounding: it computes each row for all slots, where the reference copies a slot's
+    keys and values for each row. The tests of captured forwards take a third of the time with it."""
+    num_groups, num_columns = layer_2SKWd.shape[2:4]
+    num_rows, num_heads = query_NHd.shape[:2]
+    wide = torch.promote_types(query_NHd.dtype, torch.float32)
+    key_SKWd, value_SKWd = layer_2SKWd.to(wide)
+    row_N = torch.arange(num_rows, device=query_NHd.device)
+
+    def of_own_slot(all_SKRx: Tensor) -> Tensor:
+        """Each row's numbers in its own slot, [N, H, x]."""
+        return all_SKRx.unflatten(2, (num_rows, -1)).movedim(2, 0)[row_N, seen.slot_N].flatten(1, 2)
+
+    query_KRd = query_NHd.to(wide).unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
+    score_NHW = of_own_slot(query_KRd @ key_SKWd.transpose(2, 3)) * scaling
+    if relative_NHP is not None:
+        assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
+        distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
+        num_distances = relative_NHP.shape[2]
+        place_N1W = (distance_NW + num_distances // 2).clamp(0, num_distances - 1).unsqueeze(1)
+        score_NHW += relative_NHP.to(wide).gather(2, place_N1W.expand(-1, num_heads, -1))
+    hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
+    weight_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf).softmax(2).masked_fill(hidden_N1W, 0.0)
+    weight_KRW = weight_NHW.unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
+    return of_own_slot(weight_KRW @ value_SKWd).to(query_NHd.dtype)
+
+
+def find_reference(device: torch.device, dtype: torch.dtype, **heads: Any) -> find.Attend:
+    """The attention for a model of this dtype: in float32 a row has the same bits in any batch only by the reference."""
+    return attend_by_slots if dtype == torch.float64 else find.reference_attend
+
+
 def use_references(monkeypatch: Any) -> None:
     """Let models and draws use the references of the kernels, as they use the kernels on a GPU."""
     for module in ("transformer", "xlnet"):
-        monkeypatch.setattr(
-            f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: find.reference_attend
-        )
+        monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", find_reference)
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sampling_reference.sample)
 
 

@@ -137,7 +137,7 @@ KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
 COMMON: dict[str, list[Any]] = {"warp": [0, 1, 2, 3], "rows": list(SAMPLES), "ends": ["length", "eos", "stop"]}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_the_autoregressive_text(run, requests, baseline, stops, kind):
     make, factors = KINDS[kind]
@@ -181,7 +181,7 @@ def test_the_small_model_saves_forwards_of_the_large_one(run, requests):
     assert nfe < 0.75 * tokens
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("warp", "share"), [(0, 0.75), (2, 0.95)])
 def test_the_distilled_model_gives_its_own_text_in_fewer_forwards(requests, warp, share):
     """It was distilled on greedy texts, and longer ones; sampling gains less."""

@@ -116,6 +116,7 @@ def test_a_step_of_every_family_is_one_graph(family: str) -> None:
     torch.testing.assert_close(compiled, plain, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_reading_a_number_back_is_found() -> None:
     """The test above can fail: the experts' products on a CPU are cut by numbers that are read back."""
     backbone: Any = load_backbone(FAMILIES["blocks of experts (LLaDA2)"], device="cpu")

@@ -34,6 +34,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
 
 
+@pytest.mark.slow
 def test_prompts_run_beside_the_others_where_attention_reads_rows(kernels, monkeypatch):
     beside = run("autoregressive", requests=9)
     monkeypatch.undo()
@@ -41,7 +42,7 @@ def test_prompts_run_beside_the_others_where_attention_reads_rows(kernels, monke
     assert len(beside.steps) < len(run("autoregressive", requests=9).steps)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize(("name", "cuts"), [*((name, {}) for name in LEAST), *((name, CUTS) for name in CUT)], ids=str)
 def test_a_step_with_kernels_waits_no_more_than_without(kernels, monkeypatch, name, cuts):
     found = run(name, **cuts)

@@ -38,6 +38,7 @@ def at_work() -> Iterator[dict[str, Any]]:
         yield at_work
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("conditional", [True, False])
 @pytest.mark.parametrize(
     "seeds", [range(FEW), pytest.param(range(FEW, SCHEDULES), marks=pytest.mark.slow), *MORE], ids=str

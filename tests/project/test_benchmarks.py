@@ -24,6 +24,7 @@ from tests.decoders.support import decode, run_all, texts, token_info
 STOP_IDS = (9, 25, 34, 41)
 
 
+@pytest.mark.slow
 def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_path: Path) -> None:
     for name, seed in (("target", 1), ("assistant", 2)):
         save_random(tmp_path / name, "qwen2", seed=seed, eos_token_id=None, bos_token_id=None)
@@ -66,6 +67,7 @@ def block_requests(count: int, *, new: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.slow
 def test_the_block_diffusion_loop_of_today_gives_the_text_of_ours_and_one_commit_more(golden: Path) -> None:
     folder, requests = golden / "sdar", block_requests(6, new=9)
     flags = block_diffusion.parse(["--model", str(folder), "--device", "cpu", "--taus", "0.6"])
@@ -94,6 +96,7 @@ def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden: Pat
     assert found.agreement < 1.0
 
 
+@pytest.mark.slow
 def test_the_block_diffusion_benchmark_prints_its_tables_and_writes_its_points(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,6 +214,7 @@ def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same
     assert "| 512 |" in text and "| 95% at random |" in text and "| suffix, mask 8 |" in text
 
 
+@pytest.mark.slow
 def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(
     written: tuple[Path, Path], golden: Path
 ) -> None:

@@ -79,6 +79,7 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
     return failures
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 @pytest.mark.parametrize("same_date", [False, True])
 def test_an_input_that_is_replaced_after_the_plan_commits_no_row(folder: Path, name: str, same_date: bool) -> None:

@@ -139,6 +139,7 @@ def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world: World, t
     assert stop not in world.tokenizer.decode(row["tokens"][:-1]) and row["nfe"] == row["new_tokens"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "decoder",
     [

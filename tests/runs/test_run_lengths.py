@@ -92,6 +92,7 @@ def test_validate_the_run_and_status_say_whether_results_are_exact(world, capsys
     assert status(spec.output.path) == 0 and said(capsys) == {exact}
 
 
+@pytest.mark.slow
 def test_a_rows_result_is_the_same_with_any_number_of_workers(world):
     expected = told(run_here(spec_of(world, "plain", "one-worker", ROWS)))
     output = {"path": str(world.folder / "plain" / "two-workers" / "run"), "unit_rows": 2}

@@ -169,6 +169,7 @@ def sums_by_hand(model: str, tokens: list[int], first: int, key: int) -> list[fl
     return sums
 
 
+@pytest.mark.slow
 def test_a_masked_models_score_is_the_mean_over_its_masks(tmp_path: Path) -> None:
     texts = pieces(5, 60)
     rows = [{"id": str(n), "prompt": text[:30], "completion": text[30:]} for n, text in enumerate(texts)]

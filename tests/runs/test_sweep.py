@@ -492,6 +492,7 @@ def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkey
     assert unequal(*rows) == []
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_cases_loads_tokens_and_time_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -180,6 +180,7 @@ def test_verify_finds_a_sound_run_sound(sound: Path):
     assert main(["verify", str(sound)]) == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_verify_finds(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str):
     run = copied(sound, tmp_path / "run")
@@ -244,6 +245,7 @@ def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
     assert main(["verify", str(run)]) == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["_manifest.json", "_lease.json"])
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"units": [{"unit": 0}]}', "\\udc80"])
 def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is_fine_without_it(

@@ -53,6 +53,7 @@ def logits(backbone: Any) -> torch.Tensor:
     return backbone.logits(play(backbone, {0: in_a_row(TOKENS)})[0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_the_weights_of_a_file_are_those_of_the_checkpoint_it_was_made_from(tmp_path: Path, name: str) -> None:
     changes = {"attention_bias": False} if name == "llama" else {}

@@ -232,7 +232,7 @@ RUNS: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stop_may_stand_at_every_place_of_an_accepted_run(zoo, family, run):
@@ -270,7 +270,7 @@ def test_a_stop_may_stand_at_every_place_of_an_accepted_run(zoo, family, run):
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("ends", ["length", "ids"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -34,6 +34,7 @@ def test_scores_are_those_of_the_rectangle(name):
     assert_equal(found, expected, rounding=1e-3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-sliding", "gpt_neo", "gpt2-scales"])
 def test_hidden_states_are_those_of_transformers_whatever_the_windows(tmp_path, monkeypatch, name):
     monkeypatch.setattr(

@@ -72,6 +72,7 @@ def test_the_law_is_that_of_block_size_one(canvas: str, shift: int, size: int, f
     assert total_variation(law, block_size_one(tokens, shift=shift)) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_it_is_the_same_beside_others_and_after_refills(rows: int, fused: bool) -> None:
@@ -187,6 +188,7 @@ def forgetful(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return p.exp()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_residual_that_forgets_the_draft_is_found(fused: bool, monkeypatch: Any) -> None:
     tokens, setup, settings = CANVASES["long"], setup_of(), always(2, fused=fused)

@@ -107,6 +107,7 @@ def recorded_changes(case):
     ]
 
 
+@pytest.mark.slow
 def test_llada2_is_the_public_code(golden):
     """The record is cut where the output is, so that it does not show all that the last forwards changed."""
     folder = golden / "llada2"

@@ -99,6 +99,7 @@ def fast_cases(folder):
     return [case for case in cases if case not in parts], parts
 
 
+@pytest.mark.slow
 def test_s2d2_on_fast_dllm_v2_is_the_public_code(golden):
     folder = golden / "fast_dllm_v2"
     cases, _ = fast_cases(folder)

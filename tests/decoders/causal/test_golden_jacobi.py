@@ -131,7 +131,7 @@ def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iter
     assert ours < public
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("window", ["fixed", "running"])
 def test_plain_jacobi_gives_the_public_text_from_its_own_drafts(model, window):
     for (size, eos, *_), cases in together(model.of_kind("jacobi_plain")).items():
@@ -156,7 +156,7 @@ def multiblock(model, **changes):
     return dict(ours), dict(public)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_multi_block_jacobi_gives_the_public_text_in_no_more_iterations(model):
     """Nor does one block with candidates. Whether further blocks save iterations depends on the data: they are not compared."""
     ours, public = multiblock(model)

@@ -114,6 +114,7 @@ def test_the_warps_and_suppressed_ids_leave_the_law_alone(sampling):
     assert total_variation(law, chain_rule(model)) < 1e-12
 
 
+@pytest.mark.slow
 def test_the_native_order_deviates_once_a_token_depends_on_later_ones():
     model, masked = plain(Sampling())
     shuffles = lambda count: list(itertools.permutations(range(count)))  # noqa: E731
@@ -157,7 +158,7 @@ def test_the_decoder_in_the_engine_has_the_autoregressive_law(gamma, steps, wind
     assert enumeration.total_variation(found, on_the_engine(AR)) < 1e-12
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("with_head", [False, True])
 def test_a_sample_that_refills_a_slot_beside_others_has_that_law_too(with_head):
     heads = toy_heads(VOCAB + 1) if with_head else None
@@ -166,6 +167,7 @@ def test_a_sample_that_refills_a_slot_beside_others_has_that_law_too(with_head):
     assert enumeration.total_variation(found, on_the_engine(AR, temperature=0.7)) < 1e-12
 
 
+@pytest.mark.slow
 def test_the_native_order_has_another_law_in_the_engine():
     found = on_the_engine(specdiff(2, 2, order="native"))
     assert enumeration.total_variation(found, on_the_engine(AR)) > 1e-4

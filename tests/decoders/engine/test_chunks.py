@@ -135,7 +135,7 @@ def test_drafts_that_are_judged_by_their_ratio_are_the_same_bits_too(name: str) 
     assert said(run_all(made(name, 4, 7, acceptance="rejection"), given(name))) == expected
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_scores_of_given_texts_are_the_same_bits(budget: int) -> None:
     backbone, info = model("ar-tiny")
@@ -170,6 +170,7 @@ def watched(decoder: Any, model: int = 0) -> list[list[tuple[int, int, int]]]:
     return seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("budget", [1, 5, 16])
 def test_a_forward_has_no_more_rows_of_prompts_than_the_budget(budget: int) -> None:
     decoder = made("autoregressive", 4, budget)
@@ -185,6 +186,7 @@ def test_a_forward_has_no_more_rows_of_prompts_than_the_budget(budget: int) -> N
     assert most == budget
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["autoregressive", "speculative, model", "multiblock_jacobi", "block_diffusion", "s2d2"]
 )
@@ -306,7 +308,7 @@ def rest_of(decoder: Any) -> dict[int, Outcome]:
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["autoregressive", "speculative, model", "block_diffusion"])
 def test_slots_below_it_become_free_and_it_stays_where_it_is(name: str) -> None:
     short, other, long = *prompts(9, 12, new=12), Request(2, 7, prompts(190, seed=5)[0].canvas)

@@ -127,7 +127,7 @@ def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
     assert 40 <= table.tokens_SW.shape[0] <= 60
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
 @pytest.mark.parametrize("max_tokens", [7, 30, 100])
 def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(settings: Any, max_tokens: int):
@@ -362,7 +362,7 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
 # ---- logits in parts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_a_window_that_is_judged_in_parts_is_judged_the_same(

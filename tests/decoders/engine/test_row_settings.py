@@ -115,7 +115,7 @@ def causal(settings):
     return make
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("sampling", JOBS[1:], ids=str)
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_causal_row_with_its_own_sampling_is_that_of_a_job_with_it(kind, sampling):
@@ -129,6 +129,7 @@ def test_so_it_is_under_the_rejection_rule(kind):
         check(causal(CAUSAL[kind]), requests, job.model_copy(update={"acceptance": "rejection"}))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sampling", JOBS[2:], ids=str)
 @pytest.mark.parametrize("order", ["left_to_right", "native"])
 def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
@@ -151,7 +152,7 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
     check(make, toy_prompts(70, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=5), sampling)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize(
     "settings",
@@ -180,7 +181,7 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
         check(make, requests, job.model_copy(update={"acceptance": acceptance}))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -232,7 +233,7 @@ class Pair:
         return None
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
     requests = toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=5)
@@ -285,6 +286,7 @@ def test_a_masked_row_ends_at_its_own_stop_string():
     assert sum(outcome.finish == "stop" for outcome in found.values()) > 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_the_log_probabilities_of_a_row_that_asks_are_those_of_its_tokens(kind):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=7)

@@ -69,7 +69,7 @@ def samples_of(some: list[np.ndarray], count: int) -> list[Request]:
     return [Request(index, key, some[row]) for index, (row, key) in enumerate(rows)]
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("ar-tiny", one) for one in CAUSAL.values()] + [("asarm-tiny", one) for one in ANY_SUBSET.values()],

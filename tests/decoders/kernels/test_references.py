@@ -9,6 +9,7 @@ from torch.nn import functional
 from draftmill.decoders.kernels import find
 from draftmill.decoders.kernels.find import VARIABLE, why_no_kernels
 from draftmill.decoders.kernels.seen import MOST_LINES, Seen, first_rows, line_bytes, most_lines
+from tests.decoders.replaying import attend_by_slots
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,8 @@ def test_the_reference_is_attention_under_a_mask_of_the_intervals():
             query[row].unsqueeze(1), key, value, attn_mask=mask, scale=0.5
         )
         torch.testing.assert_close(found[row], expected.squeeze(1) if seen else torch.zeros(6, 10))
+    by_slots = attend_by_slots(query.double(), layer.double(), Seen.of(slots, low, high), scaling=0.5)
+    torch.testing.assert_close(by_slots.float(), found)
 
 
 def test_the_reference_adds_the_numbers_of_the_distances():

@@ -182,7 +182,7 @@ def by_chances(monkeypatch, key):
     return use
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(29)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("predictor", PREDICTORS)
 @pytest.mark.parametrize(

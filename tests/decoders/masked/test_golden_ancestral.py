@@ -75,6 +75,7 @@ def race(probabilities, uniforms):
     return (probabilities / (1e-10 - (uniforms.double() + 1e-10).log())).argmax(-1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MDLM_RUNS)
 def test_public_runs_of_mdlm_are_those_of_our_steps_and_their_numbers(golden, tmp_path, name):
     cases, arrays = cases_of(golden / "mdlm")

@@ -23,6 +23,7 @@ from tests.decoders.support import run_all
 CONFIDENCES: dict[str, Any] = {"maskgit_plus": "top1", "topk_margin": "margin", "entropy": "entropy"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CACHES)
 def test_stepwise_is_the_public_llada_by_its_steps(golden, kind):
     folder, cache = golden / "llada", CACHES[kind]
@@ -71,6 +72,7 @@ def public_within(factor, sure):
     return len(sure) if count >= len(sure) - 1 else count
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CACHES)
 def test_factor_is_the_public_fast_dllm_but_for_the_last_candidate(golden, kind, monkeypatch):
     """Differs on purpose: the last candidate has to pass like the others, so ours takes no fewer forwards, and here more."""
@@ -219,7 +221,7 @@ LIFETIMES: list[tuple[Any, int | None]] = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("cache", "refresh"), LIFETIMES)
 @pytest.mark.parametrize(("family", "mask_id", "shift"), [("llada", 90, 0), ("dream", 91, 1)])
 def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, mask_id, shift, cache, refresh):

@@ -47,7 +47,7 @@ def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
     return requests
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize(
     ("draft_length", "tree"), [*((length, "chain") for length in range(1, 9)), (2, "mixed"), (5, "mixed")]
 )
@@ -209,7 +209,7 @@ def cut(tokens, stops):
     return tokens[: eos + 1], "eos" if eos < len(tokens) else "length"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("stops", [Stops(ids=(1,)), Stops(text=StopPair(2, 0)), Stops(ids=(1,), text=StopPair(2, 0))])
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling):

@@ -480,6 +480,7 @@ def test_cases_of_different_tasks_are_compared_only_with_their_like(tmp_path: Pa
     assert "b against a: 4 pairs" in words and "d against c: 4 pairs" in words and "c against a" not in words
 
 
+@pytest.mark.slow
 def test_a_report_on_a_real_run(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 24)
     assert main(["run", str(write_spec(tmp_path, rows=rows)), "--local", "--quiet"]) == 0

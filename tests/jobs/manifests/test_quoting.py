@@ -106,6 +106,7 @@ def test_any_data_survives_yaml(data: dict[str, Any]) -> None:
     assert yaml.safe_load(yaml_document(data)) == data
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @example("a\n\n\n")
 @example("  a\n b\n")

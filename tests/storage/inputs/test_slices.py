@@ -39,6 +39,7 @@ def cut(file: InputFile, step: int) -> Iterator[Slice]:
         row += count
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_lines_are_cut_at_any_byte(tmp_path: Path, name: str) -> None:
     for seed in range(60):
