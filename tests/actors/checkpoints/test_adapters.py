@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from draftmill.actors.checkpoints import made_folders
@@ -35,7 +34,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def train(model: Any, folder: Path, settings: dict[str, Any], *, seed: int = 3) -> Any:
     """Save an adapter whose weights are all random, as training leaves them; returns the model with it."""
-    adapted = get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, **settings)).eval()
+    import peft  # takes seconds, which every process of the tests would spend
+
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, **settings)).eval()
     torch.manual_seed(seed)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
@@ -98,11 +99,13 @@ def test_an_adapter_of_another_model_is_refused_with_what_does_not_fit(tmp_path:
 
 
 def test_what_can_not_be_merged_is_refused_by_name(tmp_path: Path) -> None:
+    import peft
+
     model = save_random(tmp_path / "base", "qwen3")
     train(model, tmp_path / "tied", LLAMA | {"target_modules": ["embed_tokens"]})
     assert "are one tensor in this model" in refused(tmp_path, "tied")
-    prompt = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
-    get_peft_model(save_random(tmp_path / "base", "qwen3"), prompt).save_pretrained(str(tmp_path / "prompt"))
+    prompt = peft.PromptTuningConfig(task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=3)
+    peft.get_peft_model(save_random(tmp_path / "base", "qwen3"), prompt).save_pretrained(str(tmp_path / "prompt"))
     assert "type PROMPT_TUNING, which adds to prompts" in refused(tmp_path, "prompt")
     shutil.copytree(BUILTIN / "mdm-tiny", tmp_path / "masked")
     shutil.rmtree(tmp_path / "tied-merged")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import sacrebleu
-from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
 
 from draftmill.actors.metrics.base import MeasuredRow
 from draftmill.actors.metrics.settings import Bleu, Chrf, Rouge
@@ -27,6 +26,8 @@ def test_rouge_has_the_known_values() -> None:
 
 
 def test_rouge_is_the_librarys_with_every_setting() -> None:
+    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+
     text, reference = "Generated texts were running well", "the generated text runs very well"
     for score, stemmer in (("f", True), ("precision", False), ("recall", True)):
         settings = Rouge.model_validate(
