@@ -60,8 +60,8 @@ class Hysteresis(Settings):
 
 
 class Bandit(Settings):
-    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy. `beta` weighs the bonus of
-    rarely tried actions. `entropy_of` chooses the mean entropy to use: the span's, or that of all masks of the block."""
+    """Learn within each sample what pays (UCB), for each bin of span, progress and entropy. `beta` weighs the bonus of rare
+    actions; `entropy_of`: the mean over the span, or over all masks of the block."""
 
     kind: Literal["bandit"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")

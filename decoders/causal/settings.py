@@ -55,9 +55,12 @@ class NgramDrafterSettings(Settings):
 
 
 class SuffixDrafterSettings(Settings):
-    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding). The index
-    holds the last `max_tokens` tokens or at least half of them. Up to `max_spec_factor` times as many tokens are drafted as
-    match, as long as all of them hold with a probability of at least `min_token_prob`, by how often they followed."""
+    """Drafts what followed the longest end of a sample's text elsewhere in the last `max_tokens` tokens of its worker
+    (SuffixDecoding), while all drafts hold with `min_token_prob`.
+
+    The index holds at least half of these tokens. Up to `max_spec_factor` times as many tokens are drafted as match; how often
+    a token followed gives its probability.
+    """
 
     kind: Literal["suffix"]
     max_tokens: int = Field(
