@@ -198,7 +198,7 @@ def main(units: int) -> None:
     """Print what a job of `units` units took more than one of 2,000."""
     with MonkeyPatch.context() as patch:
         patch.setattr(packing, "part_bytes", lambda tables: bytes(100))  # a million row groups take a minute
-        patch.setattr(plans, "fingerprint", lambda results: "f")
+        patch.setattr(plans, "digest", lambda results: "f")
         patch.setattr(session, "make_job", lambda *_, **__: None)
         measure(units)
 

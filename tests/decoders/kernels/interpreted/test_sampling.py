@@ -232,7 +232,7 @@ def test_no_rows_and_what_must_be_given():
         with pytest.raises(AssertionError, match="scores leave out the mask"):
             module.sample(logits, warp, keys, positions, wanted=("scores",))
     for settings, gumbel in ((replace(warp, own_2R=None), None), (warp, lambda step: logits)):
-        with pytest.raises(AssertionError, match="is told each row's settings, and computes its noise"):
+        with pytest.raises(AssertionError, match="gets each row's settings, and computes its noise"):
             sampling.sample(logits, settings, keys, positions, gumbel=gumbel)
 
 
