@@ -62,7 +62,7 @@ class Meter(Protocol):
     """Measures rows."""
 
     def measure(self, rows: Sequence[MeasuredRow]) -> Measuring:
-        """Measure rows step by step; whoever closes the generator gives the measurement up."""
+        """Measure rows step by step. Closing the generator stops the measurement."""
         ...
 
 

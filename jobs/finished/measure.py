@@ -249,17 +249,7 @@ def measure_units(
     for lacking in dict.fromkeys(unit.metrics for unit in units.values()):
         record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
     limits = limits_of(spec)
-    job = MeasureJob(
-        store_url=absolute(store.url),
-        s3=s3,
-        fingerprint=passes[0].plan.fingerprint,
-        code_version=draftmill.__version__,
-        metrics=ready.metrics,
-        units=units,
-        row_s=limits.lease_s,
-        reference=ready.reference,
-        joiner=ready.joiner,
-    )
+    job = _job_of(store, passes[0].plan, ready, units, row_s=limits.lease_s, s3=s3)
     rows, all_rows = sum(unit.rows for unit in units.values()), sum(part.plan.rows for part in finished_passes(passes))
     totals = Totals(units=len(units), rows=all_rows, rows_before=all_rows - rows)
     indices = sorted({index for unit in units.values() for index in unit.metrics})
@@ -284,6 +274,22 @@ def measure_units(
     if finish.how in {"failed", "full"}:
         raise StoreError(f"{finish.message}; run it again to resume")
     return is_done
+
+
+def _job_of(
+    store: Store, plan: Plan, ready: Ready, units: Mapping[int, UnitToMeasure], *, row_s: float, s3: S3Options
+) -> MeasureJob:
+    return MeasureJob(
+        store_url=absolute(store.url),
+        s3=s3,
+        fingerprint=plan.fingerprint,
+        code_version=draftmill.__version__,
+        metrics=ready.metrics,
+        units=units,
+        row_s=row_s,
+        reference=ready.reference,
+        joiner=ready.joiner,
+    )
 
 
 def _allocate_measurers(backend: Backend, spec: JobSpec, ready: Ready, units: int) -> Allocation:
