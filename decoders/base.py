@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from draftmill.decoders.constraints.constraint import Constraint
 
 HOLE = -1
 """Marks a masked position of a canvas; never a token id."""
@@ -26,13 +29,14 @@ class StopText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Settings of one request that replace the decoder's; None keeps the decoder's value. `top_p` = 1 keeps all tokens. With
+    """Settings of one request that replace the decoder's; None keeps the decoder's value. Its text must match the `constraint`. `top_p` = 1 keeps all tokens. With
     `token_logprobs` the outcome has each generated token's log-probability, where decoders know it (causal, any-subset)."""
 
     temperature: float | None = None
     top_p: float | None = None
     stop_text: StopText | None = None
     token_logprobs: bool = False
+    constraint: Constraint | None = None
 
 
 JOB_SETTINGS: Final = RowSettings()

@@ -44,10 +44,14 @@ def any_subset(s: Sample) -> Decoding:
 
 
 def parallel(s: Sample) -> Decoding:
-    """One forward."""
-    n, count = s.decided, s.length - s.decided
-    _, tokens, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), TARGET_ONCE, [NO_DRAFT] * count)
-    s.commit(tokens, log_ps, count)
+    """One forward; under a constraint the tokens up to the first that does not fit to those before it, and then once more."""
+    while s.decided < s.length:
+        n, count = s.decided, s.length - s.decided
+        _, tokens, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), TARGET_ONCE, [NO_DRAFT] * count)
+        if s.tracker is not None and s.order is not None:
+            fitting = s.fitting(list(zip(s.order[n:], tokens, strict=True)))
+            count = next((index for index, at in enumerate(fitting) if at != index), len(fitting))
+        s.commit(tokens, log_ps, count)
 
 
 def score(s: Sample) -> Decoding:

@@ -23,6 +23,7 @@ import torch
 
 from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
+from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
 from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Offer, Roll, SampleFrom
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, pack, put, steps
@@ -36,6 +37,7 @@ from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding_order
 from draftmill.decoders.engine.scheduler import DEVICE_ROWS, Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.shaping import add_allowed
 from draftmill.decoders.estimates import Text
 
 
@@ -215,9 +217,14 @@ class Engine:
         ranks = order.tolist() if self.algorithm.kind == "any_subset" else None
         if self.algorithm.kind == "causal" and prompt < len(request.canvas):
             check_completion(masked, scores=scores)
-        return self.algorithm.sample(
+        sample = self.algorithm.sample(
             request, ranks, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing
         )
+        if request.settings.constraint is not None:
+            sample.tracker = tracker_of(
+                request.settings.constraint, masked.tolist(), in_order=self.algorithm.kind == "causal"
+            )
+        return sample
 
     def _make_room(self, needed: int, length: int) -> None:
         """Give the caches at least `needed` slots, for canvases of this length too."""
@@ -365,7 +372,10 @@ class Engine:
         began_s, kv, samples = time.perf_counter(), sum(sample.decided for sample in turn.samples), turn.samples
         asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
         assert len(asks) == len(samples), "offers and drafts were answered before"
-        started = self.target.start(pack(samples, asks, self.slots, self.target.layout, self.target.rule))
+        b = pack(samples, asks, self.slots, self.target.layout, self.target.rule)
+        if any(sample.tracker for sample in samples):
+            add_allowed(b, samples, self.sampler.masks)
+        started = self.target.start(b)
         record, batch, laps = started.wait(), started.batch, started.seconds
         self._count(samples, started, laps)
         if record is not None:

@@ -43,6 +43,7 @@ from draftmill.decoders.engine.batch import Batch, Rule
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.samples import Sample, SlotTable
 from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.shaping import MaskTable
 from draftmill.decoders.kernels.find import find_sampling
 from draftmill.decoders.kernels.sampling_reference import Warp, measure, sample
 
@@ -187,11 +188,14 @@ class Sampler:
         # Of each cell the hidden state (where a decoder names distributions: these) of a draft, and log q(draft).
         self._states_CD = torch.zeros(1, 0, device=device)
         self._log_q_C = torch.zeros(1, dtype=torch.float64, device=device)
+        self.masks = MaskTable(info.vocab_size, info.mask_id, device)
+        # Whether cells keep whole distributions: a draft's constraint is another one than that of the row that judges it.
+        self._keeps_whole = algorithm.names_laws or setup.has_constraints
         self.drafts_by: Logits | None = None
         """The output layer of the model whose drafts are judged: q is computed again by it."""
         if self.by_ratio and algorithm.keeps_laws:
             drafter = setup.drafter or backbone
-            width, kept = (info.vocab_size, self._law_dtype) if algorithm.names_laws else (drafter.width, drafter.dtype)
+            width, kept = (info.vocab_size, self._law_dtype) if self._keeps_whole else (drafter.width, drafter.dtype)
             self._states_CD = torch.zeros(1, width, dtype=kept, device=device)
         self.noted_C = torch.zeros(2 * setup.max_rows + 1, dtype=torch.int64, device=device)
         """The tokens drafted at the last two ranks of each slot, and one for dead rows (batch.note_cells)."""
@@ -264,9 +268,10 @@ class Sampler:
         gumbel = None
         if self.kernel is None and self.device.type == "cpu":
             gumbel = partial(self._noise.rows, b, part, self.plan.noise)
-        fields_AFR = (self.kernel or sample)(
+        warp = self._warp(b, part)
+        fields_AFR = (self.kernel if self.kernel and warp.is_whole else sample)(
             logits_RV,
-            self._warp(b, part),
+            warp,
             b.key_2R[:, part].T,
             b.place_R[part],
             wanted=self._wanted if is_target else (),
@@ -282,13 +287,14 @@ class Sampler:
         if self._order_F is not None:
             fields_AFR = fields_AFR.index_select(1, self._order_F)
         if self._of_two:
-            law_RV = log_law(logits_RV.to(torch.float64), self._warm)
+            law_RV = log_law(warp.allow(logits_RV).to(torch.float64), self._warm)
             fields_AFR[0, -1] = measure(self.notes[-1], law_RV, fields_AFR[0, 0].to(torch.int64))
         return fields_AFR
 
     def _warp(self, b: Batch, part: slice | Tensor) -> Warp:
         own_2R = None if b.own_2R is None else b.own_2R[:, part]
-        return Warp(self._job, self._uncut, own_2R, b.cuts, self._suppressed, self._suppressed_V)
+        allowed_RV = None if b.allowed_R is None else self.masks.allowed(b.allowed_R[part])
+        return Warp(self._job, self._uncut, own_2R, b.cuts, self._suppressed, self._suppressed_V, allowed_RV)
 
     def _note(self, b: Batch, token_R: Tensor, part: slice | Tensor) -> None:
         """Keep tokens where the next rows of their slots take them from the device."""
@@ -312,7 +318,7 @@ class Sampler:
             fields_FR, accepted_B = self._judge_chains(logits, hidden_RD, b, fields_FR, log_p_R, held)
         if b.row_D.shape[0] and self._states_CD.shape[1]:
             states_DD = hidden_RD[b.row_D]
-            if self.algorithm.names_laws:
+            if self._keeps_whole:
                 states_DD = self._compute_again(logits, hidden_RD, b, b.row_D, held)[1]
             # At temperature 0 S2D2's code takes the model's own probability, which is a note.
             log_q_D = fields_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
@@ -328,7 +334,7 @@ class Sampler:
         warp = self._warp(b, part)
         logits_RV = warp.suppress(logits_RV)
         law_RV = self.law(logits_RV, warp)
-        p_RV = self._judging(logits_RV, law_RV)
+        p_RV = self._judging(logits_RV, law_RV, warp)
         token_R, uniform_R = b.draft_R[part], b.uniform_R[part]
         if not alone:
             token_R = torch.where(b.judged_R[part] > 0, token_R, self._draw_from(law_RV, uniform_R))
@@ -350,13 +356,13 @@ class Sampler:
     def law(self, logits_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that tokens are drawn from; at temperature 0 the model's own in float64, if ratios mean something."""
         if self._greedy and self.algorithm.by_ratio:
-            return torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
+            return torch.log_softmax(warp.allow(logits_RV).to(torch.float64), dim=-1)
         return warp.law(logits_RV, cut=True)
 
-    def _judging(self, logits_RV: Tensor, law_RV: Tensor) -> Tensor:
+    def _judging(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that judge: at temperature 0 those of temperature 1 after top-k and top-p."""
         if self._greedy and self.algorithm.by_ratio and self._cuts:
-            return log_law(logits_RV.to(torch.float64), self._warm)
+            return log_law(warp.allow(logits_RV).to(torch.float64), self._warm)
         return law_RV
 
     def _log_p(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp, token_R: Tensor) -> Tensor:
@@ -393,10 +399,10 @@ class Sampler:
         last_B = (b.first_B + torch.minimum(accepted_B, (size_B - 1).clamp(min=0))).clamp(max=len(hidden_RD) - 1)
         refused_B = judged_R[last_B]
         logits_BV, law_BV, warp = self._compute_again(logits, hidden_RD, b, last_B, held)
-        p_BV = self._judging(logits_BV, law_BV)
+        p_BV = self._judging(logits_BV, law_BV, warp)
         if has_q:
             q_BV = self._states_CD[b.cell_R[last_B]]
-            if not self.algorithm.names_laws:
+            if not self._keeps_whole:
                 assert self.drafts_by is not None, "drafts come from a model"
                 q_BV = self.law(warp.suppress(self.drafts_by(q_BV)), warp)
         else:
@@ -430,7 +436,7 @@ class Sampler:
         law_RV = self.law(warp.suppress(logits_RV), warp)
         token_R = inverse_cdf_draw(law_RV.exp(), b.uniform_R[part])
         log_q_R = law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
-        self._keep(b.cell_R[part], hidden_RD, log_q_R)
+        self._keep(b.cell_R[part], law_RV if self._keeps_whole else hidden_RD, log_q_R)
         return token_R
 
     def draw_named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:

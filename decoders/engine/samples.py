@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, StopText, TraceStep
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.constraints.constraint import Tracker
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Ints, Run, Span, Wish
 from draftmill.decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
@@ -79,7 +80,7 @@ class Sample:
         "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
         "device_s", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "just", "key", "length", "log_ps",
         "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "rank_at", "request", "slot", "stats", "stop_ids",
-        "stop_text", "times", "tokens", "trace", "used_rows",
+        "stop_text", "times", "tokens", "trace", "tracker", "used_rows",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +115,8 @@ class Sample:
         own_text = request.settings.stop_text
         self.stop_text: StopText | None = None if stops is None else stops.text if own_text is None else own_text
         self.trace: list[TraceStep] | None = [] if traced else None
+        # What the text must match; None if it may be anything.
+        self.tracker: Tracker | None = None
         # Drafts of the iteration that has just ended, and how many of them paid, for a budget; None if none has.
         self.just: tuple[int, int] | None = None
         # Rows of the prompt that run in this forward, before anything is asked (scheduler.py).
@@ -175,6 +178,9 @@ class Sample:
         before = self.decided
         kept, is_over = self._until_stop(tokens, min(count, self.length - before))
         self.tokens[before : before + kept] = tokens[:kept]
+        if self.tracker is not None:
+            for rank in range(before, before + kept):
+                self.tracker.decide(rank if self.order is None else self.order[rank], self.tokens[rank])
         for log_p in log_ps[:kept]:
             self.logprob += log_p
         if self.log_ps is not None:
@@ -188,6 +194,22 @@ class Sample:
             span, seen = slice(before, self.decided), list(drafts[: proposed if shown is None else shown])
             positions = list(range(before, self.decided)) if self.order is None else self.order[span]
             self.trace.append(TraceStep(len(self.trace), self.nfe, seen, self.tokens[span], positions))
+        return kept
+
+    def is_open(self, position: int) -> bool:
+        """Whether the token at a position is not decided."""
+        return (position if self.order is None else self.rank_at[position]) >= self.decided
+
+    def fitting(self, news: Sequence[tuple[int, int]]) -> list[int]:
+        """Which of some tokens (position, token) satisfy the constraint if they are decided in this order: tokens of one forward
+        have not seen each other. The first one does."""
+        if self.tracker is None:
+            return list(range(len(news)))
+        kept = list[int]()
+        for index, (position, token) in enumerate(news):
+            allowed = self.tracker.allowed(position, [news[before] for before in kept])
+            if allowed is None or allowed[1]()[token]:
+                kept.append(index)
         return kept
 
     def grade(self, log_ps: Sequence[float], first_choices: int) -> None:

@@ -36,7 +36,7 @@ class Warp:
     `job` are the job's settings, `uncut` the same without top-p. `own_2R` are temperature (0 takes the maximum) and top-p (1 or
     more cuts nothing) of each row, float64; None where all rows have the job's. Kernels need them. A row has the same bits either
     way. `cuts` says whether any row has a top-p below 1. `suppressed` are ids that are never generated, which `suppressed_V`
-    marks.
+    marks. `allowed_RV` marks the tokens that each row may draw, None: all; they are no matter of the model's own distribution.
     """
 
     job: Sampling
@@ -45,6 +45,7 @@ class Warp:
     cuts: bool
     suppressed: Tensor
     suppressed_V: Tensor
+    allowed_RV: Tensor | None = None
 
     @property
     def greedy(self) -> bool:
@@ -54,14 +55,30 @@ class Warp:
     @property
     def is_plain(self) -> bool:
         """Whether every distribution is the model's own, but for top-p."""
-        return self.own_2R is None and self.job.temperature == 1.0 and self.job.top_k is None
+        return self.is_whole and self.own_2R is None and self.job.temperature == 1.0 and self.job.top_k is None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row may draw any token."""
+        return self.allowed_RV is None
+
+    @property
+    def cut_R1(self) -> Tensor:
+        """Which rows may not draw everything, [R, 1]."""
+        assert self.allowed_RV is not None, "a warp of rows with constraints"
+        return ~self.allowed_RV.all(-1, keepdim=True)
+
+    def allow(self, logits_RV: Tensor) -> Tensor:
+        """Logits in which what a row may not draw is impossible."""
+        return logits_RV if self.allowed_RV is None else logits_RV.masked_fill(~self.allowed_RV, -torch.inf)
 
     def suppress(self, logits_RV: Tensor) -> Tensor:
         """Make ids that are never generated impossible, in place."""
         return logits_RV.index_fill_(-1, self.suppressed, -torch.inf) if len(self.suppressed) else logits_RV
 
     def law(self, logits_RV: Tensor, *, cut: bool) -> Tensor:
-        """The log-probabilities of suppressed logits, [R, V]; `cut` to their nuclei or not."""
+        """The log-probabilities of suppressed logits, [R, V], of what rows may draw; `cut` to their nuclei or not."""
+        logits_RV = self.allow(logits_RV)
         if self.own_2R is None:
             return log_law(logits_RV, self.job if cut else self.uncut)
         top_p_R1 = self.own_2R[1].unsqueeze(1) if cut and self.cuts else None
@@ -100,7 +117,12 @@ def sample(
     scores_R = _log_scores(logits_RV, mask_id) if "scores" in wanted else None
     logits_RV = warp.suppress(logits_RV)
     uncut_RV = None if warp.greedy else warp.law(logits_RV, cut=False)
+    own_RV = None if warp.is_whole else torch.log_softmax(logits_RV, dim=-1)
+    logits_RV = warp.allow(logits_RV)
     plain_RV, law_RV = _laws(logits_RV, uncut_RV, warp, is_noted=bool(wanted), warped=warped)
+    if own_RV is not None:
+        # Where a row may not draw everything, the model's own distribution is another one.
+        plain_RV = torch.where(warp.cut_R1, own_RV.to(plain_RV.dtype), plain_RV)
     draw_R = torch.zeros_like(position_R) if draw_R is None else draw_R
     fields = []
     for step in range(1 + ahead):

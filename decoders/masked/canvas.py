@@ -102,9 +102,13 @@ class Canvas(Sample):
     def reveal(self, picks: Sequence[Pick], proposed: int = 0, drafts: Sequence[int] = ()) -> None:
         """End an iteration: reveal these tokens in their order, fewer where the completion ends. All but the first of them
         count as accepted if any were `proposed`. `drafts` are shown in the trace."""
+        if len(picks) > 1:
+            picks = [picks[index] for index in self.fitting([pick[1:3] for pick in picks])]
         count = self._until_end(picks)
         for _, position, token, log_p in picks[:count]:
             self.tokens[position] = self.canvas[position] = token
+            if self.tracker is not None:
+                self.tracker.decide(position, token)
             self.log_p_at[position] = log_p
             self.logprob += log_p
         if count == 1:
@@ -118,6 +122,10 @@ class Canvas(Sample):
         if self.trace is not None:
             tokens, positions = [pick[2] for pick in picks[:count]], [pick[1] for pick in picks[:count]]
             self.trace.append(TraceStep(len(self.trace), self.nfe, list(drafts), tokens, positions))
+
+    def is_open(self, position: int) -> bool:
+        """Whether there is a mask at a position."""
+        return self.tokens[position] == HOLE
 
     def _until_end(self, picks: Sequence[Pick]) -> int:
         if self.end is None or not (self.stop_ids or self.stop_text):

@@ -1,0 +1,1 @@
+"""What a text must match: automata over tokens, and which tokens may stand where."""

@@ -1,0 +1,278 @@
+"""Automata over tokens: a regular expression as states, and the state after each token that leads anywhere.
+
+    expression   -?[0-9]{1,2}
+    bytes        0 -(-)-> 1      0, 1 -(0-9)-> 2      2 -(0-9)-> 3         2 and 3 are ends
+    tokens       "-" "-1" "12" "7" ..     0 -("-1")-> 2      0 -("12")-> 3     a token's bytes, one after the other
+    least        0: 1    1: 1    2: 0    3: 0      the fewest tokens to an end
+
+The library outlines-core compiles the expression to an automaton over bytes, and a JSON schema to an expression. What follows is
+done for all states at once: they walk a tree of the vocabulary's beginnings, so that a beginning that leads nowhere is left
+out with all that begins so.
+
+Edges that lead to no end are left out, and so are all tokens that are no text: special tokens, and the mask.
+
+Legend: S states, E edges, V vocabulary, C children, L nodes of a level of the tree, F walks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+FAR: Final = 1 << 30
+"""As `least`: no end can be reached."""
+_STATES_AT_ONCE: Final = 32
+
+
+# ---- the vocabulary --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The nodes at one depth. Node l has the children first_L[l] .. first_L[l + 1] - 1 of the next level, which `byte_C` leads
+    to; the tokens that end at it are those from token_first_L[l] on in `token_T`."""
+
+    first_L: Ints
+    byte_C: Ints
+    token_first_L: Ints
+    token_T: Ints
+
+
+class Vocabulary:
+    """The bytes of each token, None for one that is no text; as a tree of their beginnings."""
+
+    def __init__(self, spelled: Sequence[bytes | None]) -> None:
+        self.size = len(spelled)
+        ids = [token for token, text in enumerate(spelled) if text]
+        texts = [spelled[token] or b"" for token in ids]
+        length_T = np.array([len(text) for text in texts], dtype=np.int64)
+        width = int(length_T.max(initial=0))
+        byte_TW = np.zeros((len(ids), width), dtype=np.int64)
+        for place, text in enumerate(texts):
+            byte_TW[place, : len(text)] = np.frombuffer(text, dtype=np.uint8)
+        token_T, node_T, num_nodes = np.array(ids, dtype=np.int64), np.zeros(len(ids), dtype=np.int64), 1
+        self.levels = list[_Level]()
+        for depth in range(width + 1):
+            ends_T = length_T == depth
+            token_first, tokens = _grouped(node_T[ends_T], token_T[ends_T], num_nodes)
+            goes_T = ~ends_T
+            code_T = node_T[goes_T] * 256 + (byte_TW[goes_T, depth] if depth < width else 0)
+            codes, child_T = np.unique(code_T, return_inverse=True)
+            first = np.searchsorted(codes // 256, np.arange(num_nodes + 1))
+            self.levels.append(_Level(first, codes % 256, token_first, tokens))
+            length_T, byte_TW, token_T = length_T[goes_T], byte_TW[goes_T], token_T[goes_T]
+            node_T, num_nodes = child_T.reshape(-1).astype(np.int64), len(codes)
+
+
+def _grouped(key_T: Ints, value_T: Ints, num_keys: int) -> tuple[Ints, Ints]:
+    """Values by ascending key: where those of each key begin, and the values."""
+    order_T = np.argsort(key_T, kind="stable")
+    return np.searchsorted(key_T[order_T], np.arange(num_keys + 1)), value_T[order_T]
+
+
+# ---- automata --------------------------------------------------------------------------------------------------------
+
+
+class Automaton:
+    """States 0 .. `num_states` - 1, of which 0 is the start. Edge e leads by token `token_E` from `state_E` to `next_E`; edges are
+    in the order of states, and of tokens. `least_S` is the fewest tokens to an end, FAR where there is none."""
+
+    def __init__(self, state_E: Ints, token_E: Ints, next_E: Ints, is_end_S: Bools, vocab_size: int) -> None:
+        self.is_end_S, self.num_states, self.vocab_size = is_end_S, len(is_end_S), vocab_size
+        self.least_S = _least(state_E, next_E, is_end_S)
+        kept_E = self.least_S[next_E] < FAR
+        state_E, token_E, next_E = state_E[kept_E], token_E[kept_E], next_E[kept_E]
+        order_E = np.lexsort((token_E, state_E))
+        self.state_E, self.token_E, self.next_E = state_E[order_E], token_E[order_E], next_E[order_E]
+        self.first_S = np.searchsorted(self.state_E, np.arange(self.num_states + 1))
+        finite_S = self.least_S[self.least_S < FAR]
+        self.most_least = int(finite_S.max(initial=0))
+        """With so many tokens left every edge may be taken."""
+        self._tails, self._with_end = [is_end_S], dict[tuple[int, ...], Automaton]()
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+        return 6 * 8 * len(self.state_E)
+
+    def edges(self, state: int) -> slice:
+        """The edges of a state."""
+        return slice(int(self.first_S[state]), int(self.first_S[state + 1]))
+
+    def step(self, state: int, token: int) -> int:
+        """The state after a token, -1 if it leads to no end."""
+        if state < 0:
+            return -1
+        part = self.edges(state)
+        at = int(np.searchsorted(self.token_E[part], token))
+        if at < part.stop - part.start and self.token_E[part.start + at] == token:
+            return int(self.next_E[part.start + at])
+        return -1
+
+    def matches(self, tokens: Sequence[int]) -> bool:
+        """Whether the tokens spell a text that the expression matches."""
+        state = 0
+        for token in tokens:
+            state = self.step(state, token)
+        return state >= 0 and bool(self.is_end_S[state])
+
+    def allowed(self, state: int, left: int, *, exactly: bool) -> Bools:
+        """Which tokens may follow in `state`, [V], if at most `left` tokens come, this one included, or exactly so many."""
+        part = self.edges(state)
+        good_S = self.tail(left - 1) if exactly else self.least_S < left
+        allowed_V = np.zeros(self.vocab_size, dtype=np.bool_)
+        allowed_V[self.token_E[part][good_S[self.next_E[part]]]] = True
+        return allowed_V
+
+    # ---- sets of states ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _pairs(self) -> tuple[Ints, Ints]:
+        """The different pairs of states that a token joins."""
+        codes = np.unique(self.state_E * self.num_states + self.next_E)
+        return codes // self.num_states, codes % self.num_states
+
+    @cached_property
+    def _by_token(self) -> tuple[Ints, Ints]:
+        """Where the edges of each token begin, and the edges in the order of tokens."""
+        return _grouped(self.token_E, np.arange(len(self.token_E)), self.vocab_size)
+
+    def start(self) -> Bools:
+        """The states before anything, [S]."""
+        return np.arange(self.num_states) == 0
+
+    def after(self, before_S: Bools, token: int | None) -> Bools:
+        """The states after a token from one of these, [S]; None: after any token."""
+        state_P, next_P = self._pairs if token is None else self._edges_of(token)
+        after_S = np.zeros(self.num_states, dtype=np.bool_)
+        after_S[next_P[before_S[state_P]]] = True
+        return after_S
+
+    def before(self, after_S: Bools, token: int | None) -> Bools:
+        """The states from which a token leads to one of these, [S]; None: any token."""
+        state_P, next_P = self._pairs if token is None else self._edges_of(token)
+        before_S = np.zeros(self.num_states, dtype=np.bool_)
+        before_S[state_P[after_S[next_P]]] = True
+        return before_S
+
+    def tail(self, count: int) -> Bools:
+        """The states from which `count` tokens, whichever, lead to an end, [S]."""
+        while len(self._tails) <= count:
+            self._tails.append(self.before(self._tails[-1], None))
+        return self._tails[count]
+
+    def between(self, before_S: Bools, after_S: Bools) -> Bools:
+        """The tokens that lead from one of some states to one of others, [V]."""
+        allowed_V = np.zeros(self.vocab_size, dtype=np.bool_)
+        allowed_V[self.token_E[before_S[self.state_E] & after_S[self.next_E]]] = True
+        return allowed_V
+
+    def _edges_of(self, token: int) -> tuple[Ints, Ints]:
+        first, edges = self._by_token
+        mine = edges[first[token] : first[token + 1]]
+        return self.state_E[mine], self.next_E[mine]
+
+    def with_end(self, ends: tuple[int, ...]) -> Automaton:
+        """The same for a canvas that a text may fill in part: after an end, one of the tokens `ends`, and then any tokens."""
+        if ends not in self._with_end:
+            self._with_end[ends] = self._extended(ends)
+        return self._with_end[ends]
+
+    def _extended(self, ends: tuple[int, ...]) -> Automaton:
+        done, ended = self.num_states, np.flatnonzero(self.is_end_S)
+        all_V = np.arange(self.vocab_size)
+        state_E = np.concatenate([self.state_E, np.repeat(ended, len(ends)), np.full(self.vocab_size, done)])
+        token_E = np.concatenate([self.token_E, np.tile(np.array(ends), len(ended)), all_V])
+        next_E = np.concatenate([self.next_E, np.full(len(ended) * len(ends) + self.vocab_size, done)])
+        return Automaton(state_E, token_E, next_E, np.append(self.is_end_S, True), self.vocab_size)
+
+
+def _least(state_E: Ints, next_E: Ints, is_end_S: Bools) -> Ints:
+    """The fewest tokens from each state to an end, [S]."""
+    num_states = len(is_end_S)
+    codes = np.unique(state_E * num_states + next_E)
+    state_P, next_P = codes // num_states, codes % num_states
+    least_S, reached_S, count = np.where(is_end_S, 0, FAR), is_end_S, 0
+    while reached_S.any():
+        count += 1
+        news = state_P[reached_S[next_P]]
+        news = news[least_S[news] == FAR]
+        least_S[news] = count
+        reached_S = np.zeros(num_states, dtype=np.bool_)
+        reached_S[news] = True
+    return least_S
+
+
+def automaton_of(expression: str, vocabulary: Vocabulary) -> Automaton:
+    """The automaton of a regular expression (the syntax of Rust's regex) that must match the whole text. ValueError if it can't
+    be compiled, or if no text of these tokens matches."""
+    next_SB, is_end_S = _byte_automaton(expression)
+    parts = [
+        _walk(next_SB, np.arange(first, min(first + _STATES_AT_ONCE, len(next_SB))), vocabulary)
+        for first in range(0, len(next_SB), _STATES_AT_ONCE)
+    ]
+    state_E, token_E, next_E = (np.concatenate(each) for each in zip(*parts, strict=True))
+    automaton = Automaton(state_E, token_E, next_E, is_end_S, vocabulary.size)
+    if automaton.least_S[0] == FAR:
+        raise ValueError(f"no text of this vocabulary matches {expression!r}")
+    return automaton
+
+
+def _byte_automaton(expression: str) -> tuple[Ints, Bools]:
+    """The state after each byte, -1 where there is none, [S, 256]; which states are ends, [S]. The start is state 0.
+
+    The library drops edges from ends to other states (0.2.14: its matches are reported a byte late). So NUL is made to follow each
+    text: then only states after NUL are ends, and those before it are what is wanted. No text has a NUL in it.
+    """
+    from outlines_core import Index
+    from outlines_core import Vocabulary as Spelled
+
+    try:
+        index = Index(f"(?:{expression})\\x00", Spelled(256, {bytes([byte]): [byte] for byte in range(256)}))
+    except Exception as error:  # the library raises bare exceptions
+        raise ValueError(f"{expression!r} is not a regular expression that can be compiled: {error}") from None
+    edges, over = index.get_transitions(), set(index.get_final_states())
+    names = {index.get_initial_state(): 0}
+    for state, out in edges.items():
+        for name in (state, *out.values()):
+            names.setdefault(name, len(names))
+    next_SB, is_end_S = np.full((len(names), 256), -1, dtype=np.int64), np.zeros(len(names), dtype=np.bool_)
+    for state, out in edges.items():
+        is_end_S[names[state]] = out.get(0) in over
+        for byte, name in out.items():
+            if 0 < byte < 256:
+                next_SB[names[state], byte] = names[name]
+    return next_SB, is_end_S
+
+
+def _walk(next_SB: Ints, start_F: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints, Ints]:
+    """The edges by tokens from some states: state, token, next state."""
+    parts = list[tuple[Ints, Ints, Ints]]()
+    node_F, now_F = np.zeros(len(start_F), dtype=np.int64), start_F
+    for level in vocabulary.levels:
+        which, place = _spread(level.token_first_L, node_F)
+        parts.append((start_F[which], level.token_T[place], now_F[which]))
+        which, child = _spread(level.first_L, node_F)
+        next_F = next_SB[now_F[which], level.byte_C[child]]
+        lives_F = next_F >= 0
+        start_F, node_F, now_F = start_F[which][lives_F], child[lives_F], next_F[lives_F]
+        if not len(node_F):
+            break
+    state_E, token_E, next_E = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return state_E, token_E, next_E
+
+
+def _spread(first_L: Ints, node_F: Ints) -> tuple[Ints, Ints]:
+    """All that belongs to each node: which walk it is for, and its place."""
+    count_F = first_L[node_F + 1] - first_L[node_F]
+    which = np.repeat(np.arange(len(node_F)), count_F)
+    step = np.arange(len(which)) - np.repeat(count_F.cumsum() - count_F, count_F)
+    return which, first_L[node_F][which] + step
