@@ -5,10 +5,12 @@ They are in this package, next to the code that uses them (canvas.py), since wor
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from draftmill.decoders.common_settings import Estimate, Settings
 
@@ -25,6 +27,15 @@ NewTokens = Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)]
 def as_tuple(value: Any) -> Any:
     """Turn a list into a tuple: strict validation does not accept a list as a tuple, and YAML has only lists."""
     return tuple(value) if isinstance(value, list) else value
+
+
+Spelling = Annotated[str, Field(min_length=1)]
+CONSTRAINTS: Final = ("regex", "choice", "json_schema", "grammar")
+
+
+def _as_json(value: Any) -> Any:
+    """An inline schema as text in one form, so that equal schemas are equal."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value
 
 
 class Columns(Settings):
@@ -48,6 +59,7 @@ class Columns(Settings):
     temperature: str | None = Field(default=None, description="in place of sampling.temperature")
     top_p: str | None = Field(default=None, description="in place of sampling.top_p; 1 cuts nothing off")
     stop: str | None = Field(default=None, description="a text or a list in place of task.stop; an empty list: none")
+    constraint: str | None = Field(default=None, description="in place of task.constraint, an object or JSON text")
     tokens: str | None = Field(default=None, description="token ids, null where masked; else without nulls")
 
     @model_validator(mode="after")
@@ -65,11 +77,56 @@ class Columns(Settings):
 
     def has_own_settings(self) -> bool:
         """Whether a column holds the rows' own settings, other than the seed."""
-        return any((self.max_new_tokens, self.temperature, self.top_p, self.stop))
+        return any((self.max_new_tokens, self.temperature, self.top_p, self.stop, self.constraint))
 
     def to_read(self, task: Task) -> dict[str, str]:
         """The columns to read: the named ones, and the defaults that the task looks for if none is named."""
         return {name: name for name in ("id", *task.reads)} | self.mapping()
+
+
+class ConstraintSettings(Settings):
+    """What a generated text must match as a whole: exactly one of these."""
+
+    regex: Spelling | None = Field(default=None, description="a regular expression, in the syntax of Rust's regex")
+    choice: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
+        default=None, description="one of these texts"
+    )
+    json_schema: Annotated[Spelling, BeforeValidator(_as_json)] | None = Field(
+        default=None, description="a JSON Schema, or a file that holds one"
+    )
+    grammar: Spelling | None = Field(default=None, description="a Lark grammar (causal models)")
+    name: Spelling | None = Field(default=None, description="its name in the results; null: its kind")
+
+    @property
+    def kind(self) -> str:
+        """Which of them it is."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ConstraintSettings:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"a constraint has {' and '.join(given) or 'no kind'}; allowed: one of {', '.join(CONSTRAINTS)}"
+            )
+        return self
+
+
+def _form_of(value: Any) -> str:
+    """Which form a constraint has: one for all holes, a list with one a hole, or names for markers to refer to."""
+    if isinstance(value, list | tuple):
+        return "list"
+    keys = value.keys() if isinstance(value, Mapping) else {"regex"}
+    return "one" if not keys or keys & ConstraintSettings.model_fields.keys() else "named"
+
+
+Constraints = Annotated[
+    Annotated[ConstraintSettings, Tag("one")]
+    | Annotated[tuple[ConstraintSettings | None, ...], BeforeValidator(as_tuple), Field(min_length=1), Tag("list")]
+    | Annotated[dict[str, ConstraintSettings], Tag("named")],
+    Discriminator(_form_of),
+]
+"""One for all holes; or a list, one a hole, null for none; or names, to which the markers of holes refer."""
 
 
 class Marker(Settings):
@@ -143,9 +200,6 @@ def _one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, str) else as_tuple(value)
 
 
-Spelling = Annotated[str, Field(min_length=1)]
-
-
 class Fim(Settings):
     """The special tokens with which a causal model fills in the middle, as its tokenizer spells them."""
 
@@ -176,6 +230,7 @@ class Infill(Settings):
     fim: Literal["auto"] | Fim = Field(default="auto", description="the prompt's special tokens; auto: the tokenizer's")
     max_new_tokens: NewTokens | None = Field(default=None, description="causal models: most tokens a hole; null: 128")
     skip_special_tokens: bool = Field(default=True, description="leave generated special tokens out of the texts")
+    constraint: Constraints | None = Field(default=None, description="what holes match: one, a list, or names")
 
 
 def _visible(text: str) -> str:
@@ -218,6 +273,7 @@ class Complete(Settings):
     chat: bool = Field(default=False, description="render the prompt with the tokenizer's chat template")
     chat_date: Day = Field(default=None, description="the date that a template prints; null: logical date or plan's")
     skip_special_tokens: bool = Field(default=True, description="leave special tokens out of the text, not of tokens")
+    constraint: ConstraintSettings | None = Field(default=None, description="what the generated text matches")
 
 
 class Score(Settings):

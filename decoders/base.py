@@ -29,8 +29,9 @@ class StopText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Settings of one request that replace the decoder's; None keeps the decoder's value. Its text must match the `constraint`. `top_p` = 1 keeps all tokens. With
-    `token_logprobs` the outcome has each generated token's log-probability, where decoders know it (causal, any-subset)."""
+    """Settings of one request that replace the decoder's; None keeps the decoder's value. `top_p` = 1 keeps all tokens. With
+    `token_logprobs` the outcome has each generated token's log-probability, where decoders know it (causal, any-subset). The
+    text must match the `constraint`."""
 
     temperature: float | None = None
     top_p: float | None = None

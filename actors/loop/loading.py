@@ -186,6 +186,7 @@ def build(
     max_tokens: int,
     prompt_rows: int | None = None,
     trace: bool = False,
+    has_constraints: bool = False,
 ) -> Decoder:
     """Return the decoder for the task. Raises ValueError, with the field's path, if settings and model do not fit."""
     from draftmill.decoders.engine.setup import Setup
@@ -203,6 +204,7 @@ def build(
         drafter_info=networks.drafter_info,
         trace=trace,
         prompt_rows=prompt_rows,
+        has_constraints=has_constraints,
     )
     if isinstance(task, Score):
         return build_scorer(setup, decoder, task.estimate or Estimate())

@@ -230,6 +230,7 @@ def build_parts(
         max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
         prompt_rows=job.prompt_rows,
         trace=job.trace,
+        has_constraints=getattr(job.task, "constraint", None) is not None or job.columns.constraint is not None,
     )
     has_head = networks.heads is not None
     unit_io = RowUnitIO(

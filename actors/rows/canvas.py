@@ -70,6 +70,7 @@ class Canvas:
     If a causal model fills the holes one after another, this is the first hole's canvas, and `infilling` has the whole row.
 
     `settings` and `stops` are the row's own settings and stop strings; `endpoint` is the endpoint of an OpenAI request.
+    `rules` are the names that markers give to the constraints of holes, and `constraint` is what the results call them.
     """
 
     tokens: NDArray[np.int32]
@@ -83,6 +84,8 @@ class Canvas:
     endpoint: str | None = None
     hidden: NDArray[np.int32] | None = None
     scored: NDArray[np.int64] | None = None
+    rules: tuple[str | None, ...] = ()
+    constraint: str | None = None
 
     @property
     def num_masked(self) -> int:
@@ -127,7 +130,9 @@ class RowMaker:
             return self._make(values, key, OwnSettings())
         own = self.rules.own_settings(values)
         settings, stops = self.rules.settings(own)
-        return replace(self._make(values, key, own), settings=settings, stops=stops, endpoint=own.endpoint)
+        canvas = replace(self._make(values, key, own), settings=settings, stops=stops, endpoint=own.endpoint)
+        given, maker = self.rules.constraint(own), self.rules.constraints
+        return canvas if given is None or maker is None else maker.applied(canvas, given)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
         """Return the size of each row's canvas, or its error; rows are (values, key)."""
@@ -174,7 +179,8 @@ class CanvasMaker(RowMaker):
         if isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
             return self._punch(self._encode(text_of(values, self.columns)), key)
         if isinstance(mask, Marker):
-            return self._join(self._pieces_of(mask, values))
+            pieces, names = self._pieces_of(mask, values)
+            return replace(self._join(pieces), rules=names)
         text, ranges = self._hidden_text(values, key)
         return self._without_ranges(text, ranges)
 
@@ -248,22 +254,27 @@ class CanvasMaker(RowMaker):
 
     # ---- text
 
-    def _pieces_of(self, mask: Marker, values: Values) -> list[Piece]:
+    def _pieces_of(self, mask: Marker, values: Values) -> tuple[list[Piece], tuple[str | None, ...]]:
         texts, lengths = self._split_at_markers(mask, values, mask.length)
-        holes: Sequence[Piece] = lengths
+        holes: Sequence[Piece] = [length for length, _ in lengths]
         if self._hides_reference:
             holes = [self._encode(text) for text in self._references(values, len(lengths))]
-        return [texts[0], *(piece for pair in zip(holes, texts[1:], strict=True) for piece in pair)]
+        pieces = [texts[0], *(piece for pair in zip(holes, texts[1:], strict=True) for piece in pair)]
+        return pieces, tuple(name for _, name in lengths)
 
-    def _split_at_markers(self, mask: Marker, values: Values, default: int) -> tuple[list[str], list[int]]:
-        """The texts around the holes, and the tokens of each hole: `default` unless its marker says how many."""
+    def _split_at_markers(
+        self, mask: Marker, values: Values, default: int
+    ) -> tuple[list[str], list[tuple[int, str | None]]]:
+        """The texts around the holes; the tokens of each hole, `default` unless its marker says how many, and the name of its
+        constraint."""
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
-            return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [default]
-        parts = masking.marker_pattern(mask.marker).split(text_of(values, self.columns))
+            return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [(default, None)]
+        named = isinstance(self.task, Infill) and isinstance(self.task.constraint, dict)
+        parts = masking.marker_pattern(mask.marker, named=named).split(text_of(values, self.columns))
         if len(parts) == 1:
             raise token_error("marker_absent", f"the text has no marker {mask.marker!r}")
-        return parts[::2], [masking.hole_length(written, mask, default) for written in parts[1::2]]
+        return parts[::2], [masking.hole_of(written, default) for written in parts[1::2]]
 
     @property
     def _hides_reference(self) -> bool:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Fim, Infill, Task
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome, TraceStep
+from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.storage.errors import UserError
 
 FIELD: Final = "task.fim"
@@ -180,12 +181,14 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """A row's visible `pieces`, one more than its holes; the `limits` of its holes in tokens; the model's `max_length`."""
+    """A row's visible `pieces`, one more than its holes; the `limits` of its holes in tokens; the model's `max_length`; what each
+    hole must match, if anything."""
 
     template: Template
     pieces: tuple[IDS, ...]
     limits: tuple[int, ...]
     max_length: int | None
+    constraints: tuple[Constraint, ...] = ()
 
     @property
     def longest(self) -> int:

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.rows.canvas import Canvas, CanvasMaker, RowMaker, Size, runs
+from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import IDS, Infilling, Template, fills_in_middle, template_of
 from draftmill.actors.rows.masking import Range, masked_positions
 from draftmill.actors.rows.row import (
@@ -270,14 +271,16 @@ def maker_for(
     sampling: Sampling,
     ends: Sequence[int] = (),
     truncate: Side | None = None,
+    constraints: ConstraintMaker | None = None,
 ) -> Maker:
     """Return the maker of a task's canvases; `truncate` says which side of a long prompt is cut, None for none.
 
-    `decoder` and `sampling` decide which settings a row may have; `ends` are the job's end tokens. Raises UserError if a causal
+    `decoder` and `sampling` decide which settings a row may have; `ends` are the job's end tokens. Without `constraints`, as in
+    planning, canvases have none. Raises UserError if a causal
     model has to fill holes but lacks the special tokens for it.
     """
     open_ended = isinstance(task, Infill) and fills_in_middle(task, info)
-    rules = RowRules(task, columns, decoder.kind, sampling, tokenizer, tuple(ends), open_ended)
+    rules = RowRules(task, columns, decoder.kind, sampling, tokenizer, tuple(ends), open_ended, constraints)
     if isinstance(task, Infill) and open_ended:
         return FimMaker(task, columns, tokenizer, info, template_of(task.fim, tokenizer, info), rules=rules)
     if isinstance(task, Infill):
@@ -347,20 +350,20 @@ class FimMaker(CanvasMaker):
         task = self.task
         if own.max_new_tokens is not None:
             task = task.model_copy(update={"max_new_tokens": own.max_new_tokens})
-        pieces, limits = replace(self, task=task)._row(values, key)
+        pieces, limits, names = replace(self, task=task)._row(values, key)
         row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
         if row.room is not None and row.room < 1:
             reason = f"a hole of up to {max(limits)} tokens leaves no room for text"
             raise token_error("too_long", f"{reason}; the model takes {self.info.max_length}")
         tokens = row.ask([]).canvas
-        return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row)
+        return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row, rules=names)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
         """Return the size of each row's longest canvas, or its error; rows are (values, key)."""
         return [self._size(values, key) for values, key in rows]
 
-    def _row(self, values: Values, key: int) -> tuple[list[IDS], list[int]]:
-        """The visible pieces, and the maximum tokens of each hole."""
+    def _row(self, values: Values, key: int) -> tuple[list[IDS], list[int], tuple[str | None, ...]]:
+        """The visible pieces, the maximum tokens of each hole, and what its marker names."""
         mask = self.task.mask
         if isinstance(mask, SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
             if self.columns.tokens is not None:
@@ -370,14 +373,16 @@ class FimMaker(CanvasMaker):
             hidden = np.zeros(len(ids), dtype=np.bool_)
             hidden[masked_positions(mask, key, len(ids))] = True
             ranges = list(runs(hidden))
-            return [ids[start:end] for start, end in _visible(ranges, len(ids))], [self._limit] * len(ranges)
+            return [ids[start:end] for start, end in _visible(ranges, len(ids))], [self._limit] * len(ranges), ()
+        names: tuple[str | None, ...] = ()
         if isinstance(mask, Marker):
-            texts, limits = self._split_at_markers(mask, values, self._limit)
+            texts, said = self._split_at_markers(mask, values, self._limit)
+            limits, names = [length for length, _ in said], tuple(name for _, name in said)
         else:
             text, ranges = self._hidden_text(values, key)
             texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [self._limit] * len(ranges)
         behind = [check_ids(self._tokenizer().encode_behind(text), self.info) for text in texts[1:]]
-        return [self._encode(texts[0]), *behind], limits
+        return [self._encode(texts[0]), *behind], limits, names
 
     @property
     def _limit(self) -> int:

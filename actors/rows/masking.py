@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.rows.row import token_error
-from draftmill.actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
+from draftmill.actors.task import Lines, Random, Sentences, SpanFraction, Spans
 from draftmill.decoders.draws.keys import MASK, uniforms
 from draftmill.storage.errors import RowError
 
@@ -133,17 +133,29 @@ def merge(ranges: Iterable[Range], size: int) -> list[Range]:
 
 
 @lru_cache(maxsize=16)
-def marker_pattern(marker: str) -> re.Pattern[str]:
-    """A pattern for the marker; its one group is the length, as in `<mask:12>`, for markers that end in a closing bracket."""
+def marker_pattern(marker: str, *, named: bool = False) -> re.Pattern[str]:
+    """A pattern for the marker; its one group is what it says of its hole.
+
+    `<mask>` may say a length, as in `<mask:12>`, if it ends in a closing bracket; where constraints have names (`named`) also
+    one of these, as in `<mask:int>` or `<mask:int:4>`. In `{{...}}` the dots stand for a label before that: `{{age:int:4}}`.
+    """
+    says = r"(?::\w+){0,2}" if named else r"(?::\d+)?"
+    head, dots, tail = marker.partition("...")
+    if dots:
+        return re.compile(rf"{re.escape(head)}(\w*{says}){re.escape(tail)}")
     if marker[-1] in _CLOSING and len(marker) > 1:
-        return re.compile(rf"{re.escape(marker[:-1])}(|:\d+){re.escape(marker[-1])}")
+        return re.compile(rf"{re.escape(marker[:-1])}({says}){re.escape(marker[-1])}")
     return re.compile(f"{re.escape(marker)}()")
 
 
-def hole_length(written: str, mask: Marker, default: int) -> int:
-    """Tokens of a hole; `written` is the length in its marker: '' (the default) or ':12'."""
-    if not written:
-        return default
-    if len(written) > 10 or int(written[1:]) == 0:
-        raise bad_mask(f"{mask.marker[:-1]}{written}{mask.marker[-1]}: a hole has at least one token")
-    return int(written[1:])
+def hole_of(written: str, default: int) -> tuple[int, str | None]:
+    """Tokens of a hole, and the name of its constraint; `written` is what its marker says: '', ':12', ':int', 'age:int:12'."""
+    length, name = default, None
+    for part in written.split(":")[1:]:
+        if not part.isdecimal():
+            name = part
+        elif len(part) > 9 or int(part) == 0:
+            raise bad_mask(f"a marker says {part}: a hole has at least one token")
+        else:
+            length = int(part)
+    return length, name

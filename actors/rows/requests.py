@@ -19,6 +19,7 @@ CHAT: Final = "/v1/chat/completions"
 
 HONOURED: Final = frozenset(
     {"prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "logprobs"}
+    | {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 )
 """Keys of a body that are supported."""
 
@@ -38,7 +39,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }

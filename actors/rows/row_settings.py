@@ -6,6 +6,7 @@
     stop             input.columns.stop             body.stop
     seed             input.columns.seed             body.seed             (draftmill.actors.rows.row.row_key)
     logprobs                                        body.logprobs
+    constraint       input.columns.constraint       body.response_format, body.structured_outputs, body.guided_*
 
 Null (in a column, also an empty text) means the job's own value; a column overrides the body. Each problem is a RowError:
 `bad_setting` for an invalid value, `unsupported` for one that the job can't support. Pure: no files, no model.
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, read_constraint
 from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, problems_of
 from draftmill.actors.rows.row import Values, missing
 from draftmill.actors.rows.stop_text import StopStrings
@@ -40,6 +42,7 @@ class OwnSettings:
     stop: tuple[str, ...] | None = None
     logprobs: bool = False
     endpoint: str | None = None
+    constraint: Any = None
 
     @property
     def chat(self) -> bool | None:
@@ -52,6 +55,7 @@ class RowRules:
     """Everything, except the row, that decides which settings a row may have.
 
     `ends` are the end tokens of the job's completions; with `open_ended`, holes are filled until such a token comes.
+    `constraints` makes the rows' constraints; None where they are not needed.
     """
 
     task: Task
@@ -61,6 +65,11 @@ class RowRules:
     tokenizer: Tokenizer | None = None
     ends: tuple[int, ...] = ()
     open_ended: bool = False
+    constraints: ConstraintMaker | None = None
+
+    def constraint(self, own: OwnSettings) -> Any:
+        """What the text of a row must match: its own constraint, else the task's; None for none."""
+        return getattr(self.task, "constraint", None) if own.constraint is None else own.constraint
 
     def own_settings(self, values: Values) -> OwnSettings:
         """The row's own settings; RowError if one is invalid or unsupported."""
@@ -100,6 +109,11 @@ class RowRules:
             if stop is not None and stop != []:
                 _refuse(f"{stop_name}: {brief(str(stop))}, but stop strings end completions only; allowed: null")
             stop = None
+        constraint = self._constraint(values, body)
+        if (stop or getattr(self.task, "stop", ())) and (constraint or getattr(self.task, "constraint", None)):
+            _refuse(
+                f"{stop_name}: stop strings would cut a text before it matches its constraint; allowed: only one of them"
+            )
         temperature = _number(*_setting(values, self.columns.temperature, body, ("temperature",)), most=100.0)
         top_p = _number(*_setting(values, self.columns.top_p, body, ("top_p",)), most=1.0, above=True)
         self._check_draws(temperature, top_p)
@@ -109,8 +123,29 @@ class RowRules:
             top_p=top_p,
             stop=self._stop(stop_name, stop),
             logprobs=self._logprobs(body.get("logprobs"), endpoint),
+            constraint=constraint,
             endpoint=endpoint,
         )
+
+    def _constraint(self, values: Values, body: Mapping[str, Any]) -> Any:
+        """The row's own constraint; RowError where the job can't keep it."""
+        column = self.columns.constraint
+        name, value = _setting(values, column, {}, ("constraint",))
+        given = constraint_of_body(body) if value is None else read_constraint(value)
+        if given is None:
+            return None
+        if self.tokenizer is None:
+            _refuse(f"{name}: a constraint is about text, which needs a tokenizer; model.tokenizer is 'none'")
+        if (
+            column is None
+            and self.sampling.acceptance == "rejection"
+            and getattr(self.task, "constraint", None) is None
+        ):
+            _refuse(
+                f"{name}: with sampling.acceptance 'rejection' the job must say that rows have constraints; "
+                "set task.constraint or input.columns.constraint"
+            )
+        return given
 
     def _check_draws(self, temperature: float | None, top_p: float | None) -> None:
         """RowError for values other than the job's, if the decoder uses the job's values for all rows."""

@@ -70,6 +70,9 @@ class Sample:
         assert self.infilling is not None, "a sample without an infilling"
         self.asked = self.infilling.ask([part.fill for part in self.parts])
         self.canvas = self.asked.canvas
+        if self.infilling.constraints:
+            constraint = self.infilling.constraints[len(self.parts)]
+            self.settings = dataclasses.replace(self.settings, constraint=constraint)
 
     @property
     def num_given(self) -> int:

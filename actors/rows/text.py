@@ -40,6 +40,11 @@ _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vo
 _KNOWN_AS = {"DreamTokenizer": "Qwen2Tokenizer"}
 _PROBE = ("a b", "c\n d", "  e")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Byte-level vocabularies spell bytes as characters: those that can be printed as themselves, the others from U+0100 on.
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)
+}
 
 
 class Tokenizer:
@@ -104,6 +109,10 @@ class Tokenizer:
         added = self._core.get_added_tokens_decoder()
         return {number: str(token.content) for number, token in added.items() if token.special}
 
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {number: str(token.content) for number, token in self._core.get_added_tokens_decoder().items()}
+
     def parse(self, text: str) -> list[int]:
         """Ids of `text` in which special tokens are spelled out, as in a rendered chat."""
         return self._parsing.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -111,6 +120,23 @@ class Tokenizer:
     def is_byte(self, token: int) -> bool:
         """Whether the token is a single byte (the byte fallback of SentencePiece)."""
         return _BYTE.fullmatch(self._core.id_to_token(token) or "") is not None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for inside of a text; None if it has no text, as special tokens."""
+        spelled = self._core.id_to_token(token)
+        if spelled is None or token in self.special:
+            return None
+        if token in self._added:
+            return self._added[token].encode()
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[character] for character in spelled) if set(spelled) <= _BYTE_OF.keys() else None
+        if _BYTE.fullmatch(spelled):
+            return bytes([int(spelled[3:5], 16)])
+        return spelled.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self._core.to_str())["decoder"])
 
     def vocabulary(self) -> dict[str, int]:
         """Every token and its id."""

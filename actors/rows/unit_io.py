@@ -21,6 +21,7 @@ import pyarrow as pa
 from draftmill.actors.job import Job
 from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.rows.canvas import Canvas, finish_row
+from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import TextPart
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.requests import model_of
@@ -207,6 +208,7 @@ class RowUnitIO:
             sampling=job.sampling,
             ends=ends,
             truncate=job.truncate,
+            constraints=None if tokenizer is None else ConstraintMaker(tokenizer, info.vocab_size, ends),
         )
         self._stops = stop_strings(job.task, tokenizer)
         self._worker = worker
@@ -349,6 +351,7 @@ class RowUnitIO:
             "worker": self._worker,
             "node": self._node,
             "request_model": sample.note.request_model,
+            "constraint": None if sample.note.canvas is None else sample.note.canvas.constraint,
         }
         if self._keep is not None:
             row[KEEP] = sample.note.keep

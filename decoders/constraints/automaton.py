@@ -82,8 +82,8 @@ def _grouped(key_T: Ints, value_T: Ints, num_keys: int) -> tuple[Ints, Ints]:
 
 
 class Automaton:
-    """States 0 .. `num_states` - 1, of which 0 is the start. Edge e leads by token `token_E` from `state_E` to `next_E`; edges are
-    in the order of states, and of tokens. `least_S` is the fewest tokens to an end, FAR where there is none."""
+    """States 0 .. `num_states` - 1, of which 0 is the start. Edge e leads by token `token_E` from `state_E` to `next_E`; edges
+    are in the order of states, and of tokens. `least_S` is the fewest tokens to an end, FAR where there is none."""
 
     def __init__(self, state_E: Ints, token_E: Ints, next_E: Ints, is_end_S: Bools, vocab_size: int) -> None:
         self.is_end_S, self.num_states, self.vocab_size = is_end_S, len(is_end_S), vocab_size
@@ -229,15 +229,15 @@ def automaton_of(expression: str, vocabulary: Vocabulary) -> Automaton:
 def _byte_automaton(expression: str) -> tuple[Ints, Bools]:
     """The state after each byte, -1 where there is none, [S, 256]; which states are ends, [S]. The start is state 0.
 
-    The library drops edges from ends to other states (0.2.14: its matches are reported a byte late). So NUL is made to follow each
-    text: then only states after NUL are ends, and those before it are what is wanted. No text has a NUL in it.
+    The library (0.2.14) drops edges that lead from ends to other states. So NUL is made to follow each text: then only states
+    after NUL are ends, and the edges before it are all there. No text has a NUL in it.
     """
     from outlines_core import Index
     from outlines_core import Vocabulary as Spelled
 
     try:
         index = Index(f"(?:{expression})\\x00", Spelled(256, {bytes([byte]): [byte] for byte in range(256)}))
-    except Exception as error:  # the library raises bare exceptions
+    except Exception as error:  # noqa: BLE001 - the library raises anything
         raise ValueError(f"{expression!r} is not a regular expression that can be compiled: {error}") from None
     edges, over = index.get_transitions(), set(index.get_final_states())
     names = {index.get_initial_state(): 0}

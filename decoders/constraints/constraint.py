@@ -120,10 +120,11 @@ class LeftToRight(Tracker):
 
 
 class AnyOrder(Tracker):
-    """For one hole, the positions [start, end), decided in any order."""
+    """For one hole, the positions [start, end), decided in any order; one of `ends` may end the text before."""
 
-    def __init__(self, automaton: Automaton, start: int, end: int) -> None:
-        self._automaton, self._start = automaton, start
+    def __init__(self, automaton: Automaton, start: int, end: int, ends: tuple[int, ...]) -> None:
+        self._automaton = automaton.with_end(ends) if ends else automaton
+        automaton, self._ends, self._start = self._automaton, ends, start
         self._tokens = [HOLE] * (end - start)
         self._num_front, self._front_S = 0, automaton.start()  # the decided beginning, and the states after it
 
@@ -154,9 +155,10 @@ class AnyOrder(Tracker):
 
     @property
     def is_met(self) -> bool:
-        """Whether the whole hole is decided, and ends."""
-        done = self._num_front == len(self._tokens)
-        return done and bool((self._front_S & self._automaton.is_end_S).any())
+        """Whether the whole hole is decided, or ended before, and matches."""
+        has_ended = bool(self._ends) and bool(self._front_S[-1])
+        is_whole = self._num_front == len(self._tokens)
+        return has_ended or (is_whole and bool((self._front_S & self._automaton.is_end_S).any()))
 
 
 class Holes(Tracker):
@@ -196,8 +198,7 @@ def tracker_of(constraint: Constraint, canvas: Sequence[int], *, in_order: bool)
         elif in_order:
             trackers.append((hole, LeftToRight(automaton, constraint.ends, hole.start, hole.stop)))
         else:
-            whole = automaton.with_end(constraint.ends) if constraint.ends else automaton
-            trackers.append((hole, AnyOrder(whole, hole.start, hole.stop)))
+            trackers.append((hole, AnyOrder(automaton, hole.start, hole.stop, constraint.ends)))
     return Holes(trackers)
 
 

@@ -93,10 +93,10 @@ class Batch:
     say. Row n is token `token_N` at `position_N`; it writes `column_N` of `slot_N` and sees [low_IN, high_IN). It is row
     `line_N` of group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`;
     its noise is that of `key_2R`, `place_R` and `draw_R`, its temperature and top-p are `own_2R`, and `scored_R` names the
-    token that is scored; `allowed_R` is the cell that says which tokens it may draw (shaping.py). A token drawn is noted in the cell `note_R`. Of rows under the rejection rule `judged_R` have a
-    draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers, `owner_R`
-    their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are its
-    chain. A draft head reads `head_5R` (rolls.py)."""
+    token that is scored. The cell `allowed_R` says which tokens it may draw (shaping.py). A token drawn is noted in the cell
+    `note_R`. Of rows under the rejection rule `judged_R` have a draft `draft_R`, whose distribution is in `cell_R`;
+    `accept_R` and `uniform_R` are their uniform numbers, `owner_R` their samples. The rows `row_D` draft. A sample's first
+    sampled row is `first_B`, and `size_B` rows from it on are its chain. A draft head reads `head_5R` (rolls.py)."""
 
     slots_G: Any = None
     sigma_G: Any = None

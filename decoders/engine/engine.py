@@ -478,6 +478,9 @@ class Engine:
 
     def _finish(self, sample: Sample) -> Outcome:
         outcome = sample.outcome()
+        if sample.tracker is not None and outcome.error_kind is None and not sample.tracker.is_met:
+            outcome.error_kind, outcome.error = "bad_constraint", "the text does not match its constraint"
+            outcome.tokens = outcome.tokens[:0]
         if not self.algorithm.knows_logprob:
             outcome.logprob = None
         self.slots.release(sample.slot)

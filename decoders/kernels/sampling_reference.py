@@ -63,7 +63,7 @@ class Warp:
         return self.allowed_RV is None
 
     @property
-    def cut_R1(self) -> Tensor:
+    def limited(self) -> Tensor:
         """Which rows may not draw everything, [R, 1]."""
         assert self.allowed_RV is not None, "a warp of rows with constraints"
         return ~self.allowed_RV.all(-1, keepdim=True)
@@ -122,7 +122,7 @@ def sample(
     plain_RV, law_RV = _laws(logits_RV, uncut_RV, warp, is_noted=bool(wanted), warped=warped)
     if own_RV is not None:
         # Where a row may not draw everything, the model's own distribution is another one.
-        plain_RV = torch.where(warp.cut_R1, own_RV.to(plain_RV.dtype), plain_RV)
+        plain_RV = torch.where(warp.limited, own_RV.to(plain_RV.dtype), plain_RV)
     draw_R = torch.zeros_like(position_R) if draw_R is None else draw_R
     fields = []
     for step in range(1 + ahead):

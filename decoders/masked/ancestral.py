@@ -51,6 +51,10 @@ def by_time(s: Canvas, steps: int, shift: int) -> Decoding:
         s.reveal(picks_of(answer, masks_at[step]))
         if not s.holes:
             return
+    while s.holes:  # tokens that a constraint did not let in beside others of their step
+        masks = s.holes
+        answer = yield ask_about(s, masks, time_of(steps), shift)
+        s.reveal(picks_of(answer, masks))
 
 
 def by_scores(s: Canvas, steps: int, shift: int, vocab_size: int, *, euler: bool) -> Decoding:

@@ -5,6 +5,7 @@ Every problem that a user can cause raises a UserError here, with the field's pa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -22,13 +23,15 @@ from draftmill.actors.checkpoints.models import (
     user_error,
 )
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
+from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.requests import body_of
 from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import Complete, Infill, Task, today
+from draftmill.actors.task import Complete, ConstraintSettings, Infill, Task, today
 from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
@@ -46,7 +49,7 @@ from draftmill.jobs.plan.plan import (
 from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.storage.errors import UserError
+from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
@@ -84,6 +87,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     jobs that have something in common.
     """
     loaders = loaders or Loaders()
+    spec = with_schemas(spec)
     plan = load_plan(store)
     if plan is not None:
         spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
@@ -112,11 +116,54 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         fim=fim_key(spec.task, tokenizer, info),
     )
     check_stop(spec, tokenizer, hashes.ends)
+    check_constraint(spec, tokenizer, info, hashes.ends)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
+
+
+def with_schemas(spec: JobSpec) -> JobSpec:
+    """The spec with the contents of the files that hold JSON Schemas."""
+    given = getattr(spec.task, "constraint", None)
+    if given is None:
+        return spec
+    if isinstance(given, dict):
+        read: Any = {name: _with_schema(rule) for name, rule in given.items()}
+    else:
+        read = tuple(map(_with_schema, given)) if isinstance(given, tuple) else _with_schema(given)
+    return spec.model_copy(update={"task": spec.task.model_copy(update={"constraint": read})})
+
+
+def _with_schema(rule: ConstraintSettings | None) -> ConstraintSettings | None:
+    if rule is None or rule.json_schema is None or rule.json_schema.lstrip().startswith("{"):
+        return rule
+    path = Path(rule.json_schema).expanduser()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = f"{rule.json_schema!r} can't be read: {error}; allowed: a JSON Schema, or a file that holds one"
+        raise UserError(reason, field="task.constraint.json_schema") from None
+    return rule.model_copy(update={"json_schema": json.dumps(content, sort_keys=True), "name": rule.name or path.stem})
+
+
+def check_constraint(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: Sequence[int]) -> None:
+    """Raise UserError if a constraint of the task can't be kept, by any text of this model."""
+    given = getattr(spec.task, "constraint", None)
+    if given is None or tokenizer is None:
+        return
+    rules = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else [given]
+    maker = ConstraintMaker(tokenizer, info.vocab_size, ends)
+    for rule in rules:
+        try:
+            automaton = None if rule is None else maker.automaton(rule)
+            if isinstance(spec.task, Complete) and automaton is not None:
+                problem = Constraint((automaton,), tuple(ends)).problem([spec.task.max_new_tokens])
+                if problem:
+                    raise UserError(problem, field="task.max_new_tokens")
+        except RowError as error:
+            raise UserError(error.message.removeprefix("constraint: "), field="task.constraint") from None
 
 
 def with_chat_date(spec: JobSpec, day: date | None) -> JobSpec:

@@ -273,6 +273,8 @@ class JobSpec(Settings):
             full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
         if full["task"].get("chat_date") is None:
             full["task"].pop("chat_date", None)  # the plan of a chat whose template has no date lacks it
+        if full["task"].get("constraint") is None:
+            full["task"].pop("constraint", None)
         return {
             "seed": self.seed,
             "task": full["task"],

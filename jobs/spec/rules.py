@@ -28,7 +28,7 @@ from draftmill.decoders.settings import DECODERS, DecoderSettings, decoders_for,
 
 _READ_BY_ALL = ("id", "reference", "seed", "tokens")
 _COMPLETE_COLUMNS = ("prompt", "text", "messages")
-_OWN_SETTINGS = ("temperature", "top_p", "max_new_tokens", "stop")
+_OWN_SETTINGS = ("temperature", "top_p", "max_new_tokens", "constraint", "stop")
 _SCORE_COLUMNS = ("prompt", "text", "completion", "messages")
 _INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
 
@@ -48,7 +48,26 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
         problem = score_problem(task, columns, decoder)
     if problem is None and isinstance(task, Infill):
         problem = fim_problem(task, decoder, has_tokenizer=has_tokenizer)
-    return problem
+    return problem or constraint_problem(task, columns, decoder, has_tokenizer=has_tokenizer)
+
+
+def constraint_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
+    """Why texts of this job can't have constraints; None if they can, or have none."""
+    given = getattr(task, "constraint", None)
+    if given is None and columns.constraint is None:
+        return None
+    key = "input.columns.constraint" if given is None else "task.constraint"
+    if not has_tokenizer:
+        return f"{key}: a constraint is about text, which needs a tokenizer; model.tokenizer is 'none'"
+    if getattr(task, "stop", ()) or columns.stop is not None:
+        return (
+            f"{key}: stop strings would cut a text before it matches; allowed: no task.stop and no input.columns.stop"
+        )
+    if getattr(decoder, "tau_edit", None) is not None:
+        return f"{key}: with decoder.tau_edit tokens that matched may be replaced; allowed: decoder.tau_edit null"
+    if isinstance(given, dict) and not (isinstance(task, Infill) and isinstance(task.mask, Marker)):
+        return f"{key}: names are for the markers of holes, and only task.mask.kind 'marker' has them; allowed: one, or a list"
+    return None
 
 
 def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
@@ -79,7 +98,7 @@ def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings
 def _stray_column(task: Task, named: dict[str, str]) -> str | None:
     """The problem with a named column that the task does not use; None if it uses all."""
     used = {
-        "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:3]),
+        "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:4]),
         "complete": (*_COMPLETE_COLUMNS, *_OWN_SETTINGS),
         "score": _SCORE_COLUMNS,
         "score with task.mask": _INFILL_COLUMNS,

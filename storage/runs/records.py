@@ -16,10 +16,11 @@ from draftmill.storage.parquet import read_parquet
 from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.parallel import parallel_map
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 _ADDED = {
     **{"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4},
     **{"sample": 5, "is_greedy": 5, "logprob_stderr": 5, "request_model": 6},
+    **{"top_logprobs": 7, "length_logprob": 7, "constraint": 7},
 }
 """The version that added a column; the other columns are in every version."""
 
@@ -36,6 +37,7 @@ def _fields(kind: pa.DataType, names: str, *, nullable: bool = True) -> list[pa.
 
 
 _NFE_KINDS = pa.struct(_fields(pa.int32(), "prefill draft verify commit"))
+_LIKELY = pa.struct([*_fields(pa.int32(), "token", nullable=False), *_fields(pa.float32(), "logprob", nullable=False)])
 _FILL = pa.struct([*_fields(pa.int32(), "start end", nullable=False), pa.field("text", pa.string())])
 
 SCHEMA: pa.Schema = pa.schema(
@@ -67,6 +69,9 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("is_greedy", pa.bool_()),
         pa.field("logprob_stderr", pa.float64()),
         pa.field("request_model", _WORDS),
+        pa.field("top_logprobs", pa.list_(pa.list_(_LIKELY))),
+        pa.field("length_logprob", pa.float64()),
+        pa.field("constraint", pa.string()),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""

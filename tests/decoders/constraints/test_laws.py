@@ -1,4 +1,4 @@
-"""What decoders draw under constraints: the sequential law among the texts that match, and the same texts by all lossless decoders.
+"""What decoders draw under constraints: the sequential law among texts that match, and the same texts by all lossless decoders.
 
 The law is written down a second time by brute force: a token may come if any text that matches begins so (in any order: has these
 tokens in these places). The expressions forbid most texts, and a control breaks the automaton.
@@ -112,6 +112,7 @@ def good_fills(canvas: list[int]) -> list[tuple[int, ...]]:
 
 
 CANVASES = {"one hole": [0, HOLE, HOLE, HOLE, HOLE], "two holes": [HOLE, HOLE, 1, HOLE, HOLE], "four": [HOLE] * 4 + [2]}
+SHORT = [[0, HOLE, HOLE, HOLE], [HOLE, HOLE, 1, HOLE]]
 DECODERS: dict[str, dict[str, Any]] = {
     "any_subset": {
         "baseline": AnySubsetSettings(kind="any_subset"),
@@ -147,6 +148,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
 }
 CASES = [(kind, name) for kind, decoders in DECODERS.items() for name in decoders]
+JUDGING = [
+    (kind, name)
+    for kind, name in CASES
+    if kind in {"any_subset", "causal", "blocks"} and name not in {"baseline", "jacobi", "several blocks"}
+]
 LOSSY = {
     "any_subset": [ParallelSettings(kind="parallel")],
     "masked": [
@@ -166,7 +172,7 @@ def canvases_of(kind: str) -> list[list[int]]:
 
 
 def conditionals(kind: str, canvas: list[int]) -> dict[tuple[int, ...], float]:
-    """The law of filling from left to right: at each hole the model's distribution among the tokens that a good text has there."""
+    """The law of filling from left to right: at each hole the model's distribution among tokens that a good text has there."""
     order = [
         *(p for p, token in enumerate(canvas) if token != HOLE),
         *(p for p, token in enumerate(canvas) if token == HOLE),
@@ -201,18 +207,14 @@ def test_the_baseline_has_the_law_of_the_model_among_what_can_still_match(kind, 
     assert len(law) < 0.5 * VOCAB ** canvas.count(HOLE)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [case for case in CASES if case[1] != "baseline" and (case[0] not in MASKED or case[0] == "blocks")],
-)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("kind", "name"), JUDGING)
 def test_under_rejection_every_decoder_has_the_law_of_its_baseline(kind, name):
-    for canvas in canvases_of(kind):
+    for canvas in SHORT if kind == "any_subset" else SHORT[:1]:
         laws = [
             law_of(setup(kind, REJECTION), DECODERS[kind][which], [request(kind, canvas)], 0)
             for which in ("baseline", name)
         ]
-        if name in {"jacobi", "several blocks"}:
-            continue
         assert sum(laws[1].values()) == pytest.approx(1.0, abs=1e-12)
         assert total_variation(*laws) < 1e-12
 
@@ -292,11 +294,11 @@ def test_decoders_that_reveal_several_tokens_at_once_keep_the_constraint(kind, s
 
 
 def test_samples_with_and_without_a_constraint_share_a_batch_and_do_not_notice():
-    for kind in DECODERS:
+    for kind, decoders in DECODERS.items():
         bound = requests_of(kind)
         free = [Request(made.index + 100, made.key + 1, made.canvas) for made in bound]
         mixed = [each for pair in zip(bound, free, strict=True) for each in pair]
-        for name in DECODERS[kind]:
+        for name in decoders:
             alone = run(kind, name, bound, Sampling(), rows=1) | run(kind, name, free, Sampling(), rows=1)
             assert run(kind, name, mixed, Sampling(), rows=5) == alone
 
@@ -315,11 +317,11 @@ def test_log_probabilities_are_those_of_the_model_itself():
 
 
 def test_without_the_automaton_the_same_requests_do_not_match(monkeypatch):
-    """The control: an automaton that forgets which states are ends lets other texts pass."""
+    """The control: an automaton that forgets which states are ends lets other texts pass, which fail their rows."""
     requests = requests_of("any_subset")
     monkeypatch.setattr(Automaton, "tail", lambda self, count: np.ones(self.num_states, dtype=np.bool_))
-    found = run("any_subset", "assd", requests, Sampling(), rows=3)
-    assert not all(all(map(matches, filled(made.canvas.tolist(), tuple(found[made.index])))) for made in requests)
+    outcomes = decode_with(setup("any_subset", Sampling(), rows=3), DECODERS["any_subset"]["assd"], requests)
+    assert {outcome.error_kind for outcome in outcomes.values()} == {None, "bad_constraint"}
 
 
 def test_a_length_that_no_text_has_is_refused_before_decoding():
@@ -327,5 +329,5 @@ def test_a_length_that_no_text_has_is_refused_before_decoding():
     assert constraint.problem([3]) == "no text of exactly 3 tokens matches it (hole 0)"
     assert constraint.problem([4]) is None
     ending = Constraint((automaton("aaa+b"),), ends=(2,))
-    assert "the shortest text that matches it has 4 tokens, but 3 may be generated" == ending.problem([3])
+    assert ending.problem([3]) == "the shortest text that matches it has 4 tokens, but 3 may be generated"
     assert ending.problem([9]) is None

@@ -1,0 +1,177 @@
+"""From the constraint of a job or a row to automata over the model's tokens, and to what a hole of a canvas must match.
+
+    task.constraint     one for all holes, a list with one a hole, or names that markers refer to: <mask:int>, <mask:int:4>
+    a row's own         its column (an object, a list or JSON text), or the body of an OpenAI request
+
+    regex               as it is: it must match the whole text of a hole
+    choice              a regex of alternatives
+    json_schema         a regex by outlines-core: no recursion; white space as its default has it
+
+An automaton is built when a row first needs it. A worker keeps the latest ones, as far as they fit into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from pydantic import TypeAdapter, ValidationError
+
+from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.task import Constraints, ConstraintSettings
+from draftmill.decoders.constraints.automaton import Automaton, Vocabulary, automaton_of
+from draftmill.decoders.constraints.constraint import Constraint
+from draftmill.storage.errors import RowError, brief
+
+if TYPE_CHECKING:
+    from draftmill.actors.rows.canvas import Canvas
+
+_FIELD: Final = "constraint"
+_MOST_BYTES: Final = 1 << 28
+_PROBES: Final = ("a b", " the 12, (x)", "é\n")
+_FORM: Final[TypeAdapter[Any]] = TypeAdapter(Constraints)
+_OPENAI: Final = {"guided_regex": "regex", "guided_choice": "choice", "guided_json": "json_schema"}
+_OUTPUTS: Final = {"regex": "regex", "choice": "choice", "json": "json_schema", "grammar": "grammar"}
+
+
+class ConstraintMaker:
+    """Makes the constraints of rows for one model; `ends` are the tokens that end a text before its limit."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, tuple(ends)
+        self._automata = OrderedDict[str, Automaton | str]()
+
+    def applied(self, canvas: Canvas, given: Any) -> Canvas:
+        """The canvas with the constraint of each of its holes; RowError if a hole can't be filled so."""
+        row, numbers = canvas.infilling, canvas.holes
+        lengths = [end - start for start, end in numbers] if row is None else list(row.limits)
+        if not lengths:
+            return canvas
+        rules = _rules_of(given, canvas.rules, len(lengths))
+        automata = [None if rule is None else self.automaton(rule) for rule in rules]
+        name = ", ".join(dict.fromkeys(rule.name or rule.kind for rule in rules if rule is not None)) or None
+        parts = [(automaton,) for automaton in automata] if row is not None else [tuple(automata)]
+        made = [Constraint(part, self._ends) for part in parts]
+        for constraint, sizes in zip(made, [[each] for each in lengths] if row is not None else [lengths], strict=True):
+            problem = constraint.problem(sizes)
+            if problem:
+                raise RowError("unsatisfiable", "tokenize", f"{_FIELD}: {problem}")
+        if row is not None:
+            return replace(canvas, infilling=replace(row, constraints=tuple(made)), constraint=name)
+        return replace(canvas, settings=replace(canvas.settings, constraint=made[0]), constraint=name)
+
+    def automaton(self, rule: ConstraintSettings) -> Automaton:
+        """The automaton of a constraint; RowError if there is none, or if no text of these tokens matches."""
+        expression = expression_of(rule)
+        found = self._automata.pop(expression, None)
+        if found is None:
+            try:
+                found = automaton_of(expression, self._vocabulary)
+            except ValueError as error:
+                found = str(error)
+        self._automata[expression] = found
+        while sum(each.num_bytes for each in self._automata.values() if isinstance(each, Automaton)) > _MOST_BYTES:
+            if len(self._automata) == 1:
+                break
+            self._automata.popitem(last=False)
+        if isinstance(found, str):
+            _refuse(found)
+        return found
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        spelled = [self._tokenizer.token_bytes(token) for token in range(self._vocab_size)]
+        for text in _PROBES:
+            ids = self._tokenizer.encode_behind(text)
+            if b"".join(spelled[token] or b"" for token in ids) != self._tokenizer.continuation(ids).encode():
+                _refuse(
+                    "the tokenizer's tokens are not pieces of its texts; allowed: byte-level and SentencePiece vocabularies"
+                )
+        return Vocabulary(spelled)
+
+
+def expression_of(rule: ConstraintSettings) -> str:
+    """The regular expression of a constraint; RowError if it has none."""
+    if rule.regex is not None:
+        return rule.regex
+    if rule.choice is not None:
+        return "|".join(map(re.escape, rule.choice))
+    if rule.json_schema is None:
+        _refuse("a grammar is no regular expression; allowed: regex, choice, json_schema")
+    from outlines_core.json_schema import build_regex_from_schema
+
+    try:
+        expression: str = build_regex_from_schema(rule.json_schema)
+    except Exception as error:  # noqa: BLE001 - the library raises anything
+        _refuse(f"json_schema: {brief(str(error))}")
+    return expression
+
+
+def _rules_of(given: Any, names: Sequence[str | None], count: int) -> Sequence[ConstraintSettings | None]:
+    """The rule of each hole."""
+    if isinstance(given, Mapping):
+        if len(names) != count:
+            _refuse(
+                f"{count} holes have {len(names)} markers: two markers stand side by side; allowed: text between them"
+            )
+        unknown = [name for name in names if name is not None and name not in given]
+        if unknown:
+            _refuse(f"a marker names {unknown[0]!r}; allowed: {', '.join(given)}")
+        return [None if name is None else given[name] for name in names]
+    if isinstance(given, ConstraintSettings):
+        return [given] * count
+    if len(given) != count:
+        _refuse(f"{len(given)} constraints, but the row has {count} holes; allowed: one for each")
+    return list(given)
+
+
+def read_constraint(value: Any) -> Any:
+    """A row's own constraint from its column; None for none. RowError if it is invalid."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            _refuse(
+                f'{brief(value)}; allowed: an object such as {{"regex": "[0-9]+"}}, a list of them, or JSON text of one'
+            )
+    if isinstance(value, Mapping):  # Arrow fills missing keys with nulls
+        value = {key: part for key, part in value.items() if part is not None}
+    return None if not value else _checked(value)
+
+
+def constraint_of_body(body: Mapping[str, Any]) -> Any:
+    """The constraint of an OpenAI request, as OpenAI and vLLM name it; None for none. RowError if it is invalid."""
+    found = {field: body[key] for key, field in _OPENAI.items() if body.get(key) is not None}
+    if body.get("guided_grammar") is not None:
+        found["grammar"] = body["guided_grammar"]
+    for key, part in (body.get("structured_outputs") or {}).items():
+        if part is not None:
+            found[_OUTPUTS.get(key, key)] = part
+    wanted = body.get("response_format") or {}
+    match wanted.get("type", "text") if isinstance(wanted, Mapping) else wanted:
+        case "text":
+            pass
+        case "json_schema":
+            schema = wanted.get("json_schema") or {}
+            found["json_schema"] = schema.get("schema")
+            if schema.get("name"):
+                found["name"] = schema["name"]
+        case other:
+            _refuse(f"response_format: {brief(str(other))}; allowed: text, json_schema")
+    return _checked(found) if found else None
+
+
+def _checked(value: Any) -> Any:
+    try:
+        return _FORM.validate_python(value, strict=True)
+    except ValidationError as error:
+        _refuse(brief(error.errors()[0]["msg"]))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise RowError("bad_setting", "read", f"{_FIELD}: {message}")
