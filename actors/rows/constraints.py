@@ -5,7 +5,7 @@
 
     regex               as it is: it must match the whole text of a hole
     choice              a regex of alternatives
-    json_schema         a regex by outlines-core: no recursion; white space as its default has it
+    json_schema         a regex by outlines-core, with the keywords below; properties come in their order
 
 An automaton is built when a row first needs it. A worker keeps the latest ones, as far as they fit into memory.
 """
@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 
 _FIELD: Final = "constraint"
 _MOST_BYTES: Final = 1 << 28
+_NESTING: Final = frozenset({"properties", "anyOf", "prefixItems", "items", "$ref", "$defs", "definitions"})
+_KEYWORDS: Final = frozenset(
+    {"type", "required", "additionalProperties", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format"}
+    | {"enum", "const", "title", "description", "default", "examples", "$schema", "$id", "$comment"}
+)
+"""What the expression of a schema keeps, and what says nothing of a value."""
+_FORMATS: Final = frozenset({"date", "time", "date-time", "uuid"})
+# JSON Schema's patterns are ECMAScript's, where these are ASCII; in the library's they are Unicode.
+_ASCII: Final = re.compile(r"(?<!\\)((?:\\\\)*)\\([dw])")
+_CLASSES: Final = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
 _PROBES: Final = ("a b", " the 12, (x)", "é\n")
 _FORM: Final[TypeAdapter[Any]] = TypeAdapter(Constraints)
 _OPENAI: Final = {"guided_regex": "regex", "guided_choice": "choice", "guided_json": "json_schema"}
@@ -105,11 +115,61 @@ def expression_of(rule: ConstraintSettings) -> str:
         _refuse("a grammar is no regular expression; allowed: regex, choice, json_schema")
     from outlines_core.json_schema import build_regex_from_schema
 
+    schema = json.loads(rule.json_schema)
+    _check_schema(schema, schema, ())
     try:
         expression: str = build_regex_from_schema(rule.json_schema)
     except Exception as error:  # noqa: BLE001 - the library raises anything
         _refuse(f"json_schema: {brief(str(error))}")
-    return expression
+    return _ASCII.sub(lambda match: match[1] + _CLASSES[match[2]], expression)
+
+
+def _check_schema(schema: Any, root: Any, refs: tuple[str, ...]) -> None:
+    """RowError for what the library would leave out of the expression without a word: then texts could break the schema."""
+    if not isinstance(schema, Mapping):
+        _refuse(f"json_schema: {brief(str(schema))}; allowed: an object")
+    for key, value in schema.items():
+        match key:
+            case "properties" | "$defs" | "definitions":
+                parts = list(value.values()) if key == "properties" else []
+            case "anyOf" | "prefixItems":
+                parts = list(value)
+            case "items":
+                parts = [value]
+            case "$ref":
+                if value in refs:
+                    _refuse(f"json_schema: {value!r} refers to itself, and no regular expression is recursive")
+                _check_schema(_referred(value, root), root, (*refs, value))
+                parts = []
+            case _:
+                _check_keyword(key, value, schema)
+                parts = []
+        for part in parts:
+            _check_schema(part, root, refs)
+
+
+def _referred(ref: str, root: Any) -> Any:
+    place = root
+    for name in ref.removeprefix("#").split("/")[1:]:
+        place = place.get(name) if isinstance(place, Mapping) else None
+    if not ref.startswith("#") or place is None:
+        _refuse(f"json_schema: {ref!r} is nowhere in the schema; allowed: a reference such as #/$defs/name")
+    return place
+
+
+def _check_keyword(key: str, value: Any, schema: Mapping[str, Any]) -> None:
+    if key not in _KEYWORDS:
+        _refuse(f"json_schema: {key!r} can't be kept; allowed: {', '.join(sorted(_KEYWORDS | _NESTING))}")
+    if key in {"minLength", "maxLength"} and schema.keys() & {"pattern", "format"}:
+        _refuse(
+            f"json_schema: {key!r} can't be kept beside pattern or format; allowed: a pattern that says it, as [a-z]{{2,5}}"
+        )
+    if key == "format" and value not in _FORMATS:
+        _refuse(
+            f"json_schema: the format {value!r} can't be kept; allowed: {', '.join(sorted(_FORMATS))}, or a pattern"
+        )
+    if key == "additionalProperties" and isinstance(value, Mapping) and "properties" not in schema:
+        _refuse("json_schema: additionalProperties can't be kept without properties; allowed: name the properties")
 
 
 def _rules_of(given: Any, names: Sequence[str | None], count: int) -> Sequence[ConstraintSettings | None]:
@@ -162,7 +222,8 @@ def constraint_of_body(body: Mapping[str, Any]) -> Any:
             if schema.get("name"):
                 found["name"] = schema["name"]
         case other:
-            _refuse(f"response_format: {brief(str(other))}; allowed: text, json_schema")
+            message = f"response_format: {brief(str(other))} is not supported; allowed: text, json_schema"
+            raise RowError("unsupported", "read", message)
     return _checked(found) if found else None
 
 

@@ -86,6 +86,7 @@ NEUTRAL: dict[str, Any] = {
     "tools": [],
     "tool_choice": "auto",
     "response_format": {"type": "text"},
+    "structured_outputs": {"regex": None},
     "logit_bias": {},
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
@@ -122,7 +123,6 @@ CHANGING: dict[str, Any] = {
     "skip_special_tokens": False,
     "top_logprobs": 2,
     "reasoning_effort": "low",
-    "guided_regex": "a+",
     "messages": [{"role": "user", "content": "x"}],
     "a key that nobody knows": 0,
 }

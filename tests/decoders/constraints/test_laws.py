@@ -153,7 +153,7 @@ JUDGING = [
     for kind, name in CASES
     if kind in {"any_subset", "causal", "blocks"} and name not in {"baseline", "jacobi", "several blocks"}
 ]
-LOSSY = {
+LOSSY: dict[str, list[Any]] = {
     "any_subset": [ParallelSettings(kind="parallel")],
     "masked": [
         StepwiseSettings(kind="stepwise", tokens_per_step=3),

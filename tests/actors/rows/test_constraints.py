@@ -1,0 +1,240 @@
+"""From what a job or a row says to what its text must match."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from draftmill.actors.rows.canvas import Canvas, CanvasMaker
+from draftmill.actors.rows.constraints import (
+    ConstraintMaker,
+    constraint_of_body,
+    expression_of,
+    read_constraint,
+)
+from draftmill.actors.rows.row_settings import RowRules
+from draftmill.actors.task import Columns, Complete, ConstraintSettings, Infill, Marker
+from draftmill.decoders.base import HOLE
+from draftmill.decoders.common_settings import Sampling
+from draftmill.jobs.spec.rules import constraint_problem
+from draftmill.storage.errors import RowError
+from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
+
+DIGITS = ConstraintSettings(regex="[0-9]+")
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def maker(constraints: Any, *, marker: str = "<hole>") -> CanvasMaker:
+    task = Infill(kind="infill", mask=Marker(kind="marker", marker=marker, length=2), constraint=constraints)
+    builder = ConstraintMaker(byte_level(), 300, ())
+    rules = RowRules(task, Columns(), "assd", Sampling(), byte_level(), constraints=builder)
+    return CanvasMaker(task, Columns(), byte_level(), model_info(), rules=rules)
+
+
+def made(text: str, constraints: Any, **more: Any) -> Canvas:
+    return maker(constraints, **more).make({"text": text}, 0)
+
+
+def refusal(text: str, constraints: Any, **more: Any) -> str:
+    with pytest.raises(RowError) as caught:
+        made(text, constraints, **more)
+    return f"{caught.value.kind} {caught.value.message}"
+
+
+def matching(canvas: Canvas, *texts: str) -> list[bool]:
+    constraint = canvas.settings.constraint
+    assert constraint is not None
+    automata = zip(constraint.automata, texts, strict=True)
+    return [automaton is None or automaton.matches(byte_level().encode(text)) for automaton, text in automata]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), word_pieces()], ids=["bytes", "words"])
+def test_the_bytes_of_tokens_are_the_bytes_of_their_text(tokenizer):
+    for text in ("the cat sat. a dog", "a mat"):
+        ids = tokenizer.encode_behind(text)
+        assert b"".join(tokenizer.token_bytes(token) for token in ids).decode() == tokenizer.continuation(ids)
+    assert all(tokenizer.token_bytes(token) is None for token in tokenizer.special)
+
+
+def test_one_constraint_is_for_all_holes_and_a_list_has_one_for_each():
+    canvas = made("x = <hole> + <hole>", DIGITS)
+    assert (matching(canvas, "12", "x"), canvas.constraint) == ([True, False], "regex")
+    listed = made("x = <hole> + <hole>", (ConstraintSettings(choice=("yes", "no"), name="answer"), None))
+    assert (matching(listed, "no", "x"), listed.constraint) == ([True, True], "answer")
+    assert matching(listed, "12", "x") == [False, True]
+
+
+def test_a_list_of_another_length_than_the_holes_fails_the_row():
+    assert refusal("x = <hole>", (DIGITS, DIGITS)) == (
+        "bad_setting constraint: 2 constraints, but the row has 1 holes; allowed: one for each"
+    )
+
+
+@pytest.mark.parametrize(
+    ("marker", "text", "lengths"),
+    [
+        ("<hole>", "<hole:int> is <hole:word:3>, <hole> or <hole:4>", [2, 3, 2, 4]),
+        ("{{...}}", "{{age:int}} is {{name:word:3}}, {{x}} or {{:4}}", [2, 3, 2, 4]),
+    ],
+)
+def test_markers_name_the_constraints_of_their_holes(marker, text, lengths):
+    canvas = made(text, {"int": DIGITS, "word": ConstraintSettings(regex="[a-z]{2,}")}, marker=marker)
+    assert [end - start for start, end in canvas.holes] == lengths
+    assert matching(canvas, "12", "for", "?", "?") == [True, True, True, True]
+    assert matching(canvas, "for", "12", "?", "?") == [False, False, True, True]
+
+
+def test_a_name_that_no_constraint_has_fails_the_row():
+    assert refusal("<hole:float>", {"int": DIGITS}) == "bad_setting constraint: a marker names 'float'; allowed: int"
+    assert "side by side" in refusal("<hole:int><hole:int>", {"int": DIGITS})
+
+
+def test_without_names_a_marker_with_one_is_text_as_before():
+    assert "marker_absent" in refusal("<hole:int>", DIGITS)
+
+
+def test_lengths_that_no_text_has_fail_the_row():
+    assert refusal("<hole:1>", ConstraintSettings(regex="[0-9]{9}")) == (
+        "unsatisfiable constraint: no text of exactly 1 tokens matches it (hole 0)"
+    )
+
+
+def test_choices_are_taken_literally_and_schemas_become_expressions():
+    assert re.fullmatch(expression_of(ConstraintSettings(choice=("a+b", "c|d", " e"))), "a+b")
+    assert not re.fullmatch(expression_of(ConstraintSettings(choice=("a+b",))), "aab")
+    expression = expression_of(ConstraintSettings(json_schema=SCHEMA))  # type: ignore[arg-type]
+    assert re.fullmatch(expression, '{"a": 12}') and not re.fullmatch(expression, '{"a": "x"}')
+
+
+def test_equal_schemas_are_equal_however_they_are_written():
+    assert ConstraintSettings(json_schema={"a": 1, "b": 2}) == ConstraintSettings(json_schema={"b": 2, "a": 1})  # type: ignore[arg-type]
+
+
+def test_a_constraint_is_exactly_one_of_its_kinds():
+    for wrong in ({}, {"regex": "a", "choice": ("a",)}):
+        with pytest.raises(ValueError, match="allowed: one of regex, choice, json_schema, grammar"):
+            ConstraintSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ({"regex": "a", "choice": None}, ConstraintSettings(regex="a")),
+        ('{"choice": ["a", "b"]}', ConstraintSettings(choice=("a", "b"))),
+        ([{"regex": "a"}, None], (ConstraintSettings(regex="a"), None)),
+        ({}, None),
+    ],
+)
+def test_a_column_holds_an_object_a_list_or_json(value, wanted):
+    assert read_constraint(value) == wanted
+
+
+@pytest.mark.parametrize("value", ["[0-9]+", '{"regexp": "a"}', 5])
+def test_anything_else_in_a_column_fails_the_row(value):
+    with pytest.raises(RowError, match="constraint"):
+        read_constraint(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({"guided_regex": "a+"}, ConstraintSettings(regex="a+")),
+        ({"guided_choice": ["a", "b"]}, ConstraintSettings(choice=("a", "b"))),
+        ({"guided_json": SCHEMA}, ConstraintSettings(json_schema=SCHEMA)),  # type: ignore[arg-type]
+        ({"structured_outputs": {"json": SCHEMA}}, ConstraintSettings(json_schema=SCHEMA)),  # type: ignore[arg-type]
+        ({"structured_outputs": {"regex": None}}, None),
+        ({"response_format": {"type": "text"}}, None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "rec", "schema": SCHEMA}}},
+            ConstraintSettings(json_schema=SCHEMA, name="rec"),  # type: ignore[arg-type]
+        ),
+    ],
+)
+def test_requests_say_it_as_openai_and_vllm_do(body, wanted):
+    assert constraint_of_body(body) == wanted
+
+
+def test_an_object_without_a_schema_is_refused():
+    with pytest.raises(RowError, match=r"response_format.*json_object.*allowed: text, json_schema"):
+        constraint_of_body({"response_format": {"type": "json_object"}})
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    SCHEMA,
+    {"type": "array", "items": {"enum": ["a", 1, None, 'x"y']}, "minItems": 1, "maxItems": 3},
+    {"type": "object", "properties": {"d": {"type": "string", "format": "date"}, "n": {"type": ["number", "null"]}}},
+    {"anyOf": [{"type": "boolean"}, {"type": "string", "minLength": 1, "maxLength": 3}, {"const": "c+"}]},
+    {"$defs": {"p": {"type": "string", "pattern": "^[a-f]{2}$"}}, "type": "array", "items": {"$ref": "#/$defs/p"}},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string", "format": "uuid"}]},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=str)
+def test_what_an_automaton_spells_is_valid_by_the_schema(schema):
+    """Random ways through the automaton, judged by the library jsonschema."""
+    automaton, rng = (
+        ConstraintMaker(byte_level(), 300, ()).automaton(ConstraintSettings(json_schema=schema)),
+        random.Random(0),
+    )
+    for _ in range(20):
+        state, ids, left = 0, list[int](), 60
+        while not (automaton.is_end_S[state] and rng.random() < 0.3):
+            allowed = np.flatnonzero(automaton.allowed(state, left, exactly=False))
+            if not len(allowed):
+                break
+            ids.append(rng.choice(allowed.tolist()))
+            state, left = automaton.step(state, ids[-1]), left - 1
+        text = b"".join(byte_level().token_bytes(token) or b"" for token in ids).decode()
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 5},
+        {"type": "string", "pattern": "a+", "maxLength": 3},
+        {"type": "string", "format": "email"},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+        {"allOf": [{"type": "integer"}]},
+        {"type": "array", "items": {"type": "integer", "multipleOf": 3}},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/nowhere"}}},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+    ],
+    ids=str,
+)
+def test_what_an_expression_can_not_keep_is_refused(schema):
+    with pytest.raises(RowError, match="json_schema: "):
+        expression_of(ConstraintSettings(json_schema=schema))
+
+
+def test_a_worker_keeps_the_latest_automata_that_fit(monkeypatch):
+    builder = ConstraintMaker(byte_level(), 300, ())
+    monkeypatch.setattr("draftmill.actors.rows.constraints._MOST_BYTES", 1)
+    real = builder.automaton(DIGITS)
+    assert builder.automaton(DIGITS) is real
+    builder.automaton(ConstraintSettings(regex="a"))
+    assert builder.automaton(DIGITS) is not real
+
+
+def test_a_job_says_why_it_can_not_keep_a_constraint():
+    from draftmill.decoders.settings import DECODERS
+
+    decoder: Any = DECODERS["autoregressive"].model_validate({"kind": "autoregressive"})
+    task = Complete(kind="complete", constraint=DIGITS, stop=("x",))
+    assert "allowed: no task.stop" in str(constraint_problem(task, Columns(), decoder, has_tokenizer=True))
+    plain = Complete(kind="complete", constraint=DIGITS)
+    assert "needs a tokenizer" in str(constraint_problem(plain, Columns(), decoder, has_tokenizer=False))
+    assert constraint_problem(plain, Columns(), decoder, has_tokenizer=True) is None
+    editing: Any = DECODERS["block_diffusion"].model_validate({"kind": "block_diffusion", "tau_edit": 0.5})
+    assert "tau_edit" in str(constraint_problem(plain, Columns(), editing, has_tokenizer=True))
+
+
+def test_holes_of_a_canvas_without_markers_take_the_constraint_too():
+    canvas = made("x = <hole>", DIGITS)
+    assert np.count_nonzero(canvas.tokens == HOLE) == 2 and canvas.rules == (None,)
