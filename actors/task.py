@@ -34,8 +34,8 @@ CONSTRAINTS: Final = ("regex", "choice", "json_schema", "grammar")
 
 
 def _as_json(value: Any) -> Any:
-    """An inline schema as text in one form, so that equal schemas are equal."""
-    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value
+    """An inline schema as text; the order of properties is that of the texts."""
+    return json.dumps(value) if isinstance(value, Mapping) else value
 
 
 class Columns(Settings):

@@ -19,17 +19,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from itertools import count
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
 
 FAR: Final = 1 << 30
 """As `least`: no end can be reached."""
 _STATES_AT_ONCE: Final = 32
+_NUMBERS = count()
 
 
 # ---- the vocabulary --------------------------------------------------------------------------------------------------
@@ -91,17 +93,21 @@ class Automaton:
         kept_E = self.least_S[next_E] < FAR
         state_E, token_E, next_E = state_E[kept_E], token_E[kept_E], next_E[kept_E]
         order_E = np.lexsort((token_E, state_E))
-        self.state_E, self.token_E, self.next_E = state_E[order_E], token_E[order_E], next_E[order_E]
+        self.state_E, self.token_E, self.next_E = (
+            array_E[order_E].astype(np.int32) for array_E in (state_E, token_E, next_E)
+        )
         self.first_S = np.searchsorted(self.state_E, np.arange(self.num_states + 1))
         finite_S = self.least_S[self.least_S < FAR]
         self.most_least = int(finite_S.max(initial=0))
         """With so many tokens left every edge may be taken."""
+        self.number = next(_NUMBERS)
+        """No other automaton of this process has it, also of those that are gone."""
         self._tails, self._with_end = [is_end_S], dict[tuple[int, ...], Automaton]()
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
-        return 6 * 8 * len(self.state_E)
+        """The memory that it takes, in any order too."""
+        return 4 * 4 * len(self.state_E)
 
     def edges(self, state: int) -> slice:
         """The edges of a state."""
@@ -137,13 +143,13 @@ class Automaton:
     @cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
         """The different pairs of states that a token joins."""
-        codes = np.unique(self.state_E * self.num_states + self.next_E)
+        codes = np.unique(self.state_E.astype(np.int64) * self.num_states + self.next_E)
         return codes // self.num_states, codes % self.num_states
 
     @cached_property
     def _by_token(self) -> tuple[Ints, Ints]:
         """Where the edges of each token begin, and the edges in the order of tokens."""
-        return _grouped(self.token_E, np.arange(len(self.token_E)), self.vocab_size)
+        return _grouped(self.token_E, np.arange(len(self.token_E), dtype=np.int32), self.vocab_size)
 
     def start(self) -> Bools:
         """The states before anything, [S]."""
@@ -200,12 +206,12 @@ def _least(state_E: Ints, next_E: Ints, is_end_S: Bools) -> Ints:
     num_states = len(is_end_S)
     codes = np.unique(state_E * num_states + next_E)
     state_P, next_P = codes // num_states, codes % num_states
-    least_S, reached_S, count = np.where(is_end_S, 0, FAR), is_end_S, 0
+    least_S, reached_S, num_tokens = np.where(is_end_S, 0, FAR), is_end_S, 0
     while reached_S.any():
-        count += 1
+        num_tokens += 1
         news = state_P[reached_S[next_P]]
         news = news[least_S[news] == FAR]
-        least_S[news] = count
+        least_S[news] = num_tokens
         reached_S = np.zeros(num_states, dtype=np.bool_)
         reached_S[news] = True
     return least_S
@@ -256,7 +262,8 @@ def _byte_automaton(expression: str) -> tuple[Ints, Bools]:
 def _walk(next_SB: Ints, start_F: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints, Ints]:
     """The edges by tokens from some states: state, token, next state."""
     parts = list[tuple[Ints, Ints, Ints]]()
-    node_F, now_F = np.zeros(len(start_F), dtype=np.int64), start_F
+    node_F: Ints = np.zeros(len(start_F), dtype=np.int64)
+    now_F = start_F
     for level in vocabulary.levels:
         which, place = _spread(level.token_first_L, node_F)
         parts.append((start_F[which], level.token_T[place], now_F[which]))

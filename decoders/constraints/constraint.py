@@ -98,7 +98,7 @@ class LeftToRight(Tracker):
         left = self._length - position
         if self._ends:  # more tokens than are ever needed make no difference
             left = min(left, self._automaton.most_least + 1)
-        return (id(self._automaton), state, left), lambda: self._set(state, left)
+        return (self._automaton.number, state, left), lambda: self._set(state, left)
 
     def _after(self, drafts: tuple[int, ...]) -> int:
         if not drafts:
@@ -151,7 +151,7 @@ class AnyOrder(Tracker):
         allowed_V = self._automaton.between(before_S, after_S)
         if not allowed_V.any():
             return None
-        return (id(self._automaton), before_S.tobytes(), after_S.tobytes()), lambda: allowed_V
+        return (self._automaton.number, before_S.tobytes(), after_S.tobytes()), lambda: allowed_V
 
     @property
     def is_met(self) -> bool:

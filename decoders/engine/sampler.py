@@ -27,6 +27,7 @@ log-probability and notes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -293,8 +294,11 @@ class Sampler:
 
     def _warp(self, b: Batch, part: slice | Tensor) -> Warp:
         own_2R = None if b.own_2R is None else b.own_2R[:, part]
-        allowed_RV = None if b.allowed_R is None else self.masks.allowed(b.allowed_R[part])
-        return Warp(self._job, self._uncut, own_2R, b.cuts, self._suppressed, self._suppressed_V, allowed_RV)
+        warp = Warp(self._job, self._uncut, own_2R, b.cuts, self._suppressed, self._suppressed_V)
+        if b.allowed_R is None:
+            return warp
+        cell_R = b.allowed_R[part]
+        return replace(warp, floor_RV=self.masks.floor(cell_R), limited_R1=(cell_R > 0).unsqueeze(1))
 
     def _note(self, b: Batch, token_R: Tensor, part: slice | Tensor) -> None:
         """Keep tokens where the next rows of their slots take them from the device."""

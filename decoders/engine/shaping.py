@@ -6,7 +6,7 @@
 
 A row knows what is decided, and the drafts of its forward that it sees. So it draws from the distribution that the sequential
 decoder draws from at that place, and whatever is lossless without a constraint is so with one. Legend: see batch.py; C cells,
-W words of 32 tokens.
+W bytes of 8 tokens, B values of a byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.samples import Sample
 
 _MOST_BYTES: Final = 1 << 26
-_BITS: Final = 32
 
 
 class MaskTable:
@@ -34,16 +33,18 @@ class MaskTable:
 
     def __init__(self, vocab_size: int, mask_id: int | None, device: torch.device) -> None:
         self.mask_id = mask_id
-        self._vocab_size, self._width, self._device = vocab_size, -(-vocab_size // _BITS), device
+        self._vocab_size, self._device, width = vocab_size, device, -(-vocab_size // 8)
         self._cells = OrderedDict[Hashable, int]()
-        self._most = max(_MOST_BYTES // (4 * self._width), 64)
-        self._bits_CW = torch.full((1, self._width), -1, dtype=torch.int32, device=device)
+        self._most = max(_MOST_BYTES // width, 64)
+        self._bits_CW = torch.full((1, width), 255, dtype=torch.uint8, device=device)
+        is_set_B8 = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.bool_)
+        self._floor_B8 = torch.from_numpy(np.where(is_set_B8, np.float32(0.0), np.float32(-np.inf))).to(device)
 
     def cells(self, sets: Sequence[Allowed]) -> Ints:
         """The cell of each set, [R]; sends those that are not in the table."""
         while len(sets) >= self._most:
             self._most *= 2
-        news = dict[int, NDArray[np.int32]]()
+        news = dict[int, NDArray[np.uint8]]()
         cell_R = np.zeros(len(sets), dtype=np.int64)
         for row, named in enumerate(sets):
             if named is None:
@@ -55,7 +56,7 @@ class MaskTable:
                 cell = len(self._cells) + 1 if len(self._cells) < self._most else self._cells.popitem(last=False)[1]
                 allowed_V = compute()
                 assert allowed_V.any(), "a constraint leaves a token, as long as it can be satisfied"
-                news[cell] = self._packed(allowed_V)
+                news[cell] = np.packbits(allowed_V, bitorder="little")
             self._cells[name] = cell
             self._cells.move_to_end(name)
             cell_R[row] = cell
@@ -63,25 +64,21 @@ class MaskTable:
             self._send(news)
         return cell_R
 
-    def _packed(self, allowed_V: NDArray[np.bool_]) -> NDArray[np.int32]:
-        padded = np.zeros(self._width * _BITS, dtype=np.bool_)
-        padded[: self._vocab_size] = allowed_V
-        return np.packbits(padded, bitorder="little").view(np.int32)
-
-    def _send(self, news: dict[int, NDArray[np.int32]]) -> None:
+    def _send(self, news: dict[int, NDArray[np.uint8]]) -> None:
         size = len(self._bits_CW)
         if max(news) >= size:
-            grown_CW = self._bits_CW.new_zeros(min(max(2 * size, max(news) + 1), self._most + 1), self._width)
+            grown_CW = self._bits_CW.new_zeros(
+                min(max(2 * size, max(news) + 1), self._most + 1), self._bits_CW.shape[1]
+            )
             grown_CW[:size] = self._bits_CW
             self._bits_CW = grown_CW
         cells = torch.tensor(list(news), device=self._device)
         self._bits_CW[cells] = torch.from_numpy(np.stack(list(news.values()))).to(self._device)
 
-    def allowed(self, cell_R: Tensor) -> Tensor:
-        """Which tokens rows may draw, by their cells, bool [R, V]."""
-        word_RW1 = self._bits_CW.index_select(0, cell_R).unsqueeze(2)
-        bit_RWB = (word_RW1 >> torch.arange(_BITS, dtype=torch.int32, device=self._device)) & 1
-        return bit_RWB.flatten(1)[:, : self._vocab_size].to(torch.bool)
+    def floor(self, cell_R: Tensor) -> Tensor:
+        """What is added to the logits of rows, by their cells: -inf for what they may not draw, else 0, float32 [R, V]."""
+        byte_E = self._bits_CW.index_select(0, cell_R).flatten().to(torch.int32)
+        return self._floor_B8.index_select(0, byte_E).view(len(cell_R), -1)[:, : self._vocab_size]
 
 
 def add_allowed(b: Batch, samples: Sequence[Sample], table: MaskTable) -> None:

@@ -36,7 +36,8 @@ class Warp:
     `job` are the job's settings, `uncut` the same without top-p. `own_2R` are temperature (0 takes the maximum) and top-p (1 or
     more cuts nothing) of each row, float64; None where all rows have the job's. Kernels need them. A row has the same bits either
     way. `cuts` says whether any row has a top-p below 1. `suppressed` are ids that are never generated, which `suppressed_V`
-    marks. `allowed_RV` marks the tokens that each row may draw, None: all; they are no matter of the model's own distribution.
+    marks. Where a row may not draw every token, which `limited_R1` marks, `floor_RV` is -inf for those that it may not, else 0;
+    the model's own distribution has them all.
     """
 
     job: Sampling
@@ -45,7 +46,8 @@ class Warp:
     cuts: bool
     suppressed: Tensor
     suppressed_V: Tensor
-    allowed_RV: Tensor | None = None
+    floor_RV: Tensor | None = None
+    limited_R1: Tensor | None = None
 
     @property
     def greedy(self) -> bool:
@@ -60,17 +62,11 @@ class Warp:
     @property
     def is_whole(self) -> bool:
         """Whether every row may draw any token."""
-        return self.allowed_RV is None
-
-    @property
-    def limited(self) -> Tensor:
-        """Which rows may not draw everything, [R, 1]."""
-        assert self.allowed_RV is not None, "a warp of rows with constraints"
-        return ~self.allowed_RV.all(-1, keepdim=True)
+        return self.floor_RV is None
 
     def allow(self, logits_RV: Tensor) -> Tensor:
         """Logits in which what a row may not draw is impossible."""
-        return logits_RV if self.allowed_RV is None else logits_RV.masked_fill(~self.allowed_RV, -torch.inf)
+        return logits_RV if self.floor_RV is None else logits_RV + self.floor_RV
 
     def suppress(self, logits_RV: Tensor) -> Tensor:
         """Make ids that are never generated impossible, in place."""
@@ -117,12 +113,12 @@ def sample(
     scores_R = _log_scores(logits_RV, mask_id) if "scores" in wanted else None
     logits_RV = warp.suppress(logits_RV)
     uncut_RV = None if warp.greedy else warp.law(logits_RV, cut=False)
-    own_RV = None if warp.is_whole else torch.log_softmax(logits_RV, dim=-1)
+    own_RV = None if warp.limited_R1 is None else torch.log_softmax(logits_RV, dim=-1)
     logits_RV = warp.allow(logits_RV)
     plain_RV, law_RV = _laws(logits_RV, uncut_RV, warp, is_noted=bool(wanted), warped=warped)
-    if own_RV is not None:
+    if own_RV is not None and warp.limited_R1 is not None:
         # Where a row may not draw everything, the model's own distribution is another one.
-        plain_RV = torch.where(warp.limited, own_RV.to(plain_RV.dtype), plain_RV)
+        plain_RV = torch.where(warp.limited_R1, own_RV.to(plain_RV.dtype), plain_RV)
     draw_R = torch.zeros_like(position_R) if draw_R is None else draw_R
     fields = []
     for step in range(1 + ahead):

@@ -145,7 +145,7 @@ def _with_schema(rule: ConstraintSettings | None) -> ConstraintSettings | None:
     except (OSError, ValueError) as error:
         reason = f"{rule.json_schema!r} can't be read: {error}; allowed: a JSON Schema, or a file that holds one"
         raise UserError(reason, field="task.constraint.json_schema") from None
-    return rule.model_copy(update={"json_schema": json.dumps(content, sort_keys=True), "name": rule.name or path.stem})
+    return rule.model_copy(update={"json_schema": json.dumps(content), "name": rule.name or path.stem})
 
 
 def check_constraint(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: Sequence[int]) -> None:

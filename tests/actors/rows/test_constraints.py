@@ -112,12 +112,17 @@ def test_choices_are_taken_literally_and_schemas_become_expressions():
     assert re.fullmatch(expression, '{"a": 12}') and not re.fullmatch(expression, '{"a": "x"}')
 
 
-def test_equal_schemas_are_equal_however_they_are_written():
-    assert ConstraintSettings(json_schema={"a": 1, "b": 2}) == ConstraintSettings(json_schema={"b": 2, "a": 1})  # type: ignore[arg-type]
+def test_properties_come_in_the_order_of_the_schema():
+    for names in (["b", "a"], ["a", "b"]):
+        schema: Any = {"type": "object", "properties": {name: {"const": 1} for name in names}, "required": names}
+        expression = expression_of(ConstraintSettings(json_schema=schema))
+        assert re.fullmatch(expression, json.dumps(dict.fromkeys(names, 1)))
+        assert not re.fullmatch(expression, json.dumps(dict.fromkeys(reversed(names), 1)))
 
 
 def test_a_constraint_is_exactly_one_of_its_kinds():
-    for wrong in ({}, {"regex": "a", "choice": ("a",)}):
+    cases: list[dict[str, Any]] = [{}, {"regex": "a", "choice": ("a",)}]
+    for wrong in cases:
         with pytest.raises(ValueError, match="allowed: one of regex, choice, json_schema, grammar"):
             ConstraintSettings(**wrong)
 
