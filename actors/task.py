@@ -116,8 +116,11 @@ def _form_of(value: Any) -> str:
     """Which form a constraint has: one for all holes, a list with one a hole, or names for markers to refer to."""
     if isinstance(value, list | tuple):
         return "list"
-    keys = value.keys() if isinstance(value, Mapping) else {"regex"}
-    return "one" if not keys or keys & ConstraintSettings.model_fields.keys() else "named"
+    if not isinstance(value, Mapping) or value.keys() & set(CONSTRAINTS):
+        return "one"
+    return (
+        "named" if value and all(isinstance(each, Mapping | ConstraintSettings) for each in value.values()) else "one"
+    )
 
 
 Constraints = Annotated[

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from draftmill.actors.metrics.settings import PassAtK
-from draftmill.actors.task import Columns, Complete, Fim, Infill, Mask, Score
+from draftmill.actors.task import Columns, Complete, ConstraintSettings, Fim, Infill, Mask, Score
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.settings import DECODERS, decoders_for
 from draftmill.jobs.spec import job_spec
@@ -156,6 +156,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "task.infill.mask": partial(kinds, Mask),
     "task.infill.fim": partial(keys, Fim),
     "task.complete": partial(keys, Complete),
+    "task.constraint": partial(keys, ConstraintSettings),
     "task.score": partial(keys, Score),
     "task.score.estimate": partial(keys, Estimate),
     "input": partial(keys, job_spec.InputSettings),
