@@ -208,7 +208,7 @@ class RowUnitIO:
             sampling=job.sampling,
             ends=ends,
             truncate=job.truncate,
-            constraints=None if tokenizer is None else ConstraintMaker(tokenizer, info.vocab_size, ends),
+            constraints=None if tokenizer is None else ConstraintMaker(tokenizer, info, ends),
         )
         self._stops = stop_strings(job.task, tokenizer)
         self._worker = worker

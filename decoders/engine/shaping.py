@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftmill.decoders.constraints.constraint import Allowed, Known
+from draftmill.decoders.constraints.trackers import Allowed, Known
 from draftmill.decoders.engine.asks import Ints
 from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.samples import Sample

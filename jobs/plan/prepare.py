@@ -154,10 +154,10 @@ def check_constraint(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo
     if given is None or tokenizer is None:
         return
     rules = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else [given]
-    maker = ConstraintMaker(tokenizer, info.vocab_size, ends)
+    maker = ConstraintMaker(tokenizer, info, ends)
     for rule in rules:
         try:
-            automaton = None if rule is None else maker.automaton(rule)
+            automaton = None if rule is None else maker.compiled(rule)
             if isinstance(spec.task, Complete) and automaton is not None:
                 problem = Constraint((automaton,), tuple(ends)).problem([spec.task.max_new_tokens])
                 if problem:
