@@ -87,8 +87,8 @@ def on_real_model(file: Path, *, num_prompts: int, slots: int, repeats: int) -> 
     began_s, maker = time.perf_counter(), ConstraintMaker(tokenizer, info, ends)
     automaton = maker.automaton(ConstraintSettings(json_schema=SCHEMA))
     print(
-        f"{automaton.num_states} states, {len(automaton.token_E):,} edges over {info.vocab_size:,} tokens: "
-        f"{automaton.num_bytes / 1e6:.0f} MB, built in {time.perf_counter() - began_s:.2f} s"
+        f"{automaton.num_states} states, {len(automaton.class_E):,} edges, {automaton.num_classes:,} classes of "
+        f"{info.vocab_size:,} tokens: {automaton.num_bytes / 1e6:.1f} MB, built in {time.perf_counter() - began_s:.2f} s"
     )
     constraint = Constraint((automaton,), ends)
     prompts = chat_prompts(folder, num_prompts)

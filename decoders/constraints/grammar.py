@@ -38,8 +38,8 @@ class _Tokens:
 
 
 class Grammar:
-    """A Lark grammar, in llguidance's dialect, over a vocabulary: the bytes of each token, and what makes ids of a text. ValueError
-    if it is none. `ends` end a text."""
+    """A Lark grammar, in llguidance's dialect, over a vocabulary: the bytes of each token, and what makes ids of a text.
+    ValueError if it is none. `ends` end a text."""
 
     def __init__(self, text: str, spelled: Sequence[bytes | None], encode: Encode, ends: Sequence[int]) -> None:
         from llguidance import LLMatcher, LLTokenizer
@@ -80,7 +80,7 @@ class ByGrammar(Tracker):
         allowed_V = None if taken < len(drafts) else self._set()
         if taken:
             self._matcher.rollback(taken)
-        return None if allowed_V is None or not allowed_V.any() else (("grammar", next(_NUMBERS)), lambda: allowed_V)
+        return None if allowed_V is None else (("grammar", next(_NUMBERS)), lambda: allowed_V)
 
     def _set(self) -> Bools:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

@@ -101,6 +101,7 @@ class AnyOrder(Tracker):
         automaton, self._ends, self._start = self._automaton, ends, start
         self._tokens = [HOLE] * (end - start)
         self._num_front, self._front_S = 0, automaton.start()  # the decided beginning, and the states after it
+        self._sweeps: dict[Known, tuple[list[Bools], list[Bools]]] = {}  # for rows that know these drafts
 
     def decide(self, position: int, token: int) -> None:
         """A position of the hole is decided."""
@@ -108,24 +109,34 @@ class AnyOrder(Tracker):
         while self._num_front < len(self._tokens) and self._tokens[self._num_front] != HOLE:
             self._front_S = self._automaton.after(self._front_S, self._tokens[self._num_front])
             self._num_front += 1
+        self._sweeps = {}
 
     def allowed(self, position: int, known: Known) -> Allowed:
         """See Tracker."""
-        place, tokens = position - self._start, self._tokens
-        drafts = {at - self._start: token for at, token in known if 0 <= at - self._start < len(tokens)}
-        if drafts:
-            tokens = [drafts.get(at, token) for at, token in enumerate(tokens)]
-        before_S = self._front_S
-        for token in tokens[self._num_front : place]:
-            before_S = self._automaton.after(before_S, None if token == HOLE else token)
-        last = next((at for at in range(len(tokens) - 1, place, -1) if tokens[at] != HOLE), place)
-        after_S = self._automaton.tail(len(tokens) - 1 - last)
-        for token in tokens[last:place:-1]:
-            after_S = self._automaton.before(after_S, None if token == HOLE else token)
-        allowed_V = self._automaton.between(before_S, after_S)
-        if not allowed_V.any():
-            return None
-        return (self._automaton.number, before_S.tobytes(), after_S.tobytes()), lambda: allowed_V
+        place, drafts = position - self._start, tuple(sorted(known))
+        if drafts not in self._sweeps:
+            self._sweeps[drafts] = self._sweep(dict(drafts))
+        before, after = self._sweeps[drafts]
+        before_S, after_S = before[place - self._num_front], after[len(self._tokens) - 1 - place]
+        name = (self._automaton.number, before_S.tobytes(), after_S.tobytes())
+        return (name, lambda: self._automaton.between(before_S, after_S)) if before_S.any() and after_S.any() else None
+
+    def _sweep(self, drafts: dict[int, int]) -> tuple[list[Bools], list[Bools]]:
+        """The states before each place from the front's end on, and those after each place from the last one backwards."""
+        tokens = [drafts.get(self._start + place, token) for place, token in enumerate(self._tokens)]
+        before, after = [self._front_S], [self._automaton.is_end_S]
+        for token in tokens[self._num_front : -1]:
+            before.append(self._automaton.after(before[-1], None if token == HOLE else token))
+        is_tail = True
+        for count, token in enumerate(reversed(tokens[self._num_front + 1 :]), 1):
+            is_tail = is_tail and token == HOLE
+            tail = (
+                self._automaton.tail(count)
+                if is_tail
+                else self._automaton.before(after[-1], None if token == HOLE else token)
+            )
+            after.append(tail)
+        return before, after
 
     @property
     def is_met(self) -> bool:
