@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from draftmill.actors.rows import masking
 from draftmill.actors.rows.fim import Infilling
 from draftmill.actors.rows.masking import Range
+from draftmill.actors.rows.prompts import Prompter
 from draftmill.actors.rows.row import (
     Values,
     check_ids,
@@ -120,14 +121,16 @@ class RowMaker:
     tokenizer: Tokenizer | None
     info: ModelInfo
     rules: RowRules | None = field(default=None, kw_only=True)
+    prompter: Prompter = field(default=Prompter(), kw_only=True)
 
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row does not fit the task, the decoder or the model."""
         if self.rules is None:
-            return self._make(values, key, OwnSettings())
+            return self._make(self.prompter.fill(values), key, OwnSettings())
         own = self.rules.own_settings(values)
         settings, stops = self.rules.settings(own)
-        return replace(self._make(values, key, own), settings=settings, stops=stops, endpoint=own.endpoint)
+        canvas = self._make(self.prompter.fill(values), key, own)
+        return replace(canvas, settings=settings, stops=stops, endpoint=own.endpoint)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
         """Return the size of each row's canvas, or its error; rows are (values, key)."""
@@ -201,7 +204,7 @@ class CanvasMaker(RowMaker):
         try:
             if self.rules is not None:
                 self.rules.own_settings(values)
-            return text_of(values, self.columns)
+            return text_of(self.prompter.fill(values), self.columns)
         except RowError as error:
             return error
 

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from draftmill.actors.rows.canvas import Canvas
+from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
@@ -54,7 +55,7 @@ from draftmill.storage.inputs.reader import read_rows
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 
-SHOWN_CHARS = 1200
+SHOWN_CHARS = 4000
 BATCH = 32
 """Batch size, in samples, for the estimate of padding."""
 
@@ -86,10 +87,10 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[s
         yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
     if prepared.tokenizer is not None:
         shown = prompt_text(canvas, prepared.tokenizer)
+        if len(shown) > SHOWN_CHARS:  # the examples come first, and the row's own question last
+            shown = f"{shown[: SHOWN_CHARS // 2]}\n...\n{shown[-SHOWN_CHARS // 2 :]}"
         yield "  prompt (a hole is [its tokens])"
-        yield from (f"  | {printable(line)}" for line in shown[:SHOWN_CHARS].splitlines())
-        if len(shown) > SHOWN_CHARS:
-            yield "  | ..."
+        yield from (f"  | {printable(line)}" for line in shown.splitlines())
 
 
 def work_text(task: Task, canvas: Canvas) -> str:
@@ -334,7 +335,7 @@ def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
 def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
     """Why a row of the survey has no canvas: it is read again."""
     spec, file = prepared.spec, prepared.inputs[row["file"]]
-    columns = spec.input.columns.to_read(spec.task)
+    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
     place = [(row["row"], row["offset"])]
     (again,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
     outcome = try_row(partial(canvas_of, spec, maker_of(prepared), again, row["id"]), "tokenize", "tokenize_error")

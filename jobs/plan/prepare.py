@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
-from itertools import islice
+from heapq import nsmallest
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from draftmill.actors.checkpoints.models import (
 )
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
 from draftmill.actors.rows.fim import fills_in_middle, template_of
+from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.requests import body_of
 from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import Complete, Infill, Task, today
+from draftmill.actors.task import Complete, Examples, Infill, Task, today
 from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
@@ -48,11 +51,12 @@ from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.kept import plain
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.interface import S3Options, Store
 
 HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000
@@ -84,6 +88,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     jobs that have something in common.
     """
     loaders = loaders or Loaders()
+    spec = with_examples(spec)
     plan = load_plan(store)
     if plan is not None:
         spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
@@ -119,6 +124,36 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
 
 
+def with_examples(spec: JobSpec) -> JobSpec:
+    """The spec with the rows of its examples in place of their file: workers need no file, and a plan has what was in it."""
+    examples = spec.prompt.examples
+    if examples is None or examples.path is None:
+        return spec
+    chosen = Examples(rows=tuple(read_examples(examples, spec.s3.options())), answer=examples.answer)
+    return spec.model_copy(update={"prompt": spec.prompt.model_copy(update={"examples": chosen})})
+
+
+def read_examples(examples: Examples, s3: S3Options) -> list[dict[str, Any]]:
+    """The first k rows of the file, or k drawn by the seed, in JSON form; UserError if it has fewer, or if one can't be read."""
+    assert examples.path is not None and examples.k is not None
+    try:
+        rows = chain.from_iterable(iterate(file, s3=s3) for file in list_inputs(examples.path, s3=s3))
+        if examples.seed is None:
+            chosen = list(islice(rows, examples.k))
+        else:
+            keyed = ((sample_key(examples.seed, str(number)), number, row) for number, row in enumerate(rows))
+            chosen = [row for _, _, row in nsmallest(examples.k, keyed)]
+    except UserError as error:
+        raise UserError(error.message, field="prompt.examples.path") from None
+    if len(chosen) < examples.k:
+        raise UserError(
+            f"{examples.k}, but {examples.path} has {counted(len(chosen), 'row')}", field="prompt.examples.k"
+        )
+    if bad := [row for row in chosen if row.error is not None]:
+        raise UserError(f"row {bad[0].row} can't be read: {bad[0].error}", field="prompt.examples.path")
+    return [plain(row.values or {}) for row in chosen]
+
+
 def with_chat_date(spec: JobSpec, day: date | None) -> JobSpec:
     """The spec with the date that its chat template sees, unless it has one."""
     if isinstance(spec.task, Infill) or spec.task.chat_date is not None:
@@ -141,7 +176,7 @@ def sees_date(spec: JobSpec, tokenizer: Tokenizer | None, inputs: Sequence[Input
 
 def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
     """Whether the first row is an OpenAI request; then the others are, too."""
-    columns = spec.input.columns.to_read(spec.task)
+    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
     try:
         rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))

@@ -15,13 +15,20 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from draftmill.actors.metrics.settings import Metrics
-from draftmill.actors.task import Columns, Side, Task, as_tuple
+from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
 from draftmill.decoders.common_settings import Dtype, Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
 from draftmill.jobs.spec.places import place_problem
-from draftmill.jobs.spec.rules import kept_names, metric_problem, reference_of, task_problem, truncate_problem
+from draftmill.jobs.spec.rules import (
+    kept_names,
+    metric_problem,
+    reference_of,
+    task_problem,
+    template_problem,
+    truncate_problem,
+)
 from draftmill.jobs.spec.spec_errors import kind_changed, spec_error
 from draftmill.jobs.spec.spec_file import apply_change, apply_override, read_mapping
 from draftmill.jobs.spec.worker_shape import Shapes, WorkerShape
@@ -157,6 +164,12 @@ def _printable(name: str) -> str:
 NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe")
 """Later keys of `input`: in the fingerprint only if set, so that fingerprints of jobs without them stay the same."""
 
+NEWER_COLUMNS = ("system", "template_kwargs")
+"""Later keys of `input.columns`, likewise."""
+
+NEWER_SECTIONS = ("prompt", "chat")
+"""Later sections of a job, likewise; their defaults are not in the fingerprint either."""
+
 
 class JobSpec(Settings):
     """A whole job."""
@@ -172,6 +185,8 @@ class JobSpec(Settings):
     model: ModelSettings
     decoder: DecoderSettings
     sampling: Sampling = Sampling(temperature=1.0, top_k=None, top_p=None)
+    prompt: Prompt = NO_PROMPT
+    chat: Chat = NO_CHAT
     batching: BatchingSettings = BatchingSettings()
     workers: Shapes = WorkerShape()
     errors: ErrorSettings = ErrorSettings()
@@ -188,7 +203,7 @@ class JobSpec(Settings):
     @property
     def kept(self) -> tuple[str, ...]:
         """The columns of the inputs that travel into the results: `input.keep`, and references."""
-        return kept_names(self.input.keep, self.input.columns, self.task, self.metrics)
+        return kept_names(self.input.keep, self.input.columns, self.task, self.metrics, self.prompt)
 
     @model_validator(mode="after")
     def _places_can_be(self) -> JobSpec:
@@ -218,9 +233,10 @@ class JobSpec(Settings):
     @model_validator(mode="after")
     def _task_fits(self) -> JobSpec:
         has_tokenizer = self.model.tokenizer != "none"
-        problem = task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
+        problem = template_problem(self.prompt, self.chat, self.task, self.input.columns)
+        problem = problem or task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
         if problem is None and self.input.truncate is not None:
-            problem = truncate_problem(self.task, self.input.columns)
+            problem = truncate_problem(self.task, self.input.columns, has_template=self.prompt.template is not None)
         if problem:
             raise ValueError(problem)
         return self
@@ -231,7 +247,7 @@ class JobSpec(Settings):
             self.metrics,
             [f"metrics.{index}" for index in range(len(self.metrics))],
             kept=self.kept,
-            has_reference=reference_of(self.input.columns, self.task, self.kept)[0] is not None,
+            has_reference=reference_of(self.input.columns, self.task, self.kept, self.prompt)[0] is not None,
             has_tokenizer=self.model.tokenizer != "none",
             samples=getattr(self.sampling, "n", None),
         )
@@ -273,7 +289,10 @@ class JobSpec(Settings):
             full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
         if full["task"].get("chat_date") is None:
             full["task"].pop("chat_date", None)  # the plan of a chat whose template has no date lacks it
-        return {
+        columns = full["input"]["columns"]
+        full["input"]["columns"] = {key: columns[key] for key in columns if key not in NEWER_COLUMNS or columns[key]}
+        newer = {key: getattr(self, key).model_dump(mode="json", exclude_defaults=True) for key in NEWER_SECTIONS}
+        return {key: section for key, section in newer.items() if section} | {
             "seed": self.seed,
             "task": full["task"],
             "decoder": full["decoder"],

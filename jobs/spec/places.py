@@ -21,6 +21,7 @@ MAX_NAME_BYTES = 255
 
 SCHEMES: dict[str, tuple[str, ...]] = {
     "input.path": ("s3", "hf"),
+    "prompt.examples.path": ("s3", "hf"),
     "model.path": ("s3",),
     "model.adapter": ("s3",),
     "model.tokenizer": (),
