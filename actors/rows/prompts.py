@@ -76,8 +76,9 @@ def _items_of_row(tree: Node) -> set[str]:
     inner = [node for node in tree.find_all((Getattr, Getitem)) if isinstance(node, Getattr | Getitem)]
     named = [node for node in inner if isinstance(node.node, Name) and node.node.name == ROW]
     items = [node.attr if isinstance(node, Getattr) else node.arg for node in named]
-    names = {item.value if isinstance(item, Const) else item for item in items}
-    if len(named) < sum(node.name == ROW for node in tree.find_all(Name)) or not all(isinstance(x, str) for x in names):
+    values = [item.value if isinstance(item, Const) else item for item in items]
+    names = {value for value in values if isinstance(value, str)}
+    if len(values) < sum(node.name == ROW for node in tree.find_all(Name)) or len(names) < len(set(values)):
         raise ValueError(f"{ROW} stands for the whole row, of which only named columns are read; write {ROW}['NAME']")
     return names
 
@@ -152,7 +153,7 @@ class Prompter:
 
 def prompter_of(prompt: Prompt, chat: Chat, columns: Columns, task: Task) -> Prompter:
     """The prompter of a spec, whose examples have been read. UserError if an example can't be a turn of the chat."""
-    given = prompt.examples
+    given, chat = prompt.examples, Chat(template_kwargs=plain(chat.template_kwargs))
     if given is None:
         return Prompter(prompt, chat, columns)
     assert given.rows is not None, "examples are read before any row"

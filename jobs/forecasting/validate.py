@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow.compute as pc
@@ -44,6 +45,7 @@ from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_e
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.prepare import Prepared, prepare
 from draftmill.jobs.recurring.new_inputs import new_files
+from draftmill.jobs.recurring.run_input import source_of, with_run_rows
 from draftmill.jobs.recurring.runs import runs_of
 from draftmill.jobs.running.run import ready_for
 from draftmill.jobs.spec.dated_path import has_date
@@ -296,6 +298,16 @@ def validate(spec: JobSpec) -> int:
     prepared = prepare(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
     ready_for(spec, prepared.plan)
     check_receivers(spec.notify)
+    with TemporaryDirectory(prefix="draftmill-") as place:
+        copied = store if prepared.plan is not None else open_store(place)
+        prepared = with_run_rows(prepared, copied)
+        if source := source_of(spec, prepared.inputs, copied):
+            print(f"rows      {source['kept']:,} of the {source['rows']:,} rows of {source['run']}")
+        _print_forecast(prepared, store, path)
+    return OK
+
+
+def _print_forecast(prepared: Prepared, store: Store, path: str | None) -> None:
     sample = take_sample(prepared)
     canvases = first_canvases(prepared, TRIAL_ROWS)
     for line in chain(header(prepared), canvas_lines(prepared, canvases), size_lines(prepared, sample)):
@@ -307,7 +319,6 @@ def validate(spec: JobSpec) -> int:
     figures = () if trial is None else trial_lines(prepared, sample, trial)
     for line in chain(figures, forecast_lines(prepared, store, sample, trial, path)):
         print(line)
-    return OK
 
 
 def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:

@@ -5,6 +5,7 @@ Every problem that a user can cause raises a UserError here, with the field's pa
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -34,7 +35,7 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.formatting import Notes, counted, size_text
-from draftmill.jobs.plan.fingerprint import Hashes, results_key
+from draftmill.jobs.plan.fingerprint import Hashes, digest, results_key
 from draftmill.jobs.plan.plan import (
     Plan,
     Sift,
@@ -50,13 +51,15 @@ from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.inputs.kept import plain
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
+from draftmill.storage.runs.commit import MANIFEST, is_closed
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.interface import S3Options, Store, about
+from draftmill.storage.stores.store import open_store
 
 HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000
@@ -70,7 +73,10 @@ LIMITED_HASH_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None."""
+    """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None.
+
+    A new job whose input is a run has no inputs yet: jobs/recurring/run_input.py makes them.
+    """
 
     spec: JobSpec
     folder: Path
@@ -98,7 +104,13 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     info = inspect(spec, folder)
     tokenizer = loaders.tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
-    inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
+    run = None if spec.input.run is None else run_state(spec.input.run, spec.s3.options())
+    if run is None:
+        inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
+    elif plan is not None:
+        inputs = copied_files(plan, store, spec.s3.options())
+    else:
+        inputs = []
     if plan is not None:
         if spec.input.since is not None:
             inputs = planned_files(inputs, plan.files)
@@ -115,6 +127,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         begin=None if tokenizer is None else tokenizer.bos_id,
         ends=end_ids(spec.task, folder, tokenizer, info),
         fim=fim_key(spec.task, tokenizer, info),
+        run=run,
     )
     check_stop(spec, tokenizer, hashes.ends)
     if plan is not None:
@@ -175,13 +188,45 @@ def sees_date(spec: JobSpec, tokenizer: Tokenizer | None, inputs: Sequence[Input
 
 
 def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
-    """Whether the first row is an OpenAI request; then the others are, too."""
+    """Whether the first row is an OpenAI request; then the others are, too. Rows of a run never are."""
+    if spec.input.run is not None:
+        return False
     columns = read_columns(spec.input.columns, spec.task, spec.prompt)
     try:
         rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
     except UserError:  # a damaged file: planning says what is wrong
         return False
+
+
+def run_state(place: str, s3: S3Options) -> dict[str, str]:
+    """What identifies the rows of a finished run: its fingerprint, and a digest of its passes' manifests and its metrics.
+
+    UserError if there is no finished run.
+    """
+    with about("input.run"):
+        run = open_store(place, s3=s3)
+        plan = load_plan(run)
+        if plan is None or not is_closed(run):
+            what = "no run directory" if plan is None else "not finished; `draftmill run` resumes it"
+            raise UserError(f"{place!r} is {what}", field="input.run")
+        names = sorted(stat.name for folder in ("metrics/", "passes/") for stat in run.list(folder))
+        manifests = [MANIFEST, *(name for name in names if name.endswith(f"/{MANIFEST}"))]
+        hashes = [hashlib.sha256(run.get(name)).hexdigest() for name in manifests]
+        return {"fingerprint": plan.fingerprint, "state": digest([hashes, [x for x in names if "metrics/" in x]])}
+
+
+def copied_folder(files: Sequence[InputFile]) -> str:
+    """The folder, in a job's run directory, with the rows of the run that is its input."""
+    return "input/" + files[0].uri.rpartition("/input/")[2].rpartition("/")[0]
+
+
+def copied_files(plan: Plan, store: Store, s3: S3Options) -> list[InputFile]:
+    """The files there, wherever the run directory is now; those of the plan if `draftmill prune` has deleted them."""
+    try:
+        return list_inputs(f"{store.url.rstrip('/')}/{copied_folder(plan.files)}", s3=s3)
+    except NothingThere:
+        return list(plan.files)
 
 
 def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:

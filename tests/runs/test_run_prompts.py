@@ -125,9 +125,9 @@ def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     spec = check_spec(yaml.safe_load(job))
     prepared = prepare(spec, open_store(spec.output.path))
-    canvases = first_canvases(prepared, 2)
+    canvases, tokenizer = first_canvases(prepared, 2), prepared.tokenizer
     assert shown.splitlines() == list(canvas_lines(prepared, canvases))[2:]
-    assert "(count down)\nAnswer:[8]" in prompt_text(canvases[1].canvas, prepared.tokenizer)
+    assert tokenizer is not None and "(count down)\nAnswer:[8]" in prompt_text(canvases[1].canvas, tokenizer)
     for part in (part for part in map(yaml.safe_load, others) if "base" not in part):
         kept = {} if "template" in part["prompt"] else {"template": spec.prompt.template}
         check_spec(spec.model_dump(mode="json") | part | {"prompt": kept | part["prompt"]})
