@@ -104,7 +104,8 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     info = inspect(spec, folder)
     tokenizer = loaders.tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
-    run = None if spec.input.run is None else run_state(spec.input.run, spec.s3.options())
+    planned = None if plan is None else plan.results["input"].get("run")
+    run = None if spec.input.run is None else run_state(spec.input.run, planned, spec.s3.options())
     if run is None:
         inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
     elif plan is not None:
@@ -199,13 +200,16 @@ def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
         return False
 
 
-def run_state(place: str, s3: S3Options) -> dict[str, str]:
+def run_state(place: str, planned: dict[str, str] | None, s3: S3Options) -> dict[str, str]:
     """What identifies the rows of a finished run: its fingerprint, and a digest of its passes' manifests and its metrics.
 
-    UserError if there is no finished run.
+    It is the `planned` one if the run has been deleted or pruned since: the rows were copied then. UserError if there is no
+    finished run.
     """
     with about("input.run"):
         run = open_store(place, s3=s3)
+        if planned is not None and next(run.list("data/"), None) is None:
+            return planned
         plan = load_plan(run)
         if plan is None or not is_closed(run):
             what = "no run directory" if plan is None else "not finished; `draftmill run` resumes it"

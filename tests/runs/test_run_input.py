@@ -158,6 +158,8 @@ def test_a_run_that_changes_and_one_that_can_not_be_read_are_refused(
     assert main(["measure", str(tmp_path / "elsewhere"), "--metric", "length"]) == 0
     capsys.readouterr()
     assert "input.run.state was" in refusal(judge(world, "moved", "exact_match >= 1", run=str(tmp_path / "elsewhere")))
+    shutil.rmtree(tmp_path / "elsewhere")
+    assert run(judge(world, "moved", "exact_match >= 1", run=str(tmp_path / "elsewhere")), tmp_path / "spec.yaml") == 0
 
 
 @pytest.mark.s3
