@@ -7,6 +7,7 @@
     seed             input.columns.seed             body.seed             (draftmill.actors.rows.row.row_key)
     logprobs                                        body.logprobs
     constraint       input.columns.constraint       body.response_format, body.structured_outputs, body.guided_*
+    template_kwargs  input.columns.template_kwargs  body.chat_template_kwargs, of a conversation
 
 Null (in a column, also an empty text) means the job's own value; a column overrides the body. Each problem is a RowError:
 `bad_setting` for an invalid value, `unsupported` for one that the job can't support. Pure: no files, no model.
@@ -14,11 +15,14 @@ Null (in a column, also an empty text) means the job's own value; a column overr
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, read_constraint
 from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, problems_of
 from draftmill.actors.rows.row import Values, missing
@@ -43,6 +47,7 @@ class OwnSettings:
     logprobs: bool = False
     endpoint: str | None = None
     constraint: Any = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool | None:
@@ -81,9 +86,10 @@ class RowRules:
             endpoint = endpoint_of(values, body)
             if problems := list(problems_of(body, self._job_values(), endpoint)):
                 _refuse("; ".join(problems))
-        if isinstance(self.task, Score):
-            return OwnSettings(endpoint=endpoint)  # nothing is generated, so the settings have no effect
-        return self._settings_of(values, body or {}, endpoint)
+        kwargs = self._template_kwargs(values, body or {})
+        if isinstance(self.task, Score):  # nothing is generated, so the other settings have no effect
+            return OwnSettings(endpoint=endpoint, template_kwargs=kwargs)
+        return replace(self._settings_of(values, body or {}, endpoint), template_kwargs=kwargs)
 
     def settings(self, own: OwnSettings) -> tuple[RowSettings, StopStrings | None]:
         """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
@@ -146,6 +152,18 @@ class RowRules:
                 "set task.constraint or input.columns.constraint"
             )
         return given
+
+    def _template_kwargs(self, values: Values, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The row's own arguments of the chat template, without nulls; a csv file has them as JSON text."""
+        name, value = _setting(values, self.columns.template_kwargs, body, ("chat_template_kwargs",))
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = json.loads(value)
+        if value is None:
+            return {}
+        if problem := kwargs_problem(value):
+            raise RowError("bad_setting", "read", f"{name}: {problem}")
+        return {key: given for key, given in value.items() if given is not None}
 
     def _check_draws(self, temperature: float | None, top_p: float | None) -> None:
         """RowError for values other than the job's, if the decoder uses the job's values for all rows."""

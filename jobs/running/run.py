@@ -48,6 +48,7 @@ from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
+from draftmill.jobs.recurring.run_input import with_run_rows
 from draftmill.jobs.recurring.runs import finished_runs
 from draftmill.jobs.running.outcome import (
     RunOutcome,
@@ -158,6 +159,7 @@ def plan_run(
     backend: Backend, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None
 ) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
+    prepared = with_run_rows(prepared, store)
     spec, s3 = prepared.spec, prepared.spec.s3.options()
     if spec.input.dedupe is None:
         return make_plan(prepared, store, display, epoch=epoch, survey=backend.survey(prepared, display))

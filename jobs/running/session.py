@@ -25,6 +25,7 @@ from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
 from draftmill.jobs.plan.worker_job import limits_of, make_job
+from draftmill.jobs.recurring.run_input import source_of
 from draftmill.jobs.running.outcome import RunOutcome
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -232,6 +233,7 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str])
         units=run.plan.units,
         rows=run.plan.rows,
         lease=run.lease,
+        source=source_of(run.spec, run.plan.files, run.store) if run.plan.pass_ == 1 else None,
     )
 
 

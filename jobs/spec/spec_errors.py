@@ -169,11 +169,18 @@ def _range(item: Any) -> str:
 
 
 UNSUPPORTED = {
-    "bad_words", "chat_template_kwargs", "echo", "frequency_penalty", "guided_json", "guided_regex", "logit_bias", "logprobs",
+    "bad_words", "echo", "frequency_penalty", "guided_json", "guided_regex", "logit_bias", "logprobs",
     "min_p", "min_tokens", "num_beams", "presence_penalty", "prompt_logprobs", "repetition_penalty", "response_format",
-    "stop_token_ids", "structured_outputs", "system", "system_prompt", "tools", "top_logprobs",
+    "stop_token_ids", "structured_outputs", "tools", "top_logprobs",
 }  # fmt: skip
 """Keys of other software that a user may expect."""
+
+ELSEWHERE = {
+    "chat_template_kwargs": "chat.template_kwargs",
+    "system_prompt": "prompt.system",
+    "system": "prompt.system",
+}
+"""Keys of other software that have another name here."""
 
 
 def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
@@ -181,7 +188,7 @@ def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
     known = [key for section_model in _models_at(model, location[:-1]) for key in section_model.model_fields]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     elsewhere = [dotted for dotted in all_keys(model) if dotted.rpartition(".")[2] == name and dotted != path]
-    nearest = near or elsewhere
+    nearest = near or ([ELSEWHERE[name]] if name in ELSEWHERE else elsewhere)
     hint = ""
     if nearest:
         suggestion = nearest[0] if nearest[0] not in known else ".".join(filter(None, [section, nearest[0]]))
