@@ -76,6 +76,7 @@ def by_systemd(command: str) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=12))
 def test_words_survive_shells_crontabs_and_units(words: list[str]) -> None:

@@ -166,8 +166,9 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, mon
 def test_other_weights_are_named(rows: Path) -> None:
     made = plan(spec_for(rows), open_store("memory://weights"))
     inputs = list_inputs(str(rows))
-    for hashes, named in ((Hashes("x", "tokenizer"), "model.weights"), (Hashes("weights", "x"), "model.tokenizer")):
-        with pytest.raises(UserError, match=named):
+    for field, named in {"model": "weights", "tokenizer": "tokenizer", "head": "head", "adapter": "adapter"}.items():
+        hashes = dataclasses.replace(HASHES, **{field: "x"})
+        with pytest.raises(UserError, match=f"model.{named}"):
             compare_plan(made, results_key(spec_for(rows), model_info(), hashes, inputs), inputs)
 
 
