@@ -144,6 +144,9 @@ def _one_or_more(value: Any) -> Any:
 
 
 Spelling = Annotated[str, Field(min_length=1)]
+Spellings = Annotated[
+    tuple[Spelling, ...], BeforeValidator(_one_or_more, json_schema_input_type=Spelling | tuple[Spelling, ...])
+]
 
 
 class Fim(Settings):
@@ -153,9 +156,7 @@ class Fim(Settings):
     suffix: Spelling = Field(description="the token of the text after the hole, S")
     middle: Spelling | None = Field(default=None, description="the token before the hole's text; null only with spm")
     order: Literal["psm", "spm"] = Field(default="psm", description="psm: prefix P suffix S middle; spm: S first")
-    ends: Annotated[tuple[Spelling, ...], BeforeValidator(_one_or_more)] = Field(
-        default=(), description="more tokens that end a hole"
-    )
+    ends: Spellings = Field(default=(), description="more tokens that end a hole")
 
     @model_validator(mode="after")
     def _psm_has_a_middle(self) -> Fim:
@@ -185,6 +186,7 @@ def _visible(text: str) -> str:
 
 
 Stop = Annotated[str, Field(min_length=1), AfterValidator(_visible)]
+Stops = Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more, json_schema_input_type=Stop | tuple[Stop, ...])]
 
 
 def _as_date(value: Any) -> Any:
@@ -211,7 +213,7 @@ class Complete(Settings):
     done: ClassVar[str] = "generated"
     kind: Literal["complete"]
     max_new_tokens: NewTokens = Field(default=128, description="most generated tokens; fewer if the model has no room")
-    stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = Field(
+    stop: Stops = Field(
         default=(), description="generation ends with the first token after which the text contains one of them"
     )
     ignore_eos: bool = Field(default=False, description="end tokens have no special meaning")

@@ -681,6 +681,21 @@ def _manifest(arguments: argparse.Namespace) -> int:
     return manifest(arguments.spec, arguments.set, options, arguments.out, overwrite=arguments.overwrite)
 
 
+@command(
+    "schema",
+    "print the JSON Schema of a spec, or of a sweep file, from which an editor completes keys",
+    option("file", help="job (the default) or sweep", nargs="?", choices=["job", "sweep"], default="job"),
+)
+def _schema(arguments: argparse.Namespace) -> int:
+    import json
+
+    from draftmill.jobs.spec.job_spec import json_schema
+    from draftmill.jobs.spec.sweep_spec import sweep_schema
+
+    print(json.dumps(sweep_schema() if arguments.file == "sweep" else json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
 @command("models", "list the model families and decoders")
 def _models(_: argparse.Namespace) -> int:
     from draftmill.actors.checkpoints.models import builtin_models
