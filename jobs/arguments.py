@@ -218,8 +218,6 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options in DRIVER; UserError if two of them exclude each other."""
     from draftmill.jobs.running.session import RunOptions
 
-    if arguments.local and arguments.ray_address is not None:
-        raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
     options = RunOptions(arguments.ray_address, arguments.local, arguments.quiet, arguments.grace_seconds)
     return replace(options, if_running=getattr(arguments, "if_running", options.if_running))
 
