@@ -437,6 +437,30 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 @command(
+    "show",
+    "print rows as a person reads them, or write a page of them: what the model wrote, by which forward, and what failed",
+    *RUN_DIR,
+    repeatable("--id", "ID", "only this row, with all of its columns"),
+    flag("--failed", "only samples that failed"),
+    option("--limit", "N", "rows that are shown (10; with --html 1000)", type=_whole(1)),
+    option("--html", "FILE", "write a page with a box that filters rows"),
+    flag("--overwrite", "replace a file that is not a page of draftmill"),
+)
+def _show(arguments: argparse.Namespace) -> int:
+    from draftmill.jobs.analysis.show import show
+
+    return show(
+        arguments.run_dir,
+        ids=arguments.id,
+        failed=arguments.failed,
+        limit=arguments.limit,
+        html=arguments.html,
+        overwrite=arguments.overwrite,
+        s3=_s3_options(arguments),
+    )
+
+
+@command(
     "sweep",
     "run several variants of a job on the same workers, or resume them; idempotent",
     option("sweep", "SWEEP.yaml"),
