@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pandas as pd
@@ -15,10 +17,10 @@ import pytest
 import yaml
 
 import draftmill
-from draftmill.jobs import library
 from draftmill.jobs.cli import main
+from draftmill.jobs.driving import driver
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.exit_codes import INTERRUPTED, Ended
+from draftmill.jobs.exit_codes import Ended
 from draftmill.storage.errors import StoreError, UserError
 from tests.conftest import ROOT
 
@@ -200,15 +202,24 @@ def test_every_error_of_ours_is_a_draftmill_error() -> None:
 def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = job_of(tmp_path)
-
-    def interrupted(*_: object) -> None:
-        raise Ended("interrupted with 1 of 2 units done", INTERRUPTED, by_signal=True)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="1 of 2 units"):
-        patch.setattr(library, "complete_job", interrupted)
+    spec = job_of(tmp_path) | {"output": {"path": str(tmp_path / "run"), "unit_rows": 1}}
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(KeyboardInterrupt, match=r"with \d of 4 units done; run it again"),
+    ):
+        patch.setattr(driver, "failpoint", lambda name: signal.raise_signal(signal.SIGINT))  # at a finished unit
         draftmill.run(spec, local=True, quiet=True)
+    assert 1 <= len(list((tmp_path / "run" / "data").iterdir())) < 4
     assert draftmill.run(spec, local=True, quiet=True).summary["samples"]["ok"] == 4
+
+
+@pytest.mark.ray
+def test_a_run_on_ray_has_the_rows_of_a_local_one(ray_session: ModuleType, tmp_path: Path) -> None:
+    columns = ["id", "text", "tokens", "nfe", "key"]
+    local = draftmill.run(job_of(tmp_path), local=True, quiet=True)
+    on_ray = draftmill.run(job_of(tmp_path), quiet=True, changes={"output.path": str(tmp_path / "ray")})
+    assert list(on_ray.rows(columns)) == list(local.rows(columns))
+    assert ray_session.is_initialized(), "a Ray that the process has initialised is left running"
 
 
 def test_a_signal_is_told_from_another_reason_to_stop() -> None:
