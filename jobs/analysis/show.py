@@ -78,8 +78,10 @@ class ShownRow:
         row = self.row
         if row["status"] != "ok":
             return f"{row['status']} ({row['error_kind']}, {row['error_stage']}): {row['error']}"
-        took = f"{counted(row['new_tokens'] or 0, 'token')} in {counted(row['nfe'] or 0, 'forward')}"
-        return f"{took}, {row['finish']}" if row["finish"] else took
+        parts = [f"{counted(row['new_tokens'] or 0, 'token')} in {counted(row['nfe'] or 0, 'forward')}"]
+        parts += [] if row["finish"] is None else [row["finish"]]
+        parts += [] if row["logprob"] is None else [f"log-probability {row['logprob']:.2f}"]
+        return ", ".join(parts)
 
 
 def show(

@@ -92,7 +92,9 @@ def test_a_completion_follows_its_prompt_and_a_failed_row_has_its_reason(
     assert rows[0].pieces[0].text == ROWS[0]["prompt"] and rows[0].pieces[1].text == rows[0].row["text"]
     out = printed(completed, capsys)
     assert "long  failed (too_long, tokenize): a prompt of 8000 tokens leaves no room" in out
-    assert f"good  6 tokens in 6 forwards, length\n{ROWS[0]['prompt']}⌈{rows[0].row['text']}⌋\n" in out
+    logprob = f"{rows[0].row['logprob']:.2f}"
+    head = f"good  6 tokens in 6 forwards, length, log-probability {logprob}"
+    assert f"{head}\n{ROWS[0]['prompt']}⌈{rows[0].row['text']}⌋\n" in out
 
 
 def test_control_characters_are_spelled_out(completed: Path, capsys: pytest.CaptureFixture[str]) -> None:

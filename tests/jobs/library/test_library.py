@@ -22,6 +22,7 @@ from draftmill.jobs.driving import driver
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
 from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores.interface import S3Options
 from tests.conftest import ROOT
 
 PROMPTS = ["def is_prime(n):", "import os", "class Point:", "for x in range("]
@@ -211,6 +212,14 @@ def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(
         draftmill.run(spec, local=True, quiet=True)
     assert 1 <= len(list((tmp_path / "run" / "data").iterdir())) < 4
     assert draftmill.run(spec, local=True, quiet=True).summary["samples"]["ok"] == 4
+
+
+@pytest.mark.s3
+def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url: str, s3_options: S3Options, tmp_path: Path) -> None:
+    s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
+    run = draftmill.run(job_of(tmp_path) | {"output": {"path": s3_url}, "s3": s3}, local=True, quiet=True)
+    again = draftmill.open_run(s3_url, s3=s3)
+    assert again.path == s3_url and list(again.rows()) == list(run.rows()) and again.summary["samples"]["ok"] == 4
 
 
 @pytest.mark.ray
