@@ -46,6 +46,7 @@ from draftmill.jobs.spec.spec_errors import spec_error
 from draftmill.jobs.spec.spec_file import read_mapping
 from draftmill.storage.errors import Error, UserError
 from draftmill.storage.runs.commit import all_exact
+from draftmill.storage.runs.metric_files import KEYS, read_metrics
 from draftmill.storage.stores.store import open_store
 
 if TYPE_CHECKING:
@@ -114,6 +115,11 @@ class RunResults:
             item.with_type(item.type.value_type) if pa.types.is_dictionary(item.type) else item for item in table.schema
         ]
         return Dataset(InMemoryTable(table.cast(pa.schema(fields))))
+
+    def metrics(self) -> pa.Table:
+        """What `metrics` or `draftmill measure` measured: id, sample, and a column for each metric; empty if nothing is."""
+        table = read_metrics(self._found.store)
+        return KEYS.empty_table() if table is None else table
 
     @property
     def summary(self) -> dict[str, Any]:

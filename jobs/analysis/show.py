@@ -102,8 +102,9 @@ def show(
     remaking = Remaking(passes, s3)
     most = limit or (ON_TERMINAL if html is None else ON_PAGE)
     rows = list(islice(remaking.shown(chosen_rows(passes, ids, failed=failed)), most))
-    if ids and not rows:
-        raise UserError(f"no sample with the id {', '.join(ids)}", field="--id")
+    lacking = [name for name in ids if name not in {shown.row["id"] for shown in rows}]
+    if lacking and len(rows) < most:
+        raise UserError(f"no {'failed ' if failed else ''}sample has the id {lacking[0]!r}", field="--id")
     if remaking.problem is not None:
         print(f"draftmill: without prompts and marks: {remaking.problem}", file=sys.stderr)
     spec = passes[0].plan.spec

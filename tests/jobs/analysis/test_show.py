@@ -116,8 +116,10 @@ def test_options_choose_rows(completed: Path, capsys: pytest.CaptureFixture[str]
     assert printed(completed, capsys, "--failed").count("too_long") == 2
     assert "1 of 6 samples" in printed(completed, capsys, "--limit", "1")
     assert "  finish  " in " ".join(printed(completed, capsys, "--id", "odd").split("\n")).replace("          ", " ")
-    assert main(["show", str(completed), "--id", "none"]) == 2
-    assert "--id: no sample with the id none" in capsys.readouterr().err
+    assert main(["show", str(completed), "--id", "good", "--id", "none"]) == 2
+    assert "--id: no sample has the id 'none'" in capsys.readouterr().err
+    assert main(["show", str(completed), "--id", "good", "--failed"]) == 2
+    assert "--id: no failed sample has the id 'good'" in capsys.readouterr().err
 
 
 def test_without_the_inputs_texts_are_shown_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

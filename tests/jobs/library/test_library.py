@@ -120,9 +120,17 @@ def test_the_summary_counts_what_the_table_counts(
     summary = run.summary
     assert summary["samples"] == {"planned": 4, "ok": 3, "failed": 1} and summary["errors"] == {"too_long": 1}
     assert (summary["name"], summary["path"], summary["exact"]) == ("prompts", str(folder / "run"), True)
-    assert (summary["tokens"], summary["nfe"], summary["metrics"]) == (18, 18, {})
+    assert (summary["tokens"], summary["nfe"], summary["metrics"], run.metrics().num_rows) == (18, 18, {}, 0)
     assert repr(run) == f"<draftmill run prompts: 3 of 4 samples ok, {folder / 'run'}>"
     assert capsys.readouterr() == ("", "")
+
+
+def test_metrics_have_a_column_each_and_their_means_are_in_the_summary(tmp_path: Path) -> None:
+    run = draftmill.run(job_of(tmp_path, metrics=["length"]), local=True, quiet=True)
+    table = run.metrics()
+    assert table.column_names[:2] == ["id", "sample"] and table["id"].to_pylist() == [row["id"] for row in run.rows()]
+    name, mean = next(iter(run.summary["metrics"].items()))
+    assert mean == pytest.approx(sum(table[name].to_pylist()) / 4)
 
 
 def test_a_rerun_is_seen(tmp_path: Path) -> None:
