@@ -44,6 +44,9 @@ ON_TERMINAL: Final = 10
 ON_PAGE: Final = 1000
 """Rows that are shown without --limit."""
 
+GIVEN_CHARS: Final = 1200
+"""Characters of a given text that are printed; the middle of a longer one is not, unless its row is asked for."""
+
 BEGIN, END = "\N{LEFT CEILING}", "\N{RIGHT FLOOR}"
 """What the model wrote stands between them where there are no colours."""
 
@@ -294,7 +297,8 @@ def print_rows(rows: Sequence[ShownRow], scope: str, *, every_column: bool) -> N
         if shown.pieces:
             forwards = sorted({piece.forward for piece in shown.pieces if piece.forward is not None})
             colours = {forward: COLOURS[place % len(COLOURS)] for place, forward in enumerate(forwards)}
-            styled = (text_of(piece, colours if in_colours else None) for piece in shown.pieces)
+            pieces = shown.pieces if every_column else map(without_middle, shown.pieces)
+            styled = (text_of(piece, colours if in_colours else None) for piece in pieces)
             console.print(Text.assemble(*styled))
         if every_column:
             console.print(Text(column_lines(shown.row), "dim"))
@@ -303,6 +307,15 @@ def print_rows(rows: Sequence[ShownRow], scope: str, *, every_column: bool) -> N
         how = "a colour is a forward" if in_colours else f"{BEGIN}2:...{END} is what the second forward decided"
         scope = f"{how}; {scope}"
     console.print(Text(f"{scope}; --id, --failed and --limit choose rows, --html FILE writes a page", "dim"))
+
+
+def without_middle(piece: Piece) -> Piece:
+    """A given text that is long without its middle."""
+    if piece.made or len(piece.text) <= GIVEN_CHARS:
+        return piece
+    half = GIVEN_CHARS // 2
+    left_out = f"[... {len(piece.text) - 2 * half:,} characters ...]"
+    return replace(piece, text=f"{piece.text[:half]}{left_out}{piece.text[-half:]}")
 
 
 def text_of(piece: Piece, colours: Mapping[int, str] | None) -> tuple[str, str]:

@@ -112,6 +112,17 @@ def test_colours_stand_for_marks_on_a_terminal_unless_no_color_is_set(
     assert "⌈2:" in out and "\x1b[1;32m" not in out
 
 
+def test_a_long_prompt_is_printed_without_its_middle_unless_its_row_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "# " + "import " * 200
+    run = Path(
+        draftmill.run(job_of(tmp_path, [{"id": "a", "prompt": prompt, "level": 0}]), local=True, quiet=True).path
+    )
+    assert f"{prompt[:600]}[... 202 characters ...]{prompt[-600:]}" in printed(run, capsys)
+    assert prompt in printed(run, capsys, "--id", "a")
+
+
 def test_options_choose_rows(completed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(completed, capsys, "--failed").count("too_long") == 2
     assert "1 of 6 samples" in printed(completed, capsys, "--limit", "1")
