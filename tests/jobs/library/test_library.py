@@ -24,6 +24,7 @@ from draftmill.jobs.exit_codes import Ended
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.interface import S3Options
 from tests.conftest import ROOT
+from tests.runs.test_rerun import sicken
 
 PROMPTS = ["def is_prime(n):", "import os", "class Point:", "for x in range("]
 MODEL = {"path": "builtin:ar-tiny", "device": "cpu"}
@@ -133,11 +134,21 @@ def test_metrics_have_a_column_each_and_their_means_are_in_the_summary(tmp_path:
     assert mean == pytest.approx(sum(table[name].to_pylist()) / 4)
 
 
-def test_a_rerun_is_seen(tmp_path: Path) -> None:
-    spec = job_of(tmp_path)
-    run = draftmill.run(spec, local=True, quiet=True)
-    assert main(["rerun", run.path, "--failed", "--local", "--quiet"]) == 0
-    assert draftmill.open_run(run.path).summary["samples"]["ok"] == 4
+def test_a_row_that_a_rerun_mended_is_read_and_shown_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = job_of(tmp_path, errors={"max_rate": 0.5})
+    with pytest.MonkeyPatch.context() as patch:
+        sicken(patch, {"2"})
+        first = draftmill.run(spec, local=True, quiet=True)
+    assert [row["id"] for row in first.failures()] == ["2"]
+    assert main(["rerun", first.path, "--failed", "--local", "--quiet"]) == 0
+    capsys.readouterr()
+    mended = draftmill.open_run(first.path)
+    summary = mended.summary
+    assert (summary["samples"]["ok"], summary["passes"], summary["errors"]) == (4, 2, {}) and mended.failures() == []
+    assert {row["id"]: row["pass"] for row in mended.rows()} == {"0": 1, "1": 1, "2": 2, "3": 1}
+    assert main(["show", first.path]) == 0
+    [text] = [row["text"] for row in mended.rows() if row["id"] == "2"]
+    assert f"\nclass Point:⌈{text}⌋\n" in capsys.readouterr().out
 
 
 def test_a_dict_and_a_file_are_the_same_job_and_a_finished_one_is_only_opened(
