@@ -95,9 +95,9 @@ class ConstraintSettings(Settings):
     choice: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
         default=None, description="one of these texts"
     )
-    json_schema: Annotated[Spelling, BeforeValidator(_as_json)] | None = Field(
-        default=None, description="a JSON Schema, or a file that holds one"
-    )
+    json_schema: (
+        Annotated[Spelling, BeforeValidator(_as_json, json_schema_input_type=Spelling | dict[str, Any])] | None
+    ) = Field(default=None, description="a JSON Schema, or a file that holds one")
     grammar: Spelling | None = Field(default=None, description="a Lark grammar (causal models)")
     name: Spelling | None = Field(default=None, description="its name in the results; null: its kind")
 
@@ -207,6 +207,11 @@ def _one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, str) else as_tuple(value)
 
 
+Spellings = Annotated[
+    tuple[Spelling, ...], BeforeValidator(_one_or_more, json_schema_input_type=Spelling | tuple[Spelling, ...])
+]
+
+
 class Fim(Settings):
     """The special tokens with which a causal model fills in the middle, as its tokenizer spells them."""
 
@@ -214,9 +219,7 @@ class Fim(Settings):
     suffix: Spelling = Field(description="the token of the text after the hole, S")
     middle: Spelling | None = Field(default=None, description="the token before the hole's text; null only with spm")
     order: Literal["psm", "spm"] = Field(default="psm", description="psm: prefix P suffix S middle; spm: S first")
-    ends: Annotated[tuple[Spelling, ...], BeforeValidator(_one_or_more)] = Field(
-        default=(), description="more tokens that end a hole"
-    )
+    ends: Spellings = Field(default=(), description="more tokens that end a hole")
 
     @model_validator(mode="after")
     def _psm_has_a_middle(self) -> Fim:
@@ -247,6 +250,7 @@ def _visible(text: str) -> str:
 
 
 Stop = Annotated[str, Field(min_length=1), AfterValidator(_visible)]
+Stops = Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more, json_schema_input_type=Stop | tuple[Stop, ...])]
 
 
 def _as_date(value: Any) -> Any:
@@ -273,7 +277,7 @@ class Complete(Settings):
     done: ClassVar[str] = "generated"
     kind: Literal["complete"]
     max_new_tokens: NewTokens = Field(default=128, description="most generated tokens; fewer if the model has no room")
-    stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = Field(
+    stop: Stops = Field(
         default=(), description="generation ends with the first token after which the text contains one of them"
     )
     ignore_eos: bool = Field(default=False, description="end tokens have no special meaning")

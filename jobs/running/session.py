@@ -48,6 +48,17 @@ class RunOptions:
     quiet: bool = False
     grace_s: float = 30.0
     if_running: IfRunning = "fail"
+    prints: bool = True
+    """Print the table and how the run ends, as a command does; else all of it is in exceptions and in the results."""
+
+    def __post_init__(self) -> None:
+        if self.local and self.ray_address is not None:
+            raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
+
+    def say(self, text: str) -> None:
+        """Print a text, if this run prints."""
+        if self.prints:
+            print(text)
 
 
 @dataclass(slots=True)

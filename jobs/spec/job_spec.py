@@ -335,6 +335,17 @@ class JobSpec(Settings):
         }
 
 
+SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a spec, from which an editor completes and explains keys.
+
+    It knows each key by itself; rules that join several keys are `check_spec`'s alone.
+    """
+    return {"$schema": SCHEMA_URL, **JobSpec.model_json_schema()}
+
+
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     """Read a spec file, apply `a.b=VALUE` overrides (VALUE is YAML) and check it. The default name is the file's name.
 

@@ -88,7 +88,7 @@ def test_words_survive_shells_crontabs_and_units(words: list[str]) -> None:
 
 
 def test_all_nasty_words_survive_at_once() -> None:
-    test_words_survive_shells_crontabs_and_units.hypothesis.inner_test(NASTY)  # type: ignore[attr-defined]
+    test_words_survive_shells_crontabs_and_units.hypothesis.inner_test(NASTY)
 
 
 JSON = st.recursive(

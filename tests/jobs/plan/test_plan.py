@@ -167,7 +167,8 @@ def test_other_weights_are_named(rows: Path) -> None:
     made = plan(spec_for(rows), open_store("memory://weights"))
     inputs = list_inputs(str(rows))
     for field, named in {"model": "weights", "tokenizer": "tokenizer", "head": "head", "adapter": "adapter"}.items():
-        hashes = dataclasses.replace(HASHES, **{field: "x"})
+        change: dict[str, Any] = {field: "x"}
+        hashes = dataclasses.replace(HASHES, **change)
         with pytest.raises(UserError, match=f"model.{named}"):
             compare_plan(made, results_key(spec_for(rows), model_info(), hashes, inputs), inputs)
 
