@@ -96,7 +96,7 @@ def test_nothing_is_printed_for_a_few_prompts(capfd: pytest.CaptureFixture[str])
         ({"sampling": {"temprature": 1}}, "sampling.temprature: unknown key; did you mean sampling.temperature"),
         ({"model": "builtin:nothing"}, "model.path: 'builtin:nothing' does not exist"),
         ({"decoder": {"kind": "assd"}, "task": {"kind": "infill", "mask": {"kind": "random"}}}, "decoder.kind: 'assd'"),
-        ({"prompts": [{"prompt": object()}]}, "prompts.0: Object of type object is not JSON serializable"),
+        ({"prompts": [{"prompt": {1}}]}, "prompts.0: Object of type set is not JSON serializable"),
     ],
     ids=str,
 )
