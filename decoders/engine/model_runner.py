@@ -222,7 +222,7 @@ class ModelRunner:
     def _pad_batch(self, b: Batch) -> bool:
         """Fill the batch up to the size of a captured forward; False where this one is not captured."""
         graphs = self.graphs
-        if graphs is None or not self.is_captured or not b.num_sampled or b.allowed_R is not None:
+        if graphs is None or not self.is_captured or not b.num_sampled or not b.fits_kernels:
             return False
         sizes = dict[str, int]()
         for axis, count in b.counts.items():

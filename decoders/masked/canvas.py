@@ -107,8 +107,8 @@ class Canvas(Sample):
         count = self._until_end(picks)
         for _, position, token, log_p in picks[:count]:
             self.tokens[position] = self.canvas[position] = token
-            if self.tracker is not None:
-                self.tracker.decide(position, token)
+            if self.is_shaped:
+                self.decide(position, token)
             self.log_p_at[position] = log_p
             self.logprob += log_p
         if count == 1:
