@@ -109,8 +109,8 @@ class Sampling(Settings):
 
     @property
     def bans(self) -> tuple[str, ...]:
-        """The keys that ban tokens by what is known of the text: beside a constraint they could leave none."""
-        return tuple(key for key in ("no_repeat_ngram_size", "bad_words", "min_new_tokens") if getattr(self, key))
+        """The keys that ban tokens: beside a constraint they could leave none."""
+        return tuple(key for key in (*_TEXT_BANS, "suppress_tokens") if getattr(self, key))
 
     @property
     def reads_text(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class Sampling(Settings):
             "frequency_penalty",
             *(("repetition_penalty",) * (self.repetition_penalty != 1.0)),
         )
-        return tuple(key for key in (*counting, *self.bans) if getattr(self, key))
+        return tuple(key for key in (*counting, *_TEXT_BANS) if getattr(self, key))
 
     @property
     def changes_logits(self) -> tuple[str, ...]:
@@ -128,6 +128,7 @@ class Sampling(Settings):
         return (*self.reads_text, *(key for key in ("logit_bias", "suppress_tokens") if getattr(self, key)))
 
 
+_TEXT_BANS: Final = ("no_repeat_ngram_size", "bad_words", "min_new_tokens")
 _FIRST_KEYS: Final = ("temperature", "top_k", "top_p", "acceptance")
 
 

@@ -280,7 +280,18 @@ def maker_for(
     model has to fill holes but lacks the special tokens for it.
     """
     open_ended = isinstance(task, Infill) and fills_in_middle(task, info)
-    rules = RowRules(task, columns, decoder.kind, sampling, tokenizer, tuple(ends), open_ended, constraints)
+    rules = RowRules(
+        task,
+        columns,
+        decoder.kind,
+        sampling,
+        tokenizer,
+        tuple(ends),
+        open_ended,
+        constraints,
+        vocab_size=info.vocab_size,
+        edits=getattr(decoder, "tau_edit", None) is not None,
+    )
     if isinstance(task, Infill) and open_ended:
         return FimMaker(task, columns, tokenizer, info, template_of(task.fim, tokenizer, info), rules=rules)
     if isinstance(task, Infill):

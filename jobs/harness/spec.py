@@ -74,6 +74,7 @@ class EvalSpec:
     ) -> JobSpec:
         """The job that generates; `special` searches the stop strings among the special tokens, too."""
         settings = asdict(generation)
+        settings |= dict(settings.pop("others"))
         own = self.task if self.task.get("kind") == "complete" else {}
         task = {**own, "kind": "complete", "max_new_tokens": settings.pop("max_new_tokens")}
         task |= {"stop": list(settings.pop("stop")), "skip_special_tokens": not special}

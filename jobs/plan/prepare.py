@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from draftmill.actors.checkpoints.generation import from_checkpoint
 from draftmill.actors.checkpoints.models import (
     adapter_hash,
     fetch_model,
@@ -25,12 +26,14 @@ from draftmill.actors.checkpoints.models import (
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import fills_in_middle, template_of
+from draftmill.actors.rows.penalties import penalties_of
 from draftmill.actors.rows.requests import body_of
 from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Complete, ConstraintSettings, Infill, Task, today
 from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.formatting import Notes, counted, size_text
@@ -49,6 +52,7 @@ from draftmill.jobs.plan.plan import (
 from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.rules import sampling_problem
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate
@@ -88,13 +92,17 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     """
     loaders = loaders or Loaders()
     spec = with_schemas(spec)
-    plan = load_plan(store)
+    plan, asked = load_plan(store), spec.sampling
     if plan is not None:
         spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
+        if asked.from_checkpoint:
+            spec = with_sampling(spec, plan.spec.sampling.model_copy(update=asked.model_dump(exclude_unset=True)))
         compare_settings(plan, spec)
     model = spec.model
     folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=spec.s3.options())
     info = inspect(spec, folder)
+    if asked.from_checkpoint:
+        spec = with_sampling(spec, recommended(asked, folder))
     tokenizer = loaders.tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
     inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
@@ -117,6 +125,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     )
     check_stop(spec, tokenizer, hashes.ends)
     check_constraint(spec, tokenizer, info, hashes.ends)
+    check_penalties(spec, tokenizer, info, hashes.ends)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
@@ -164,6 +173,30 @@ def check_constraint(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo
                     raise UserError(problem, field="task.max_new_tokens")
         except RowError as error:
             raise UserError(error.message.removeprefix("constraint: "), field="task.constraint") from None
+
+
+def with_sampling(spec: JobSpec, sampling: Sampling) -> JobSpec:
+    """The spec with other sampling settings; UserError if they do not fit it."""
+    try:
+        spec.decoder.check_sampling(sampling)
+        problem = sampling_problem(
+            spec.task, sampling, spec.input.columns, has_tokenizer=spec.model.tokenizer != "none"
+        )
+        if problem is not None:
+            raise ValueError(problem)
+    except ValueError as error:
+        raise user_error(error, "sampling.from_checkpoint") from None
+    return spec.model_copy(update={"sampling": sampling})
+
+
+def recommended(sampling: Sampling, folder: Path) -> Sampling:
+    """The settings with those of the model's generation_config.json for the keys that are left out."""
+    from draftmill.decoders.backbones.checkpoint import GENERATION_FILE, read_generation
+
+    try:
+        return from_checkpoint(sampling, read_generation(folder), folder / GENERATION_FILE)
+    except ValueError as error:
+        raise UserError(str(error), field="sampling.from_checkpoint") from None
 
 
 def with_chat_date(spec: JobSpec, day: date | None) -> JobSpec:
@@ -298,6 +331,15 @@ def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, ends: tuple[int, ...]
         problem = rules.unseen_stop(spec.task.stop)
         if problem is not None:
             raise UserError(problem, field="task.stop")
+
+
+def check_penalties(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: tuple[int, ...]) -> None:
+    """Raise UserError if sampling settings name tokens that the model does not have."""
+    try:
+        penalties_of(spec.sampling, tokenizer, vocab_size=info.vocab_size, ends=ends)
+    except ValueError as error:
+        key, _, problem = str(error).partition(": ")
+        raise UserError(problem, field=f"sampling.{key}") from None
 
 
 def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:

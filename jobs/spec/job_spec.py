@@ -21,7 +21,14 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
 from draftmill.jobs.spec.places import place_problem
-from draftmill.jobs.spec.rules import kept_names, metric_problem, reference_of, task_problem, truncate_problem
+from draftmill.jobs.spec.rules import (
+    kept_names,
+    metric_problem,
+    reference_of,
+    sampling_problem,
+    task_problem,
+    truncate_problem,
+)
 from draftmill.jobs.spec.spec_errors import kind_changed, spec_error
 from draftmill.jobs.spec.spec_file import apply_change, apply_override, read_mapping
 from draftmill.jobs.spec.worker_shape import Shapes, WorkerShape
@@ -221,6 +228,8 @@ class JobSpec(Settings):
         problem = task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
         if problem is None and self.input.truncate is not None:
             problem = truncate_problem(self.task, self.input.columns)
+        if problem is None:
+            problem = sampling_problem(self.task, self.sampling, self.input.columns, has_tokenizer=has_tokenizer)
         if problem:
             raise ValueError(problem)
         return self
@@ -279,7 +288,7 @@ class JobSpec(Settings):
             "seed": self.seed,
             "task": full["task"],
             "decoder": full["decoder"],
-            "sampling": {key: value for key, value in full["sampling"].items() if (key, value) != ("n", 1)},
+            "sampling": self.sampling.key(),
             "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")}
             | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
             "model": {"dtype": self.model.dtype}

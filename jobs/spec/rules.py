@@ -23,12 +23,12 @@ from draftmill.actors.task import (
     Spans,
     Task,
 )
-from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.settings import DECODERS, DecoderSettings, decoders_for, decoders_of
 
 _READ_BY_ALL = ("id", "reference", "seed", "tokens")
 _COMPLETE_COLUMNS = ("prompt", "text", "messages")
-_OWN_SETTINGS = ("temperature", "top_p", "max_new_tokens", "constraint", "stop")
+_OWN_SETTINGS = ("temperature", "top_p", "top_k", "max_new_tokens", "constraint", "stop")
 _SCORE_COLUMNS = ("prompt", "text", "completion", "messages")
 _INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
 
@@ -85,7 +85,7 @@ def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings
             f"input.columns.max_new_tokens: the decoder {decoder.kind!r} does not use it, since the mask fixes the lengths of "
             f"its holes; used by: {', '.join(decoders_of('causal'))}"
         )
-    for name in ("temperature", "top_p"):
+    for name in ("temperature", "top_p", "top_k"):
         if getattr(columns, name) is not None and not decoder.draws_by_row:
             allowed = sorted(kind for kind, choice in DECODERS.items() if choice.draws_by_row)
             return (
@@ -95,10 +95,28 @@ def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings
     return None
 
 
+def sampling_problem(task: Task, sampling: Sampling, columns: Columns, *, has_tokenizer: bool) -> str | None:
+    """Why these sampling settings don't fit the task and its rows; None if they do."""
+    if sampling.min_new_tokens and not isinstance(task, Complete):
+        return f"sampling.min_new_tokens: {sampling.min_new_tokens}, but only completions have end tokens to wait for; allowed: 0"
+    if isinstance(task, Complete) and sampling.min_new_tokens > task.max_new_tokens:
+        return f"sampling.min_new_tokens: {sampling.min_new_tokens} is more than task.max_new_tokens ({task.max_new_tokens})"
+    if sampling.bans and (getattr(task, "constraint", None) or getattr(columns, "constraint", None)):
+        return (
+            f"sampling.{sampling.bans[0]}: bans tokens by what is known of the text, and task.constraint allows few: together "
+            "they could leave none; allowed: only one of them"
+        )
+    for key in ("logit_bias", "bad_words", "suppress_tokens"):
+        texts = [given for given in getattr(sampling, key) if isinstance(given, str)]
+        if texts and not has_tokenizer:
+            return f"sampling.{key}: {texts[0]!r} is a text, and model.tokenizer is 'none'; allowed: ids"
+    return None
+
+
 def _stray_column(task: Task, named: dict[str, str]) -> str | None:
     """The problem with a named column that the task does not use; None if it uses all."""
     used = {
-        "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:4]),
+        "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:-1]),
         "complete": (*_COMPLETE_COLUMNS, *_OWN_SETTINGS),
         "score": _SCORE_COLUMNS,
         "score with task.mask": _INFILL_COLUMNS,

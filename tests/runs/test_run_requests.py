@@ -31,7 +31,17 @@ OWN: list[dict[str, Any]] = [
     {"temperature": 0.7, "seed": 11},
     {"stop": [" ", "e"], "max_completion_tokens": 12},
     {"stop": "\n", "temperature": 0.9},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.5, "bad_words": ["e", "self."]},
+    {"top_k": 3, "min_p": 0.1, "logit_bias": {"50": 4.0, "51": -100}, "min_tokens": 4},
 ]
+SAMPLED = {
+    **{
+        key: key
+        for key in ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "top_k", "min_p")
+    },
+    **{"logit_bias": "logit_bias", "min_tokens": "min_new_tokens", "top_p": "top_p"},
+}
+"""Keys of a body, and those of `sampling`."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +90,8 @@ def test_each_request_is_answered_as_by_a_job_with_its_settings(folder: Path, de
             bare,
             f"{decoder}-{number}",
             task=task | {"stop": settings.get("stop", [])},
-            sampling={"temperature": settings.get("temperature", 0.8), "top_p": settings.get("top_p")},
+            sampling={"temperature": settings.get("temperature", 0.8)}
+            | {SAMPLED[key]: value for key, value in settings.items() if key in SAMPLED},
             **({"seed": settings["seed"]} if "seed" in settings else {}),
         )
         for name, row in run_here(spec).items():
@@ -128,8 +139,10 @@ def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(
         {"custom_id": "no body", "url": COMPLETIONS, "method": "POST"},
     ]
     silent = {"custom_id": "silent", "url": COMPLETIONS, "body": {"prompt": "x = ", "max_tokens": 3}}
+    best = requests_of([{"max_tokens": 6}])
+    best[1]["body"]["top_logprobs"], best[2]["body"]["logprobs"] = 5, 5
     place = folder / "both"
-    spec = spec_of(folder, [*requests_of([{"max_tokens": 6}]), silent, *bad], "both").model_dump(mode="json")
+    spec = spec_of(folder, [*best, silent, *bad], "both").model_dump(mode="json")
     assert run(spec | {"errors": {"max_rate": 1.0}}, place / "job.yaml") == 0
     out = place / "answers.jsonl"
     assert main(["export", str(place / "run"), "--format", "openai", "--out", str(out)]) == 0
@@ -152,13 +165,17 @@ def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(
             assert len(told["content"]) == count <= 6
             for token in told["content"]:
                 assert token["logprob"] < 0 and bytes(token["bytes"]).decode() == token["token"]
+                scores = [one["logprob"] for one in token["top_logprobs"]]
+                assert len(scores) == 5 * (name == "r1") and scores == sorted(scores, reverse=True)
+                assert not scores or max(scores) >= token["logprob"] - 1e-6
             if choice["finish_reason"] == "length":
                 assert "".join(token["token"] for token in told["content"]).startswith(choice["message"]["content"])
         else:
             assert body["object"] == "text_completion" and "message" not in choice
             assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["text_offset"]) == count
             joined = np.cumsum([0, *map(len, told["tokens"])])[:-1]
-            assert told["text_offset"] == joined.tolist() and told["top_logprobs"] is None
+            assert told["text_offset"] == joined.tolist()
+            assert [len(one) for one in told["top_logprobs"] or []] == [5] * count * (name == "r2")
 
 
 def test_a_changed_column_of_settings_is_another_job(folder: Path) -> None:
