@@ -227,6 +227,13 @@ def test_penalties_that_a_decoder_can_not_have_for_one_row_are_refused_by_name(k
         assert "tau_edit" in refusal(editing, request(**{key: PENALTIES[key]}))
 
 
+@pytest.mark.parametrize("body", [{"bad_words": ["x"]}, {"min_tokens": 2}, {"stop_token_ids": [4]}], ids=str)
+def test_what_could_leave_no_token_beside_a_constraint_is_refused(body: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}, "name": "n"}}
+    assert rules().own_settings(request(CHAT, response_format=form)).constraint
+    assert "constraint allows" in refusal(rules(), request(CHAT, response_format=form, **body))
+
+
 def test_ids_that_the_model_lacks_fail_their_row() -> None:
     made = RowRules(COMPLETE, Columns(), "autoregressive", Sampling(), byte_level(), (2,), vocab_size=50)
     with pytest.raises(RowError, match="logit_bias: 50 is not an id of the model; allowed: 0 to 49"):
