@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from draftmill.jobs.cli import main
+from draftmill.jobs.forecasting.validate import validate
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import TOKENIZER, job_spec, run_here, save_model
 from tests.runs.jobs_here import run, without_ray
 
@@ -198,3 +201,33 @@ def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_wr
         prepare(spec, open_store(spec.output.path))
     shown = check_spec(spec.model_dump(mode="json") | {"task": task | {"skip_special_tokens": False}})
     assert prepare(shown, open_store(shown.output.path)).plan is None
+
+
+def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    recommended = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "eos_token_id": 2}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
+    rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(PROMPTS)]
+
+    def job(out: str, sampling: dict[str, Any]) -> JobSpec:
+        spec = job_spec(tmp_path, rows, sampling=sampling)
+        return spec.model_copy(update={"output": spec.output.model_copy(update={"path": str(tmp_path / out)})})
+
+    asked = {"from_checkpoint": True, "temperature": 0.9}
+    used = run_here(job("used", asked))
+    said = run_here(job("said", {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3}))
+    plain = run_here(job("plain", {"temperature": 0.9}))
+    texts = [{name: row["text"] for name, row in found.items()} for found in (used, said, plain)]
+    assert texts[0] == texts[1] != texts[2]
+    assert validate(job("used", asked)) == 0, "the same job again"
+    assert "top_k 5, repetition_penalty 1.3 (where the spec leaves them out)" in capsys.readouterr().out
+    assert validate(job("plain", {"temperature": 0.9})) == 0
+    assert "(not used: sampling.from_checkpoint is false)" in capsys.readouterr().out
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended | {"top_k": 6}))
+    with pytest.raises(UserError, match=r"sampling\.top_k was 5, is 6"):
+        validate(job("used", asked))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended | {"num_beams": 4}))
+    with pytest.raises(UserError, match="num_beams = '4', which is not supported"):
+        validate(job("other", asked))
