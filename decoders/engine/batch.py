@@ -91,13 +91,13 @@ class Rule(NamedTuple):
 class Batch:
     """Arrays as the module says, int64 or float64: numpy on the host, tensors on the device; None where there is nothing to
     say. Row n is token `token_N` at `position_N`; it writes `column_N` of `slot_N` and sees [low_IN, high_IN). It is row
-    `line_N` of group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`;
-    its noise is that of `key_2R`, `place_R` and `draw_R`, its settings are `own_4R`, its logits are changed as `token_ER` and
-    `change_3ER` say (Warp), and `scored_R` names the token that is scored; `allowed_R` is the cell that says which tokens it may
-    draw (shaping.py). A token drawn is noted in the cell `note_R`. Of rows under the rejection rule `judged_R` have a draft
-    `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers, `owner_R` their samples.
-    The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are its chain. A draft head
-    reads `head_5R` (rolls.py)."""
+    `line_N` of group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`,
+    guided by row `partner_R`; its noise is that of `key_2R`, `place_R` and `draw_R`, its settings are `own_4R`, its logits are
+    changed as `token_ER` and `change_3ER` say (Warp), and `scored_R` names the token that is scored. The cell `allowed_R` says
+    which tokens it may draw (shaping.py). A token drawn is noted in the cell `note_R`. Of rows under the rejection rule
+    `judged_R` have a draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers,
+    `owner_R` their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are
+    its chain. A draft head reads `head_5R` (rolls.py)."""
 
     slots_G: Any = None
     sigma_G: Any = None
@@ -114,6 +114,7 @@ class Batch:
     rank_Q: Any = None
     limit_Q: Any = None
     row_R: Any = None
+    partner_R: Any = None
     key_2R: Any = None
     place_R: Any = None
     draw_R: Any = None
@@ -270,6 +271,8 @@ def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layou
     draft_R = _join([ask.drafts for ask in asks])
     row_B = rows_B.cumsum() - rows_B
     add_sampled(b, runs_UF, owner_U, draft_R, slots, slot_B=slot_B, row_B=row_B, rows_B=rows_B, when_B=when_B)
+    if any(len(ask.partners) for ask in asks):
+        b.partner_R = np.repeat(row_B, b.sampled_B) + _join([ask.partners for ask in asks])
     return b
 
 

@@ -440,11 +440,12 @@ class Engine:
         active, batch, stats = len(samples), started.batch, self.stats
         seconds, useful, computed = sum(laps), batch.num_rows, started.computed
         share_s, first_s = seconds / active, laps[0] if laps else 0.0
+        each = 2 if self.algorithm.guidance else 1  # with and without what was given
         for sample in samples:
             if not sample.chunk:  # a chunk of a prompt is a part of the evaluation that its rest belongs to
-                sample.nfe += 1
-                sample.batch_rows += active
-            if sample.nfe <= 1:
+                sample.nfe += each
+                sample.batch_rows += active * each
+            if sample.nfe <= each:
                 sample.first_s += first_s
             sample.device_s += share_s
             sample.used_rows += useful

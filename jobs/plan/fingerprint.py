@@ -11,7 +11,7 @@ from typing import Any, Final
 from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.job_spec import NEWER_DECODER_KEYS, JobSpec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import SCHEMA_VERSION
 
@@ -81,7 +81,10 @@ def identity(file: InputFile) -> dict[str, Any]:
     return known
 
 
-LEFT_OUT: Final = {f"sampling.{name}": value for name, value in Sampling().defaults_left_out().items()}
+LEFT_OUT: Final = {
+    **{f"sampling.{name}": value for name, value in Sampling().defaults_left_out().items()},
+    **{f"decoder.{name}": value for name, value in NEWER_DECODER_KEYS},
+}
 """Defaults that a plan does not have, so that plans of earlier versions stay the same."""
 
 

@@ -161,6 +161,9 @@ def _printable(name: str) -> str:
     return name
 
 
+NEWER_DECODER_KEYS = (("guidance_scale", 0.0), ("suppress_end", False))
+"""Later keys of `decoder`, with their defaults, which the fingerprint lacks, too."""
+
 NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe")
 """Later keys of `input`: in the fingerprint only if set, so that fingerprints of jobs without them stay the same."""
 
@@ -280,6 +283,9 @@ class JobSpec(Settings):
         if self.task.kind == "infill" and self.decoder.runs_on != "causal":
             # Only decoders of causal models use these keys, and runs of earlier versions lack them.
             full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
+        full["decoder"] = {
+            key: value for key, value in full["decoder"].items() if (key, value) not in NEWER_DECODER_KEYS
+        }
         if full["task"].get("chat_date") is None:
             full["task"].pop("chat_date", None)  # the plan of a chat whose template has no date lacks it
         if full["task"].get("constraint") is None:

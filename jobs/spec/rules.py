@@ -43,7 +43,12 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
         problem = mask_problem(mask, columns)
     elif problem is None and not isinstance(task, Infill):
         problem = prompt_problem(task, columns, has_tokenizer=has_tokenizer)
-    problem = problem or decoder_problem(task, decoder) or _own_settings_problem(task, columns, decoder)
+    problem = (
+        problem
+        or decoder_problem(task, decoder)
+        or ends_problem(task, decoder)
+        or _own_settings_problem(task, columns, decoder)
+    )
     if problem is None and isinstance(task, Score):
         problem = score_problem(task, columns, decoder)
     if problem is None and isinstance(task, Infill):
@@ -76,6 +81,13 @@ def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
     if decoder.kind in allowed:
         return None
     return f"decoder.kind: {decoder.kind!r} does not run the task {task.kind!r}; allowed: {', '.join(allowed)}"
+
+
+def ends_problem(task: Task, decoder: DecoderSettings) -> str | None:
+    """Why no end tokens can come last in this task; None if they can, or need not."""
+    if getattr(decoder, "suppress_end", False) and (not isinstance(task, Complete) or task.ignore_eos):
+        return "decoder.suppress_end: true, but only completions without task.ignore_eos have end tokens; allowed: false"
+    return None
 
 
 def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings) -> str | None:
