@@ -24,7 +24,7 @@ from draftmill.decoders.backbones.rows import Rows, RowShape, StreamShape, Token
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.engine.batch import Batch, Layout
 from draftmill.decoders.engine.cuda_graphs import Graphs, Work
-from draftmill.decoders.engine.sampler import Sampler
+from draftmill.decoders.engine.sampler import Logits, Sampler
 
 _T = TypeVar("_T")
 Draws = Callable[[Batch, Tensor], Tensor]
@@ -205,7 +205,7 @@ class ModelRunner:
 
     def _record(self, sent: Batch, hidden_ND: Tensor) -> Tensor:
         hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
-        logits = self.logits
+        logits: Logits = self.logits
         if sent.partner_R is not None:
             hidden_RD = torch.cat([hidden_RD, hidden_ND.index_select(0, sent.partner_R)], 1)
             logits = self.guided_logits
