@@ -16,6 +16,7 @@ from draftmill.decoders.settings import DECODERS, scorer_of
 from draftmill.jobs.harness.requests import Generation
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.jobs.spec.presets import with_preset
 from draftmill.jobs.spec.spec_errors import kind_changed
 from draftmill.jobs.spec.spec_file import apply_override, read_mapping
 from draftmill.storage.errors import UserError
@@ -103,6 +104,7 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
     data = deepcopy(before)
     for override in overrides:
         apply_override(data, override)
+    data = with_preset(data)
     task = data.pop("task", None)
     _check_task(task)
     for key, reason in (("input", "the tasks give the rows"), ("metrics", "the tasks have their own metrics")):

@@ -21,6 +21,7 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
 from draftmill.jobs.spec.places import place_problem
+from draftmill.jobs.spec.presets import PRESETS, with_preset
 from draftmill.jobs.spec.rules import (
     kept_names,
     metric_problem,
@@ -168,6 +169,12 @@ NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe")
 """Later keys of `input`: in the fingerprint only if set, so that fingerprints of jobs without them stay the same."""
 
 
+def _preset(name: str) -> str:
+    if name not in PRESETS:
+        raise ValueError(f"{name!r} is not a preset; allowed: {', '.join(PRESETS)}")
+    return name
+
+
 class JobSpec(Settings):
     """A whole job."""
 
@@ -176,6 +183,9 @@ class JobSpec(Settings):
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
         default=0, description="gives, with a sample's id, the sample's key and so all its randomness"
+    )
+    preset: Annotated[str, AfterValidator(_preset)] | None = Field(
+        default=None, description="published settings by name, for the keys that the spec leaves out"
     )
     task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings
@@ -360,6 +370,7 @@ def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
 
 def check_spec(data: dict[str, Any]) -> JobSpec:
     """Return the spec for a mapping; raises UserError as `load_spec` does."""
+    data = with_preset(data)
     try:
         return JobSpec.model_validate(data, strict=True)
     except ValidationError as error:

@@ -86,7 +86,9 @@ def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
 def ends_problem(task: Task, decoder: DecoderSettings) -> str | None:
     """Why no end tokens can come last in this task; None if they can, or need not."""
     if getattr(decoder, "suppress_end", False) and (not isinstance(task, Complete) or task.ignore_eos):
-        return "decoder.suppress_end: true, but only completions without task.ignore_eos have end tokens; allowed: false"
+        return (
+            "decoder.suppress_end: true, but only completions without task.ignore_eos have end tokens; allowed: false"
+        )
     return None
 
 
@@ -111,8 +113,6 @@ def sampling_problem(task: Task, sampling: Sampling, columns: Columns, *, has_to
     """Why these sampling settings don't fit the task and its rows; None if they do."""
     if sampling.min_new_tokens and not isinstance(task, Complete):
         return f"sampling.min_new_tokens: {sampling.min_new_tokens}, but only completions have end tokens to wait for; allowed: 0"
-    if isinstance(task, Complete) and sampling.min_new_tokens > task.max_new_tokens:
-        return f"sampling.min_new_tokens: {sampling.min_new_tokens} is more than task.max_new_tokens ({task.max_new_tokens})"
     if sampling.bans and (getattr(task, "constraint", None) or getattr(columns, "constraint", None)):
         return (
             f"sampling.{sampling.bans[0]}: bans tokens by what is known of the text, and task.constraint allows few: together "
