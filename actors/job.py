@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftmill.actors.task import Columns, Side, Task
+from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
@@ -61,6 +61,8 @@ class Job:
     keep: bytes | None = None
     truncate: Side | None = None
     prompt_rows: int | None = None
+    prompt: Prompt = NO_PROMPT
+    chat: Chat = NO_CHAT
 
 
 @dataclass(frozen=True, slots=True)

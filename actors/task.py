@@ -22,6 +22,7 @@ Count = Annotated[int, Field(ge=1)]
 MOST_NEW_TOKENS: Final = 2**20
 """Upper limit for max_new_tokens."""
 NewTokens = Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def as_tuple(value: Any) -> Any:
@@ -62,6 +63,8 @@ class Columns(Settings):
     stop: str | None = Field(default=None, description="a text or a list in place of task.stop; an empty list: none")
     constraint: str | None = Field(default=None, description="in place of task.constraint, an object or JSON text")
     tokens: str | None = Field(default=None, description="token ids, null where masked; else without nulls")
+    system: str | None = Field(default=None, description="in place of prompt.system and of a conversation's own")
+    template_kwargs: str | None = Field(default=None, description="an object, over chat.template_kwargs")
 
     @model_validator(mode="after")
     def _one_source(self) -> Columns:
@@ -78,7 +81,8 @@ class Columns(Settings):
 
     def has_own_settings(self) -> bool:
         """Whether a column holds the rows' own settings, other than the seed."""
-        own = (self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.constraint)
+        numbers = (self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+        own = (*numbers, self.stop, self.constraint, self.template_kwargs)
         return any(own)
 
     def to_read(self, task: Task) -> dict[str, str]:
@@ -93,9 +97,9 @@ class ConstraintSettings(Settings):
     choice: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
         default=None, description="one of these texts"
     )
-    json_schema: Annotated[Spelling, BeforeValidator(_as_json)] | None = Field(
-        default=None, description="a JSON Schema, or a file that holds one"
-    )
+    json_schema: (
+        Annotated[Spelling, BeforeValidator(_as_json, json_schema_input_type=Spelling | dict[str, Any])] | None
+    ) = Field(default=None, description="a JSON Schema, or a file that holds one")
     grammar: Spelling | None = Field(default=None, description="a Lark grammar (causal models)")
     name: Spelling | None = Field(default=None, description="its name in the results; null: its kind")
 
@@ -205,6 +209,11 @@ def _one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, str) else as_tuple(value)
 
 
+Spellings = Annotated[
+    tuple[Spelling, ...], BeforeValidator(_one_or_more, json_schema_input_type=Spelling | tuple[Spelling, ...])
+]
+
+
 class Fim(Settings):
     """The special tokens with which a causal model fills in the middle, as its tokenizer spells them."""
 
@@ -212,9 +221,7 @@ class Fim(Settings):
     suffix: Spelling = Field(description="the token of the text after the hole, S")
     middle: Spelling | None = Field(default=None, description="the token before the hole's text; null only with spm")
     order: Literal["psm", "spm"] = Field(default="psm", description="psm: prefix P suffix S middle; spm: S first")
-    ends: Annotated[tuple[Spelling, ...], BeforeValidator(_one_or_more)] = Field(
-        default=(), description="more tokens that end a hole"
-    )
+    ends: Spellings = Field(default=(), description="more tokens that end a hole")
 
     @model_validator(mode="after")
     def _psm_has_a_middle(self) -> Fim:
@@ -245,6 +252,7 @@ def _visible(text: str) -> str:
 
 
 Stop = Annotated[str, Field(min_length=1), AfterValidator(_visible)]
+Stops = Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more, json_schema_input_type=Stop | tuple[Stop, ...])]
 
 
 def _as_date(value: Any) -> Any:
@@ -271,7 +279,7 @@ class Complete(Settings):
     done: ClassVar[str] = "generated"
     kind: Literal["complete"]
     max_new_tokens: NewTokens = Field(default=128, description="most generated tokens; fewer if the model has no room")
-    stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = Field(
+    stop: Stops = Field(
         default=(), description="generation ends with the first token after which the text contains one of them"
     )
     ignore_eos: bool = Field(default=False, description="end tokens have no special meaning")
@@ -295,3 +303,48 @@ class Score(Settings):
 
 
 Task = Infill | Complete | Score
+
+MOST_EXAMPLES: Final = 1000
+"""Upper limit for prompt.examples.k."""
+
+
+class Examples(Settings):
+    """Few-shot examples: rows of a file, or rows that the spec has itself. A plan has the rows in place of the file."""
+
+    path: Spelling | None = Field(default=None, description="a file or more, as in input.path")
+    k: Annotated[int, Field(ge=1, le=MOST_EXAMPLES)] | None = Field(default=None, description="how many of its rows")
+    seed: Seed | None = Field(default=None, description="draw them from the whole file; null: the first k")
+    rows: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
+        default=None, description="the examples themselves, in place of path and k"
+    )
+    answer: Spelling | None = Field(
+        default=None, description="column of the reply: examples become turns of the chat; null: the template has them"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Examples:
+        if (self.path is None) == (self.rows is None):
+            raise ValueError("prompt.examples: give either path, with k, or rows")
+        if self.rows is not None and (self.k, self.seed) != (None, None):
+            raise ValueError("prompt.examples: k and seed choose rows of a file, but here are the rows themselves")
+        return self
+
+
+class Prompt(Settings):
+    """How a row's columns become its prompt."""
+
+    template: Spelling | None = Field(default=None, description="Jinja over the columns; for infill it gives the text")
+    system: Spelling | None = Field(default=None, description="a chat's system message, unless the row has one")
+    examples: Examples | None = Field(default=None, description="few-shot examples")
+
+
+class Chat(Settings):
+    """How the tokenizer's chat template is rendered."""
+
+    template_kwargs: dict[str, Any] = Field(
+        default={}, description="arguments of the template, for example {enable_thinking: false}"
+    )
+
+
+NO_PROMPT: Final = Prompt()
+NO_CHAT: Final = Chat()

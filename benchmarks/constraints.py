@@ -31,7 +31,8 @@ from draftmill.decoders.base import Outcome, Request, RowSettings
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.automaton import Automaton
-from draftmill.decoders.constraints.constraint import AnyOrder, Constraint
+from draftmill.decoders.constraints.constraint import Constraint
+from draftmill.decoders.constraints.trackers import AnyOrder
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
@@ -83,11 +84,11 @@ def on_real_model(file: Path, *, num_prompts: int, slots: int, repeats: int) -> 
     tokenizer, info = load_tokenizer(folder), inspect_model(folder)
     assert tokenizer is not None, "the model's file has a tokenizer"
     ends = tuple(sorted({*stop_ids(folder), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])}))
-    began_s, maker = time.perf_counter(), ConstraintMaker(tokenizer, info.vocab_size, ends)
+    began_s, maker = time.perf_counter(), ConstraintMaker(tokenizer, info, ends)
     automaton = maker.automaton(ConstraintSettings(json_schema=SCHEMA))
     print(
-        f"{automaton.num_states} states, {len(automaton.token_E):,} edges over {info.vocab_size:,} tokens: "
-        f"{automaton.num_bytes / 1e6:.0f} MB, built in {time.perf_counter() - began_s:.2f} s"
+        f"{automaton.num_states} states, {len(automaton.class_E):,} edges, {automaton.num_classes:,} classes of "
+        f"{info.vocab_size:,} tokens: {automaton.num_bytes / 1e6:.1f} MB, built in {time.perf_counter() - began_s:.2f} s"
     )
     constraint = Constraint((automaton,), ends)
     prompts = chat_prompts(folder, num_prompts)
@@ -118,7 +119,7 @@ def on_holes(*, trials: int, length: int) -> None:
     """Milliseconds a position of holes that are filled in a random order, over a vocabulary of 2,048 tokens."""
     tokenizer = load_tokenizer(BUILTIN)
     assert tokenizer is not None, "the builtin model has a tokenizer"
-    maker, rng = ConstraintMaker(tokenizer, tokenizer.size, ()), np.random.default_rng(0)
+    maker, rng = ConstraintMaker(tokenizer, inspect_model(BUILTIN), ()), np.random.default_rng(0)
     print(row("holes of", "states", "ms a position, mean", "largest"))
     print("|---" * 4 + "|")
     for name, expression in EXPRESSIONS.items():

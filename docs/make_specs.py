@@ -20,7 +20,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from draftmill.actors.metrics.settings import PassAtK
-from draftmill.actors.task import Columns, Complete, ConstraintSettings, Fim, Infill, Mask, Score
+from draftmill.actors.task import (
+    Chat,
+    Columns,
+    Complete,
+    ConstraintSettings,
+    Examples,
+    Fim,
+    Infill,
+    Mask,
+    Prompt,
+    Score,
+)
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.settings import DECODERS, decoders_for
 from draftmill.jobs.spec import job_spec
@@ -179,6 +190,9 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "task.constraint": partial(keys, ConstraintSettings),
     "task.score": partial(keys, Score),
     "task.score.estimate": partial(keys, Estimate),
+    "prompt": partial(keys, Prompt),
+    "prompt.examples": partial(keys, Examples),
+    "chat": partial(keys, Chat),
     "input": partial(keys, job_spec.InputSettings),
     "input.columns": partial(names, Columns),
     "model": partial(keys, job_spec.ModelSettings),

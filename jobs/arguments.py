@@ -218,8 +218,6 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options in DRIVER; UserError if two of them exclude each other."""
     from draftmill.jobs.running.session import RunOptions
 
-    if arguments.local and arguments.ray_address is not None:
-        raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
     options = RunOptions(arguments.ray_address, arguments.local, arguments.quiet, arguments.grace_seconds)
     return replace(options, if_running=getattr(arguments, "if_running", options.if_running))
 
@@ -436,6 +434,30 @@ def _report(arguments: argparse.Namespace) -> int:
 
     baseline, overwrite = arguments.baseline, arguments.overwrite
     return report(arguments.run_dir, arguments.out, baseline=baseline, overwrite=overwrite, s3=_s3_options(arguments))
+
+
+@command(
+    "show",
+    "print rows as a person reads them, or write a page of them: what the model wrote, by which forward, and what failed",
+    *RUN_DIR,
+    repeatable("--id", "ID", "only this row, with all of its columns"),
+    flag("--failed", "only samples that failed"),
+    option("--limit", "N", "rows that are shown (10; with --html 1000)", type=_whole(1)),
+    option("--html", "FILE", "write a page with a box that filters rows"),
+    flag("--overwrite", "replace a file that is not a page of draftmill"),
+)
+def _show(arguments: argparse.Namespace) -> int:
+    from draftmill.jobs.analysis.show import show
+
+    return show(
+        arguments.run_dir,
+        ids=arguments.id,
+        failed=arguments.failed,
+        limit=arguments.limit,
+        html=arguments.html,
+        overwrite=arguments.overwrite,
+        s3=_s3_options(arguments),
+    )
 
 
 @command(
@@ -679,6 +701,21 @@ def _manifest(arguments: argparse.Namespace) -> int:
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     options = Options(**given)
     return manifest(arguments.spec, arguments.set, options, arguments.out, overwrite=arguments.overwrite)
+
+
+@command(
+    "schema",
+    "print the JSON Schema of a spec, or of a sweep file, from which an editor completes keys",
+    option("file", help="job (the default) or sweep", nargs="?", choices=["job", "sweep"], default="job"),
+)
+def _schema(arguments: argparse.Namespace) -> int:
+    import json
+
+    from draftmill.jobs.spec.job_spec import json_schema
+    from draftmill.jobs.spec.sweep_spec import sweep_schema
+
+    print(json.dumps(sweep_schema() if arguments.file == "sweep" else json_schema(), indent=2, ensure_ascii=False))
+    return 0
 
 
 @command("models", "list the model families and decoders")

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from draftmill.jobs.arguments import COMMANDS
 from draftmill.jobs.driving.events import json_streams, silence, unfailing_streams
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED, code_of
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED, Ended, code_of
 from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.secrets import presentable
 
@@ -47,9 +47,9 @@ def _run(arguments: argparse.Namespace) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()  # here an error still counts
         return code
-    except AnotherDriver as error:
+    except (AnotherDriver, Ended) as error:
         print(f"draftmill: {error}", file=sys.stderr)
-        return INTERRUPTED
+        return code_of(error)
     except (UserError, StoreError) as error:
         return _complain(arguments, error, code_of(error))
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, StoreFull
+from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, Error, StoreFull
 
 if TYPE_CHECKING:
     from draftmill.jobs.spec.job_spec import ErrorSettings
@@ -24,8 +24,19 @@ TOO_MANY_FAILED = 3
 INTERRUPTED = 4
 
 
+class Ended(Error):
+    """A run that ended with another exit code than 0, `code`, and no error: interrupted, or too many of its samples failed."""
+
+    def __init__(self, message: str, code: int, *, by_signal: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.by_signal = by_signal
+
+
 def code_of(error: Exception) -> int:
     """The exit code of a command that ends with this error."""
+    if isinstance(error, Ended):
+        return error.code
     if isinstance(error, UNUSABLE_ERRORS):
         return UNUSABLE
     return INTERRUPTED if isinstance(error, StoreFull | AnotherDriver) else UNEXPECTED

@@ -10,7 +10,11 @@ MOST_CHARS = 80
 MOST_NAMES = 12
 
 
-class UserError(ValueError):
+class Error(Exception):
+    """Whatever a user can act on; its text is the line that a command prints. `draftmill.Error`."""
+
+
+class UserError(Error, ValueError):
     """The spec, the input or the run directory is unusable; the message is for the user, the exit code is 2.
 
     Says the value, what is allowed and where: `field` is the path in the spec (`input.path`) and leads the text.
@@ -44,7 +48,7 @@ class RowError(Exception):
         return f"{self.kind} ({self.stage}): {self.message}"
 
 
-class StoreError(Exception):
+class StoreError(Error):
     """A store operation failed after its retries: the store is unreachable or full, or refused it."""
 
 

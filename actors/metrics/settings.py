@@ -377,5 +377,6 @@ def clashing(metrics: Sequence[MetricBase]) -> tuple[int, str] | None:
     return None
 
 
-Metrics = Annotated[tuple[Annotated[Metric, Field(discriminator="kind")], ...], BeforeValidator(as_metrics)]
+_OfKind = Annotated[Metric, Field(discriminator="kind")]
+Metrics = Annotated[tuple[_OfKind, ...], BeforeValidator(as_metrics, json_schema_input_type=tuple[str | _OfKind, ...])]
 """The type of a spec's `metrics`."""

@@ -31,7 +31,7 @@ from draftmill.actors.planning.surveying import HASH, SURVEYED, Piece, Reading, 
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import id_hashes
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import Side
+from draftmill.actors.task import NO_CHAT, Chat, Side
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
@@ -57,6 +57,7 @@ class SurveyJob:
     ends: tuple[int, ...]
     truncate: Side | None
     tokenizer: TokenizerParcel | None
+    chat: Chat = NO_CHAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ def maker_of(job: SurveyJob) -> Maker:
         sampling=job.sampling,
         ends=job.ends,
         truncate=job.truncate,
+        prompt=job.reading.prompt,
+        chat=job.chat,
     )
 
 

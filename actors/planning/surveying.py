@@ -18,9 +18,10 @@ import pyarrow as pa
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.rows.canvas import Size
 from draftmill.actors.rows.makers import Maker
+from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import Values, row_id, row_key
 from draftmill.actors.rows.unit_io import try_row
-from draftmill.actors.task import Columns, Task
+from draftmill.actors.task import NO_PROMPT, Columns, Prompt, Task
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
@@ -41,7 +42,10 @@ BATCH_CHARS = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a spec says about reading: the task and its columns, how texts are cut, the seed of the keys, the copied columns."""
+    """What a spec says about reading: the task and its columns, how texts are cut, the seed of the keys, the copied columns.
+
+    `prompt` has a template, whose columns are read, too.
+    """
 
     task: Task
     columns: Columns
@@ -49,6 +53,7 @@ class Reading:
     seed: int
     s3: S3Options
     kept: tuple[str, ...] = ()
+    prompt: Prompt = NO_PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ def batches(
     places = ((piece.file, [(piece.part.row, piece.part.offset)]) for piece in pieces)
     for piece, (file, _) in zip(pieces, fetch_ahead(places, s3=s3), strict=True):
         batch = Batch(piece)
-        columns = reading.columns.to_read(reading.task)
+        columns = read_columns(reading.columns, reading.task, reading.prompt)
         types = column_types(file, reading.kept, s3) if kept is not None else None
         if kept is not None and types is not None:
             kept.see_types(types)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from draftmill.actors.rows import masking
 from draftmill.actors.rows.fim import Infilling
 from draftmill.actors.rows.masking import Range
+from draftmill.actors.rows.prompts import Prompter
 from draftmill.actors.rows.row import (
     Values,
     check_ids,
@@ -123,14 +124,16 @@ class RowMaker:
     tokenizer: Tokenizer | None
     info: ModelInfo
     rules: RowRules | None = field(default=None, kw_only=True)
+    prompter: Prompter = field(default=Prompter(), kw_only=True)
 
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row does not fit the task, the decoder or the model."""
         if self.rules is None:
-            return self._make(values, key, OwnSettings())
+            return self._make(self.prompter.fill(values), key, OwnSettings())
         own = self.rules.own_settings(values)
         settings, stops = self.rules.settings(own)
-        canvas = replace(self._make(values, key, own), settings=settings, stops=stops, endpoint=own.endpoint)
+        made = self._make(self.prompter.fill(values), key, own)
+        canvas = replace(made, settings=settings, stops=stops, endpoint=own.endpoint)
         given, maker = self.rules.constraint(own), self.rules.constraints
         return canvas if given is None or maker is None else maker.applied(canvas, given)
 
@@ -207,7 +210,7 @@ class CanvasMaker(RowMaker):
         try:
             if self.rules is not None:
                 self.rules.own_settings(values)
-            return text_of(values, self.columns)
+            return text_of(self.prompter.fill(values), self.columns)
         except RowError as error:
             return error
 

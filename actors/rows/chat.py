@@ -33,6 +33,7 @@ from jinja2.utils import Namespace
 
 from draftmill.actors.rows.row import Messages
 from draftmill.actors.task import today
+from draftmill.storage.errors import brief
 
 MOST_STEPS: Final = 1_000_000
 MOST_CHARS: Final = 2**26
@@ -79,9 +80,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(left, int) and isinstance(right, int):
                 _refuse_beyond(left.bit_length() + right.bit_length())
         elif operator == "**" and max(abs(left), abs(right)) > _MOST_POWER:
-            raise SecurityError(f"a chat template computes {left} ** {right}; allowed: up to {_MOST_POWER}")
+            raise SecurityError(f"a template computes {left} ** {right}; allowed: up to {_MOST_POWER}")
         elif operator == "%" and isinstance(left, str) and _WIDE.search(left):
-            raise SecurityError(f"a chat template formats with {left[:50]!r}; allowed: widths of up to 5 digits")
+            raise SecurityError(f"a template formats with {left[:50]!r}; allowed: widths of up to 5 digits")
         elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             _refuse_beyond(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
@@ -102,7 +103,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _step(self, count: int) -> None:
         self._local.steps = getattr(self._local, "steps", 0) + count
         if self._local.steps > MOST_STEPS:
-            raise SecurityError(f"a chat template takes more than {MOST_STEPS:,} steps; is one of its loops endless?")
+            raise SecurityError(f"a template takes more than {MOST_STEPS:,} steps; is one of its loops endless?")
 
     def _print(self, chars: int) -> None:
         self._local.chars = getattr(self._local, "chars", 0) + chars
@@ -153,9 +154,9 @@ def _check_arguments(name: str, subject: Any, args: tuple[Any, ...], kwargs: dic
     if name in {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice", "tojson"}:
         for value in given:
             if isinstance(value, int) and value > MOST_STEPS:
-                raise SecurityError(f"a chat template calls {name} with {value:,}; allowed: up to {MOST_STEPS:,}")
+                raise SecurityError(f"a template calls {name} with {value:,}; allowed: up to {MOST_STEPS:,}")
     if name in {"format", "format_map"} and isinstance(subject, str) and _WIDE.search(subject):
-        raise SecurityError(f"a chat template formats with {subject[:50]!r}; allowed: widths of up to 5 digits")
+        raise SecurityError(f"a template formats with {subject[:50]!r}; allowed: widths of up to 5 digits")
     if name in _PRODUCTS:
         sizes = [len(value) for value in (subject, *given) if isinstance(value, str | list | tuple)]
         sizes += [value for value in given if isinstance(value, int)]
@@ -166,7 +167,7 @@ def _check_arguments(name: str, subject: Any, args: tuple[Any, ...], kwargs: dic
 
 def _refuse_beyond(length: int) -> None:
     if length > MOST_CHARS:
-        raise SecurityError(f"a chat template makes a text of {length:,} characters; allowed: up to {MOST_CHARS:,}")
+        raise SecurityError(f"a template makes a text of {length:,} characters; allowed: up to {MOST_CHARS:,}")
 
 
 # Names of a message's reasoning in the input; chat templates read the first.
@@ -186,11 +187,11 @@ class ChatTemplate:
         """Whether what it renders may depend on the date."""
         return "strftime_now" in self.source
 
-    def __call__(self, messages: Messages, day: date | None = None) -> str:
+    def __call__(self, messages: Messages, day: date | None = None, more: Mapping[str, Any] | None = None) -> str:
         """Return the conversation's text, with special tokens spelled out; raises whatever the template raises.
 
         `day`, at midnight, is the template's time: a clock would give each worker and each resume another prompt. None is today
-        in UTC.
+        in UTC. `more` are further arguments of the template (`chat.template_kwargs`), none of them in RESERVED.
         """
         if not messages:
             raise ValueError("an empty conversation; a chat needs at least one message")
@@ -199,25 +200,38 @@ class ChatTemplate:
         plain = [_with_reasoning(message) for message in _plain(given)]
         template = self._template
         cast("LimitedEnvironment", template.environment).start()
-        return template.render(
-            messages=plain,
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            strftime_now=datetime.combine(day or today(), time()).strftime,
-            **self._names,
-        )
+        given_by_us = {
+            "messages": plain,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            "strftime_now": datetime.combine(day or today(), time()).strftime,
+        }
+        return template.render(self._names | _plain(more or {}) | given_by_us)
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        return _environment().from_string(self.source)
+        return environment().from_string(self.source)
 
 
-def _environment() -> LimitedEnvironment:
-    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = environment.limit("tojson", _to_json)
-    environment.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
-    return environment
+RESERVED: Final = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+"""Arguments of a chat template that draftmill gives itself."""
+
+
+def kwargs_problem(value: Any) -> str | None:
+    """Why a value can't be arguments of a chat template; None if it can."""
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        return f"{brief(str(value))}; allowed: an object such as {{enable_thinking: false}}"
+    taken = [name for name in RESERVED if name in value]
+    return f"{taken[0]!r} is not allowed; draftmill gives the template {', '.join(RESERVED)} itself" if taken else None
+
+
+def environment(**settings: Any) -> LimitedEnvironment:
+    """What templates are compiled with: of chats, and of prompts (prompts.py)."""
+    made = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], **settings)
+    made.filters["tojson"] = made.limit("tojson", _to_json)
+    made.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
+    return made
 
 
 class _Generation(Extension):
@@ -261,7 +275,7 @@ class _Namespace(Namespace):
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         allowed = "names that do not start with _"
-        raise SecurityError(f"a chat template can't store {name!r} in a namespace; allowed: {allowed}")
+        raise SecurityError(f"a template can't store {name!r} in a namespace; allowed: {allowed}")
 
 
 def _raise(message: str) -> NoReturn:

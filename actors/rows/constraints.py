@@ -5,6 +5,7 @@
 
     regex               as it is: it must match the whole text of a hole
     choice              a regex of alternatives
+    grammar             a Lark grammar, by llguidance (causal models)
     json_schema         a regex by outlines-core, with the keywords below; properties come in their order
 
 An automaton is built when a row first needs it. A worker keeps the latest ones, as far as they fit into memory.
@@ -24,8 +25,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Constraints, ConstraintSettings
+from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.constraints.automaton import Automaton, Vocabulary, automaton_of
 from draftmill.decoders.constraints.constraint import Constraint
+from draftmill.decoders.constraints.grammar import Grammar
 from draftmill.storage.errors import RowError, brief
 
 if TYPE_CHECKING:
@@ -52,9 +55,10 @@ _OUTPUTS: Final = {"regex": "regex", "choice": "choice", "json": "json_schema", 
 class ConstraintMaker:
     """Makes the constraints of rows for one model; `ends` are the tokens that end a text before its limit."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, tuple(ends)
-        self._automata = OrderedDict[str, Automaton | str]()
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, ends: Sequence[int]) -> None:
+        self._tokenizer, self._ends, self._vocab_size = tokenizer, tuple(ends), info.vocab_size
+        self._is_causal = info.kind == "causal"
+        self._automata = OrderedDict[str, Automaton | Grammar | str]()
 
     def applied(self, canvas: Canvas, given: Any) -> Canvas:
         """The canvas with the constraint of each of its holes; RowError if a hole can't be filled so."""
@@ -63,7 +67,7 @@ class ConstraintMaker:
         if not lengths:
             return canvas
         rules = _rules_of(given, canvas.rules, len(lengths))
-        automata = [None if rule is None else self.automaton(rule) for rule in rules]
+        automata = [None if rule is None else self.compiled(rule) for rule in rules]
         name = ", ".join(dict.fromkeys(rule.name or rule.kind for rule in rules if rule is not None)) or None
         parts = [(automaton,) for automaton in automata] if row is not None else [tuple(automata)]
         made = [Constraint(part, self._ends) for part in parts]
@@ -76,12 +80,21 @@ class ConstraintMaker:
         return replace(canvas, settings=replace(canvas.settings, constraint=made[0]), constraint=name)
 
     def automaton(self, rule: ConstraintSettings) -> Automaton:
-        """The automaton of a constraint; RowError if there is none, or if no text of these tokens matches."""
-        expression = expression_of(rule)
+        """The automaton of a constraint that is no grammar; RowError as `compiled` raises it."""
+        automaton = self.compiled(rule)
+        assert isinstance(automaton, Automaton), "a regular constraint"
+        return automaton
+
+    def compiled(self, rule: ConstraintSettings) -> Automaton | Grammar:
+        """The automaton of a constraint, or its grammar; RowError if there is none, or if no text of these tokens matches."""
+        expression = rule.grammar or expression_of(rule)
         found = self._automata.pop(expression, None)
         if found is None:
             try:
-                found = automaton_of(expression, self._vocabulary)
+                if rule.grammar:
+                    found = self._grammar(rule.grammar)
+                else:
+                    found = automaton_of(expression, self._vocabulary)
             except ValueError as error:
                 found = str(error)
         self._automata[expression] = found
@@ -93,8 +106,22 @@ class ConstraintMaker:
             _refuse(found)
         return found
 
+    def _grammar(self, text: str) -> Grammar:
+        if not self._ends or not self._is_causal:
+            _refuse(
+                "a grammar is for causal models, and for texts with an end token; allowed: regex, choice, json_schema"
+            )
+        try:
+            return Grammar(text, self._spelled, self._tokenizer.encode, self._ends)
+        except ImportError:
+            _refuse("a grammar needs llguidance: pip install 'draftmill[constraints]'")
+
     @cached_property
     def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._spelled)
+
+    @cached_property
+    def _spelled(self) -> list[bytes | None]:
         spelled = [self._tokenizer.token_bytes(token) for token in range(self._vocab_size)]
         for text in _PROBES:
             ids = self._tokenizer.encode_behind(text)
@@ -102,7 +129,7 @@ class ConstraintMaker:
                 _refuse(
                     "the tokenizer's tokens are not pieces of its texts; allowed: byte-level and SentencePiece vocabularies"
                 )
-        return Vocabulary(spelled)
+        return spelled
 
 
 def expression_of(rule: ConstraintSettings) -> str:
@@ -112,7 +139,7 @@ def expression_of(rule: ConstraintSettings) -> str:
     if rule.choice is not None:
         return "|".join(map(re.escape, rule.choice))
     if rule.json_schema is None:
-        _refuse("a grammar is no regular expression; allowed: regex, choice, json_schema")
+        _refuse("a grammar has no regular expression")
     from outlines_core.json_schema import build_regex_from_schema
 
     schema = json.loads(rule.json_schema)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -29,6 +30,7 @@ from draftmill.actors.rows.canvas import Canvas, CanvasMaker, RowMaker, Size, ru
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import IDS, Infilling, Template, fills_in_middle, template_of
 from draftmill.actors.rows.masking import Range, masked_positions
+from draftmill.actors.rows.prompts import own_columns, prompter_of
 from draftmill.actors.rows.row import (
     Messages,
     Values,
@@ -44,7 +46,21 @@ from draftmill.actors.rows.row import (
 )
 from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.task import Columns, Complete, Infill, Marker, Score, Side, SpanFraction, Spans, Task
+from draftmill.actors.task import (
+    NO_CHAT,
+    NO_PROMPT,
+    Chat,
+    Columns,
+    Complete,
+    Infill,
+    Marker,
+    Prompt,
+    Score,
+    Side,
+    SpanFraction,
+    Spans,
+    Task,
+)
 from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
@@ -63,7 +79,9 @@ class PromptMaker(RowMaker):
     notes_beginnings: bool = field(default=False, kw_only=True)
 
     def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
-        return self._complete(values, self.task, own) if isinstance(self.task, Complete) else self._score(values)
+        if isinstance(self.task, Complete):
+            return self._complete(values, self.task, own)
+        return self._score(values, own)
 
     def _size_of(self, canvas: Canvas) -> Size:
         size = canvas.size
@@ -82,7 +100,7 @@ class PromptMaker(RowMaker):
         if self.columns.tokens is not None:
             prompt = given_ids(values, self.columns.tokens, self.info, nulls=False)
         else:
-            prompt = self._chat_ids(self._messages(values)) if chat else self._begin(self._plain(values))
+            prompt = self._chat_ids(self._messages(values), own) if chat else self._begin(self._plain(values))
         mask = self.info.mask_id
         if mask is None and not len(prompt):
             raise token_error("empty_prompt", "the prompt has no tokens, not even a begin token")
@@ -91,7 +109,7 @@ class PromptMaker(RowMaker):
         most, room = self.info.max_length, own.max_new_tokens or task.max_new_tokens
         whole = len(prompt)
         if most is not None:
-            prompt = self._cut(values, prompt, prompt_room(most, room), chat=chat)
+            prompt = self._cut(values, prompt, prompt_room(most, room), own if chat else None)
             room = min(room, most - len(prompt))
         if room < 1:
             reason = f"a prompt of {len(prompt)} tokens leaves no room; the model's limit is {most}"
@@ -100,12 +118,12 @@ class PromptMaker(RowMaker):
         tokens = np.append(prompt, np.full(room, HOLE, dtype=np.int32))
         return Canvas(tokens, holes, truncated=whole - len(prompt))
 
-    def _score(self, values: Values) -> Canvas:
+    def _score(self, values: Values, own: OwnSettings) -> Canvas:
         if self.columns.tokens is not None:
             return self._score_ids(given_ids(values, self.columns.tokens, self.info, nulls=False), values)
         text, is_completion = scored_text(values, self.columns)
         if self.task.chat:
-            prompt = self._chat_ids(self._messages(values))
+            prompt = self._chat_ids(self._messages(values), own)
         else:
             has_prompt = self.columns.prompt is not None or (is_completion and values.get("prompt") is not None)
             before = self._plain(values) if has_prompt else ""
@@ -114,7 +132,7 @@ class PromptMaker(RowMaker):
             prompt = self._begin(before)
         scored, whole = self._encode(text), len(prompt)
         if self.info.max_length is not None:
-            prompt = self._cut(values, prompt, self.info.max_length - len(scored), chat=self.task.chat)
+            prompt = self._cut(values, prompt, self.info.max_length - len(scored), own if self.task.chat else None)
         return self._behind(np.append(prompt, scored), len(prompt), text, whole - len(prompt))
 
     def _score_ids(self, ids: NDArray[np.int32], values: Values) -> Canvas:
@@ -123,7 +141,7 @@ class PromptMaker(RowMaker):
             return self._behind(ids, 0, None)
         scored, whole = given_ids(values, self.columns.reference, self.info, nulls=False), len(ids)
         if self.info.max_length is not None:
-            ids = self._cut(values, ids, self.info.max_length - len(scored), chat=False)
+            ids = self._cut(values, ids, self.info.max_length - len(scored))
         return self._behind(np.append(ids, scored), len(ids), None, whole - len(ids))
 
     def _behind(self, tokens: NDArray[np.int32], start: int, text: str | None, truncated: int = 0) -> Canvas:
@@ -151,13 +169,19 @@ class PromptMaker(RowMaker):
 
     # ---- prompts that are too long
 
-    def _cut(self, values: Values, prompt: NDArray[np.int32], keep: int, *, chat: bool) -> NDArray[np.int32]:
-        """The prompt cut to `keep` tokens; unchanged if it fits, if the spec forbids cutting, or if none of it would remain."""
+    def _cut(
+        self, values: Values, prompt: NDArray[np.int32], keep: int, chat: OwnSettings | None = None
+    ) -> NDArray[np.int32]:
+        """The prompt cut to `keep` tokens; unchanged if it fits, if the spec forbids cutting, or if none of it would remain.
+
+        `chat` are the row's settings if the prompt is a conversation, else None.
+        """
         lead = () if self.tokenizer is None else self.tokenizer.lead
         if self.truncate is None or len(prompt) <= keep or keep <= len(lead):
             return prompt
-        if chat and self.columns.tokens is None:
-            return cut_chat(self._messages(values), keep, self.truncate, self._tokenizer(), self._chat_ids)
+        if chat is not None and self.columns.tokens is None:
+            render = partial(self._chat_ids, own=chat)
+            return cut_chat(self._messages(values), keep, self.truncate, self._tokenizer(), render)
         fixed = len(lead) if tuple(prompt[: len(lead)].tolist()) == tuple(lead) else 0
         return cut_ids(prompt, keep, self.truncate, fixed=fixed)
 
@@ -165,10 +189,11 @@ class PromptMaker(RowMaker):
 
     def _messages(self, values: Values) -> Messages:
         prompt = prompt_of(values, self.columns, self.task, chat=True)
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.prompter.surround(messages, values)
 
-    def _chat_ids(self, messages: Messages) -> NDArray[np.int32]:
-        return check_ids(self._tokenizer().parse(self._render(messages)), self.info)
+    def _chat_ids(self, messages: Messages, own: OwnSettings) -> NDArray[np.int32]:
+        return check_ids(self._tokenizer().parse(self._render(messages, own)), self.info)
 
     def _plain(self, values: Values) -> str:
         text = prompt_of(values, self.columns, self.task, chat=False)
@@ -185,13 +210,13 @@ class PromptMaker(RowMaker):
             ids = [tokenizer.bos_id]
         return check_ids(ids, self.info)
 
-    def _render(self, messages: Messages) -> str:
+    def _render(self, messages: Messages, own: OwnSettings) -> str:
         chat = self._tokenizer().chat
         if chat is None:
             # If every row has this error kind, it becomes an error of the spec.
             raise token_error("missing_column", "the row has messages, but the tokenizer has no chat template for them")
         try:
-            text = chat(messages, self.task.chat_date)
+            text = chat(messages, self.task.chat_date, {**self.prompter.chat.template_kwargs, **own.template_kwargs})
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             lacks = "the chat template needs something that the messages lack: "
             reason = f"{lacks if 'Undefined' in type(error).__name__ else ''}{type(error).__name__}: {error}"
@@ -271,13 +296,16 @@ def maker_for(
     sampling: Sampling,
     ends: Sequence[int] = (),
     truncate: Side | None = None,
+    prompt: Prompt = NO_PROMPT,
+    chat: Chat = NO_CHAT,
     constraints: ConstraintMaker | None = None,
 ) -> Maker:
     """Return the maker of a task's canvases; `truncate` says which side of a long prompt is cut, None for none.
 
+    `prompt` and `chat` are the spec's, with the rows of the examples in place of their file.
+
     `decoder` and `sampling` decide which settings a row may have; `ends` are the job's end tokens. Without `constraints`, as in
-    planning, canvases have none. Raises UserError if a causal
-    model has to fill holes but lacks the special tokens for it.
+    planning, canvases have none. Raises UserError if a causal model has to fill holes but lacks the special tokens for it.
     """
     open_ended = isinstance(task, Infill) and fills_in_middle(task, info)
     rules = RowRules(
@@ -292,14 +320,16 @@ def maker_for(
         vocab_size=info.vocab_size,
         edits=getattr(decoder, "tau_edit", None) is not None,
     )
+    prompter = prompter_of(prompt, chat, columns, task)
+    base = own_columns(prompt, columns, task), tokenizer, info
     if isinstance(task, Infill) and open_ended:
-        return FimMaker(task, columns, tokenizer, info, template_of(task.fim, tokenizer, info), rules=rules)
+        return FimMaker(task, *base, template_of(task.fim, tokenizer, info), rules=rules, prompter=prompter)
     if isinstance(task, Infill):
-        return CanvasMaker(task, columns, tokenizer, info, rules=rules)
+        return CanvasMaker(task, *base, rules=rules, prompter=prompter)
     if isinstance(task, Score) and task.mask is not None:
-        return ScoreMaker(CanvasMaker(task, columns, tokenizer, info, rules=rules))
+        return ScoreMaker(CanvasMaker(task, *base, rules=rules, prompter=prompter))
     noted = shares_beginnings(task, info)
-    return PromptMaker(task, columns, tokenizer, info, truncate=truncate, rules=rules, notes_beginnings=noted)
+    return PromptMaker(task, *base, truncate=truncate, rules=rules, notes_beginnings=noted, prompter=prompter)
 
 
 def shares_beginnings(task: Task, info: ModelInfo) -> bool:

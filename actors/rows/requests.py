@@ -22,8 +22,9 @@ HONOURED: Final = frozenset(
     | {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
     | {"top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"}
     | {"min_tokens", "stop_token_ids", "top_logprobs"}
+    | {"chat_template_kwargs"}
 )
-"""Keys of a body that are supported."""
+"""Keys of a body that are supported; the last one only with messages."""
 
 WITHOUT_EFFECT: Final = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "prediction"}
@@ -37,7 +38,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("continue_final_message", "return_tokens_as_token_ids", "return_token_ids"), (False,)),
     **dict.fromkeys(("spaces_between_special_tokens", "add_generation_prompt", "detokenize"), (True,)),
     **dict.fromkeys(("tools", "functions", "documents"), ([],)),
-    "chat_template_kwargs": ({},),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "suffix": ("",),
     "modalities": (["text"],),
@@ -88,11 +88,13 @@ def endpoint_of(values: Values, body: Mapping[str, Any]) -> str:
 def problems_of(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoint: str) -> Iterator[str]:
     """Why a body is rejected, one sentence per key; `own` are the values that the job fixes for some keys."""
     neutral = _NEUTRAL | {"add_special_tokens": (endpoint != CHAT,)} | own
-    stray = "prompt" if endpoint == CHAT else "messages"
+    stray = ("prompt",) if endpoint == CHAT else ("messages", "chat_template_kwargs")
     for key, value in body.items():
-        if value is None or key in WITHOUT_EFFECT or (key in HONOURED and key != stray):
+        if value is None or (key, value) == ("chat_template_kwargs", {}) or key in WITHOUT_EFFECT:
             continue
-        if key == stray:
+        if key in HONOURED and key not in stray:
+            continue
+        if key in stray:
             yield f"{key}: does not belong to {endpoint}; allowed: null, or leave it out"
         elif key not in neutral:
             yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: null, or leave it out"

@@ -9,6 +9,7 @@
     logprobs                                        body.logprobs, body.top_logprobs
     penalties                                       body.presence_penalty, body.logit_bias, ... (`_PENALTIES`)
     constraint       input.columns.constraint       body.response_format, body.structured_outputs, body.guided_*
+    template_kwargs  input.columns.template_kwargs  body.chat_template_kwargs, of a conversation
 
 Null (in a column, also an empty text) means the job's own value; a column overrides the body. Each problem is a RowError:
 `bad_setting` for an invalid value, `unsupported` for one that the job can't support. Pure: no files, no model.
@@ -16,12 +17,15 @@ Null (in a column, also an empty text) means the job's own value; a column overr
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final, NoReturn
 
+from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, read_constraint
 from draftmill.actors.rows.penalties import penalties_of
 from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, problems_of
@@ -54,6 +58,7 @@ class OwnSettings:
     stop_ids: tuple[int, ...] = ()
     penalties: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Sampling, in place of the job's."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool | None:
@@ -100,9 +105,10 @@ class RowRules:
             endpoint = endpoint_of(values, body)
             if problems := list(problems_of(body, self._job_values(), endpoint)):
                 _refuse("; ".join(problems))
-        if isinstance(self.task, Score):
-            return OwnSettings(endpoint=endpoint)  # nothing is generated, so the settings have no effect
-        return self._settings_of(values, body or {}, endpoint)
+        kwargs = self._template_kwargs(values, body or {})
+        if isinstance(self.task, Score):  # nothing is generated, so the other settings have no effect
+            return OwnSettings(endpoint=endpoint, template_kwargs=kwargs)
+        return replace(self._settings_of(values, body or {}, endpoint), template_kwargs=kwargs)
 
     def settings(self, own: OwnSettings) -> tuple[RowSettings, StopStrings | None]:
         """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
@@ -193,6 +199,18 @@ class RowRules:
                 "set task.constraint or input.columns.constraint"
             )
         return given
+
+    def _template_kwargs(self, values: Values, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The row's own arguments of the chat template, without nulls; a csv file has them as JSON text."""
+        name, value = _setting(values, self.columns.template_kwargs, body, ("chat_template_kwargs",))
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = json.loads(value)
+        if value is None:
+            return {}
+        if problem := kwargs_problem(value):
+            raise RowError("bad_setting", "read", f"{name}: {problem}")
+        return {key: given for key, given in value.items() if given is not None}
 
     def _top_k(self, values: Values, body: Mapping[str, Any]) -> int | None:
         """0 cuts nothing off, and so does -1 of a request."""

@@ -24,6 +24,7 @@ from draftmill.actors.rows.canvas import Canvas, finish_row
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import TextPart
 from draftmill.actors.rows.makers import maker_for
+from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.requests import model_of
 from draftmill.actors.rows.row import Values, row_id, row_key
 from draftmill.actors.rows.samples import Sample, tally_of
@@ -215,7 +216,9 @@ class RowUnitIO:
             sampling=job.sampling,
             ends=ends,
             truncate=job.truncate,
-            constraints=None if tokenizer is None else ConstraintMaker(tokenizer, info.vocab_size, ends),
+            constraints=None if tokenizer is None else ConstraintMaker(tokenizer, info, ends),
+            prompt=job.prompt,
+            chat=job.chat,
         )
         self._stops = stop_strings(job.task, tokenizer)
         self._worker = worker
@@ -223,7 +226,8 @@ class RowUnitIO:
         self._drafter = drafter_of(job, has_head)
         self._keep = None if job.keep is None else schema_from_bytes(job.keep)
         self._schema = schema_of(SCHEMA_VERSION, self._keep)
-        self._columns = job.columns.to_read(job.task) | names_read(self._keep.names if self._keep is not None else ())
+        kept = names_read(self._keep.names if self._keep is not None else ())
+        self._columns = read_columns(job.columns, job.task, job.prompt) | kept
         self._exact = exact
         self._latest: tuple[Row, int, Canvas] | None = None
 

@@ -7,11 +7,11 @@
 
 The library outlines-core compiles the expression to an automaton over bytes, and a JSON schema to an expression. What follows is
 done for all states at once: they walk a tree of the vocabulary's beginnings, so that a beginning that leads nowhere is left
-out with all that begins so.
+out with all that begins so. Most tokens differ in nothing that an expression asks for, so edges are kept for classes of tokens.
 
 Edges that lead to no end are left out, and so are all tokens that are no text: special tokens, and the mask.
 
-Legend: S states, E edges, V vocabulary, C children, L nodes of a level of the tree, F walks.
+Legend: S states, E edges, V vocabulary, K classes, C children, L nodes of a level of the tree, F walks.
 """
 
 from __future__ import annotations
@@ -84,18 +84,17 @@ def _grouped(key_T: Ints, value_T: Ints, num_keys: int) -> tuple[Ints, Ints]:
 
 
 class Automaton:
-    """States 0 .. `num_states` - 1, of which 0 is the start. Edge e leads by token `token_E` from `state_E` to `next_E`; edges
-    are in the order of states, and of tokens. `least_S` is the fewest tokens to an end, FAR where there is none."""
+    """States 0 .. `num_states` - 1, of which 0 is the start. Tokens that lead alike from every state are one class, `class_V`;
+    those of class 0 lead nowhere. Edge e leads by class `class_E` from `state_E` to `next_E`; edges are in the order of states,
+    and of classes. `least_S` is the fewest tokens to an end, FAR where there is none."""
 
-    def __init__(self, state_E: Ints, token_E: Ints, next_E: Ints, is_end_S: Bools, vocab_size: int) -> None:
-        self.is_end_S, self.num_states, self.vocab_size = is_end_S, len(is_end_S), vocab_size
+    def __init__(self, state_E: Ints, class_E: Ints, next_E: Ints, is_end_S: Bools, class_V: Ints) -> None:
+        self.is_end_S, self.num_states, self.class_V = is_end_S, len(is_end_S), class_V
+        self.num_classes, self.vocab_size = int(class_V.max(initial=0)) + 1, len(class_V)
         self.least_S = _least(state_E, next_E, is_end_S)
         kept_E = self.least_S[next_E] < FAR
-        state_E, token_E, next_E = state_E[kept_E], token_E[kept_E], next_E[kept_E]
-        order_E = np.lexsort((token_E, state_E))
-        self.state_E, self.token_E, self.next_E = (
-            array_E[order_E].astype(np.int32) for array_E in (state_E, token_E, next_E)
-        )
+        order_E = np.lexsort((class_E[kept_E], state_E[kept_E]))
+        self.state_E, self.class_E, self.next_E = (each_E[kept_E][order_E] for each_E in (state_E, class_E, next_E))
         self.first_S = np.searchsorted(self.state_E, np.arange(self.num_states + 1))
         finite_S = self.least_S[self.least_S < FAR]
         self.most_least = int(finite_S.max(initial=0))
@@ -106,8 +105,8 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, in any order too."""
-        return 4 * 4 * len(self.state_E)
+        """The memory that it takes."""
+        return 8 * (4 * len(self.state_E) + self.vocab_size)
 
     def edges(self, state: int) -> slice:
         """The edges of a state."""
@@ -118,8 +117,9 @@ class Automaton:
         if state < 0:
             return -1
         part = self.edges(state)
-        at = int(np.searchsorted(self.token_E[part], token))
-        if at < part.stop - part.start and self.token_E[part.start + at] == token:
+        token_class = self.class_V[token]
+        at = int(np.searchsorted(self.class_E[part], token_class))
+        if at < part.stop - part.start and self.class_E[part.start + at] == token_class:
             return int(self.next_E[part.start + at])
         return -1
 
@@ -134,22 +134,26 @@ class Automaton:
         """Which tokens may follow in `state`, [V], if at most `left` tokens come, this one included, or exactly so many."""
         part = self.edges(state)
         good_S = self.tail(left - 1) if exactly else self.least_S < left
-        allowed_V = np.zeros(self.vocab_size, dtype=np.bool_)
-        allowed_V[self.token_E[part][good_S[self.next_E[part]]]] = True
-        return allowed_V
+        return self._tokens(self.class_E[part][good_S[self.next_E[part]]])
+
+    def _tokens(self, classes: Ints) -> Bools:
+        """The tokens of some classes, [V]."""
+        is_in_K = np.zeros(self.num_classes, dtype=np.bool_)
+        is_in_K[classes] = True
+        return is_in_K[self.class_V]
 
     # ---- sets of states ------------------------------------------------------------------------------------------
 
     @cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
         """The different pairs of states that a token joins."""
-        codes = np.unique(self.state_E.astype(np.int64) * self.num_states + self.next_E)
+        codes = np.unique(self.state_E * self.num_states + self.next_E)
         return codes // self.num_states, codes % self.num_states
 
     @cached_property
-    def _by_token(self) -> tuple[Ints, Ints]:
-        """Where the edges of each token begin, and the edges in the order of tokens."""
-        return _grouped(self.token_E, np.arange(len(self.token_E), dtype=np.int32), self.vocab_size)
+    def _by_class(self) -> tuple[Ints, Ints]:
+        """Where the edges of each class begin, and the edges in the order of classes."""
+        return _grouped(self.class_E, np.arange(len(self.class_E)), self.num_classes)
 
     def start(self) -> Bools:
         """The states before anything, [S]."""
@@ -177,13 +181,11 @@ class Automaton:
 
     def between(self, before_S: Bools, after_S: Bools) -> Bools:
         """The tokens that lead from one of some states to one of others, [V]."""
-        allowed_V = np.zeros(self.vocab_size, dtype=np.bool_)
-        allowed_V[self.token_E[before_S[self.state_E] & after_S[self.next_E]]] = True
-        return allowed_V
+        return self._tokens(self.class_E[before_S[self.state_E] & after_S[self.next_E]])
 
     def _edges_of(self, token: int) -> tuple[Ints, Ints]:
-        first, edges = self._by_token
-        mine = edges[first[token] : first[token + 1]]
+        (first, edges), token_class = self._by_class, self.class_V[token]
+        mine = edges[first[token_class] : first[token_class + 1]]
         return self.state_E[mine], self.next_E[mine]
 
     def with_end(self, ends: tuple[int, ...]) -> Automaton:
@@ -194,11 +196,13 @@ class Automaton:
 
     def _extended(self, ends: tuple[int, ...]) -> Automaton:
         done, ended = self.num_states, np.flatnonzero(self.is_end_S)
-        all_V = np.arange(self.vocab_size)
-        state_E = np.concatenate([self.state_E, np.repeat(ended, len(ends)), np.full(self.vocab_size, done)])
-        token_E = np.concatenate([self.token_E, np.tile(np.array(ends), len(ended)), all_V])
-        next_E = np.concatenate([self.next_E, np.full(len(ended) * len(ends) + self.vocab_size, done)])
-        return Automaton(state_E, token_E, next_E, np.append(self.is_end_S, True), self.vocab_size)
+        class_V, end_classes = self.class_V.copy(), self.num_classes + np.arange(len(ends))
+        class_V[list(ends)] = end_classes
+        all_classes = np.arange(self.num_classes + len(ends))
+        state_E = np.concatenate([self.state_E, np.repeat(ended, len(ends)), np.full(len(all_classes), done)])
+        class_E = np.concatenate([self.class_E, np.tile(end_classes, len(ended)), all_classes])
+        next_E = np.concatenate([self.next_E, np.full(len(ended) * len(ends) + len(all_classes), done)])
+        return Automaton(state_E, class_E, next_E, np.append(self.is_end_S, True), class_V)
 
 
 def _least(state_E: Ints, next_E: Ints, is_end_S: Bools) -> Ints:
@@ -226,10 +230,31 @@ def automaton_of(expression: str, vocabulary: Vocabulary) -> Automaton:
         for first in range(0, len(next_SB), _STATES_AT_ONCE)
     ]
     state_E, token_E, next_E = (np.concatenate(each) for each in zip(*parts, strict=True))
-    automaton = Automaton(state_E, token_E, next_E, is_end_S, vocabulary.size)
+    first_E, class_V = _classes(state_E, token_E, next_E, vocabulary.size)
+    automaton = Automaton(state_E[first_E], class_V[token_E[first_E]], next_E[first_E], is_end_S, class_V)
     if automaton.least_S[0] == FAR:
         raise ValueError(f"no text of this vocabulary matches {expression!r}")
     return automaton
+
+
+def _classes(state_E: Ints, token_E: Ints, next_E: Ints, vocab_size: int) -> tuple[Bools, Ints]:
+    """The edges of the first token of each class, and the class of each token, [V]. Tokens are alike if their edges have one
+    sum of hashes: of 64 bits, so that two of 100,000 classes meet by chance once in 10^9 automata."""
+    order_E = np.argsort(token_E, kind="stable")
+    tokens, first_T = np.unique(token_E[order_E], return_index=True)
+    sums_T = np.add.reduceat(_mixed(state_E[order_E], next_E[order_E]), first_T)
+    _, firsts, class_T = np.unique(sums_T, return_index=True, return_inverse=True)
+    class_V, is_first_V = np.zeros(vocab_size, dtype=np.int64), np.zeros(vocab_size, dtype=np.bool_)
+    class_V[tokens], is_first_V[tokens[firsts]] = class_T.reshape(-1) + 1, True
+    return is_first_V[token_E], class_V
+
+
+def _mixed(state_E: Ints, next_E: Ints) -> NDArray[np.uint64]:
+    """A hash of each edge, by the finaliser of SplitMix64."""
+    hash_E = (state_E.astype(np.uint64) << np.uint64(32)) + next_E.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        hash_E = (hash_E ^ (hash_E >> np.uint64(shift))) * np.uint64(factor)
+    return hash_E ^ (hash_E >> np.uint64(31))
 
 
 def _byte_automaton(expression: str) -> tuple[Ints, Bools]:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE
-from draftmill.decoders.constraints.constraint import Known
+from draftmill.decoders.constraints.trackers import Known
 
 Entries = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Tokens, [E], no two alike, and the change of each: before, factor and after, [3, E]."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, StopText, TraceStep
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.constraints.constraint import Tracker
+from draftmill.decoders.constraints.trackers import Tracker
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Ints, Run, Span, Wish
 from draftmill.decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftmill.decoders.constraints.constraint import Allowed, Known
+from draftmill.decoders.constraints.trackers import Allowed, Known
 from draftmill.decoders.engine.asks import Ints
 from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.penalties import Entries
@@ -56,8 +56,8 @@ class MaskTable:
                 # The set that was not needed for the longest time goes; a step needs fewer than there are cells.
                 cell = len(self._cells) + 1 if len(self._cells) < self._most else self._cells.popitem(last=False)[1]
                 allowed_V = compute()
-                assert allowed_V.any(), "a constraint leaves a token, as long as it can be satisfied"
-                news[cell] = np.packbits(allowed_V, bitorder="little")
+                # Nothing may follow drafts that break the constraint; such a row's token is not accepted, whatever it is.
+                news[cell] = np.packbits(allowed_V if allowed_V.any() else ~allowed_V, bitorder="little")
             self._cells[name] = cell
             self._cells.move_to_end(name)
             cell_R[row] = cell

@@ -6,7 +6,7 @@ The page is report.html.j2, beside this file; here is what it is filled with.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,8 +33,8 @@ from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.stores.interface import S3Options, is_local
 from draftmill.storage.stores.store import open_store
 
-MADE_BY: Final = '<meta name="generator" content="draftmill report">'
-"""How a report is recognized, to be replaced by a newer one."""
+MADE_BY: Final = '<meta name="generator" content="draftmill'
+"""How a page of ours is recognized, to be replaced by a newer one."""
 
 EFFICIENCY: Final = {
     "token_padding_eff": "padding efficiency (useful token rows, of those computed)",
@@ -53,33 +53,45 @@ def report(
     `baseline` is the case with which the others are compared. An earlier report is replaced. UserError if there is no finished
     run, if the file exists and is something else, or if matplotlib is missing.
     """
+
+    def page() -> str:
+        store = open_store(place, s3=s3)
+        runs, unfinished = find_runs([place], s3=s3)
+        is_sweep = store.exists(RECORD)
+        title = f"Sweep: {place.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
+        return report_page(runs, unfinished, title, baseline)
+
+    print(f"{out}: {write_page(out, page, overwrite=overwrite):,} bytes")
+    return OK
+
+
+def write_page(out: str, page: Callable[[], str], *, field: str = "--out", overwrite: bool = False) -> int:
+    """Write a page to the local file `out`, whole or not at all; returns its bytes. An earlier page of ours is replaced.
+
+    UserError for `field`, before the page is made, if the file can't be written, or exists and is something else.
+    """
     target = Path(os.path.expanduser(out))
-    _check_target(target, out, overwrite=overwrite)
-    store = open_store(place, s3=s3)
-    runs, unfinished = find_runs([place], s3=s3)
-    is_sweep = store.exists(RECORD)
-    title = f"Sweep: {place.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
-    content = report_page(runs, unfinished, title, baseline).encode()
+    _check_target(target, out, field, overwrite=overwrite)
+    content = page().encode()
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-    print(f"{out}: {len(content):,} bytes")
-    return OK
+    return len(content)
 
 
-def _check_target(target: Path, out: str, *, overwrite: bool) -> None:
+def _check_target(target: Path, out: str, field: str, *, overwrite: bool) -> None:
     """Raise UserError for a file that can't be written, before anything is read."""
     if not is_local(out):
-        raise UserError(f"{out!r} is not a local file", field="--out")
+        raise UserError(f"{out!r} is not a local file", field=field)
     if target.is_dir() or not target.parent.is_dir():
-        raise UserError(f"{out!r} is a folder, or in a folder that does not exist; allowed: a file", field="--out")
+        raise UserError(f"{out!r} is a folder, or in a folder that does not exist; allowed: a file", field=field)
     if target.exists() and not overwrite:
         with target.open("rb") as file:
             if MADE_BY.encode() not in file.read(1000):
-                raise UserError(f"{out!r} exists and is not a report; --overwrite replaces it", field="--out")
+                raise UserError(f"{out!r} exists and is not a page of draftmill; --overwrite replaces it", field=field)
 
 
 def report_page(runs: Sequence[FinishedRun], unfinished: Sequence[str], title: str, baseline: str | None) -> str:
@@ -97,6 +109,18 @@ def report_page(runs: Sequence[FinishedRun], unfinished: Sequence[str], title: s
         compared = comparisons_of(named, name)
         cases = [read_statistics(run) for run in named]
         sections = list(_sections(cases, compared))
+    return render_page(
+        "report.html.j2",
+        title=title,
+        lead=_lead(cases, unfinished),
+        cards=list(_key_figures(cases[0])) if len(cases) == 1 else [],
+        sections=[section for section in sections if section["parts"]],
+        foot=_foot(cases),
+    )
+
+
+def render_page(template: str, **content: Any) -> str:
+    """Fill a template beside this file; all values are escaped, and control characters are spelled out."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -105,13 +129,7 @@ def report_page(runs: Sequence[FinishedRun], unfinished: Sequence[str], title: s
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )
-    return environment.get_template("report.html.j2").render(
-        title=title,
-        lead=_lead(cases, unfinished),
-        cards=list(_key_figures(cases[0])) if len(cases) == 1 else [],
-        sections=[section for section in sections if section["parts"]],
-        foot=_foot(cases),
-    )
+    return environment.get_template(template).render(**content)
 
 
 Part = dict[str, Any]

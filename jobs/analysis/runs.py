@@ -92,7 +92,7 @@ def _with_unique_names(runs: Sequence[FinishedRun]) -> Iterable[FinishedRun]:
         yield run if counts[run.name] == 1 else replace(run, name=f"{place}{again}")
 
 
-FREE_INPUT = ("path", "limit", "keep", "columns", "since", "dedupe")
+FREE_INPUT = ("path", "run", "where", "limit", "keep", "columns", "since", "dedupe")
 """Keys of `input` that don't change what a sample's canvas is. Paths count by content; `columns` has rules of its own."""
 
 FREE_COLUMNS = ("reference", "temperature", "top_p")

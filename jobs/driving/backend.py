@@ -424,6 +424,7 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
             ends=tuple(prepared.hashes.ends),
             truncate=spec.input.truncate,
             tokenizer=pack_tokenizer(prepared.folder, spec.model.tokenizer),
+            chat=spec.chat,
         )
         at_once = min(MOST_TASKS, num_cpus if is_ours else 2 * num_cpus)
         pool = SurveyPool(job, cpus=0 if is_ours else 1, at_once=at_once, note=note)

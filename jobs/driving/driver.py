@@ -7,6 +7,7 @@ interrupt Ray.
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,9 +104,20 @@ class StopFlag:
         self._warned = self._warned or self.reason is None
         self.reason = self.reason or reason
 
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal has set it."""
+        return self.reason in signal.Signals.__members__
+
     @contextmanager
     def on_signals(self) -> Iterator[StopFlag]:
-        """During the block, SIGINT and SIGTERM set the flag. Enter it after ray.init, which installs its own SIGTERM handler."""
+        """During the block, SIGINT and SIGTERM set the flag. Enter it after ray.init, which installs its own SIGTERM handler.
+
+        In any other thread than the main one, which alone receives signals, nothing sets it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
 
         def note(number: int, frame: FrameType | None) -> None:
             self.set(signal.Signals(number).name)

@@ -65,6 +65,27 @@ class Silence(Display):
     """Shows nothing."""
 
 
+class FiguresOnly(Display):
+    """Another display's progress and warnings, without its notes: for calls in a notebook that decode a few prompts."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def __enter__(self) -> Self:
+        self._display.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._display.__exit__(*error)
+
+    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        if level != "info":
+            self._display.event(event, message, level=level, **facts)
+
+    def show(self, totals: Totals) -> None:
+        self._display.show(totals)
+
+
 class LineDisplay(Display):
     """One line every LINE_EVERY_S seconds, at first every FIRST_EVERY_S, for logs."""
 

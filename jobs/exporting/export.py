@@ -133,15 +133,11 @@ def write_rows(
 
     Closes the sinks, or abandons them after any error or interrupt.
     """
-    counts, plan = [0] * len(sinks), passes[0].plan
+    counts = [0] * len(sinks)
     with ExitStack() as unfinished:
         for sink in sinks:
             unfinished.callback(sink.abandon)
-        own = own_columns(plan).intersection(columns)
-        read = [name for name in columns if name not in own] + [KEEP] * bool(own)
-        tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
-        for rows in in_input_order(plan, tables) if order == "input" else tables:
-            table = with_columns(rows, plan.keep, own)
+        for table in tables_of(passes, columns, order=order):
             good = pc.equal(table["status"], "ok")
             parts = [table] if len(sinks) == 1 else [table.filter(good), table.filter(pc.invert(good))]
             for number, part in enumerate(parts):
@@ -151,6 +147,16 @@ def write_rows(
             sink.close()
         unfinished.pop_all()
     return counts
+
+
+def tables_of(passes: Sequence[Pass], columns: Sequence[str], *, order: str = "plan") -> Iterator[pa.Table]:
+    """Yield every row of the run once, in tables of these columns (and `status`); `order` is "plan" or "input"."""
+    plan = passes[0].plan
+    own = own_columns(plan).intersection(columns)
+    read = [name for name in columns if name not in own] + [KEEP] * bool(own)
+    tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
+    for rows in in_input_order(plan, tables) if order == "input" else tables:
+        yield with_columns(rows, plan.keep, own)
 
 
 def with_columns(table: pa.Table, keep: pa.Schema | None, names: Container[str]) -> pa.Table:

@@ -68,7 +68,7 @@ def ready_metrics(
         raise UserError(
             f"the results keep no column {reference!r}; columns in the results: {there}", field="--reference"
         )
-    column, joiner = reference_of(columns, task, kept, reference)
+    column, joiner = reference_of(columns, task, kept, spec.prompt, reference)
     problem = metric_problem(
         metrics,
         fields,

@@ -77,7 +77,7 @@ class NoPlanYet(UserError):
 
 def is_unplanned(level: Level) -> bool:
     """Whether a folder is a run directory that has no plan yet: it has a lease, and nothing else but parts of a plan."""
-    return LEASE in level.files and PLAN not in level.files and set(level.folders) <= {"plan", "attempts"}
+    return LEASE in level.files and PLAN not in level.files and set(level.folders) <= {"plan", "attempts", "input"}
 
 
 def require_plan(store: Store) -> Plan:

@@ -59,14 +59,22 @@ class Results:
     cut_tokens: int = 0
 
 
+SUMMED = ("id", "status", "error_kind", "error", "decode_s", TRUNCATED, *COUNTED)
+"""The columns that sums need; runs of earlier versions lack TRUNCATED."""
+
+
 def read_summary(store: Store, objects: Iterable[str]) -> Results:
     """Sum up result files, one in memory at a time."""
+    return sum_up(read_results(store, objects=objects, columns=SUMMED))
+
+
+def sum_up(tables: Iterable[pa.Table]) -> Results:
+    """Sum up tables with the columns SUMMED."""
     results = Results()
-    columns = ["id", "status", "error_kind", "error", "decode_s", TRUNCATED, *COUNTED]
-    for table in read_results(store, objects=objects, columns=columns):
+    for table in tables:
         results.tally += _tally(table)
         _note_errors(results, table.filter(pc.equal(table["status"], "failed")))
-        if TRUNCATED in table.column_names:  # runs of earlier versions lack this column
+        if TRUNCATED in table.column_names:
             results.cut_rows += pc.sum(pc.greater(table[TRUNCATED], 0)).as_py() or 0
             results.cut_tokens += pc.sum(table[TRUNCATED]).as_py() or 0
         results.longest_s = max(results.longest_s, pc.max(table.column("decode_s")).as_py() or 0.0)
@@ -186,6 +194,14 @@ def _brief(text: str, most: int = SHOWN_CHARS) -> str:
     """The text in one line of at most so many characters."""
     text = printable(" ".join(text.split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def metric_means(store: Store) -> dict[str, float | None]:
+    """The mean of every measured metric over the samples that have a value; None where none has."""
+    table = read_metrics(store)
+    if table is None:
+        return {}
+    return {name: pc.mean(table[name]).as_py() for name in table.column_names if name not in KEYS.names}
 
 
 ERROR_CHARS = 160

@@ -22,6 +22,7 @@ from draftmill.actors.loop.loading import ModelCache, build, load_networks, most
 from draftmill.actors.loop.memory import Room, fit
 from draftmill.actors.rows.canvas import Canvas, runs
 from draftmill.actors.rows.makers import Maker
+from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import try_row
@@ -167,7 +168,7 @@ def first_canvases(prepared: Prepared, count: int) -> list[TrialRow]:
 
 def _canvases(prepared: Prepared) -> Iterator[TrialRow | RowError]:
     spec, maker = prepared.spec, maker_of(prepared)
-    columns = spec.input.columns.to_read(spec.task)
+    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
     for file in prepared.inputs:
         for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
             yield try_row(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow.compute as pc
 
 from draftmill.actors.checkpoints.generation import HONOURED
 from draftmill.actors.rows.canvas import Canvas
+from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
@@ -44,6 +46,7 @@ from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_e
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.prepare import Prepared, prepare
 from draftmill.jobs.recurring.new_inputs import new_files
+from draftmill.jobs.recurring.run_input import source_of, with_run_rows
 from draftmill.jobs.recurring.runs import runs_of
 from draftmill.jobs.running.run import ready_for
 from draftmill.jobs.spec.dated_path import has_date
@@ -55,7 +58,7 @@ from draftmill.storage.inputs.reader import read_rows
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 
-SHOWN_CHARS = 1200
+SHOWN_CHARS = 4000
 BATCH = 32
 """Batch size, in samples, for the estimate of padding."""
 
@@ -101,10 +104,10 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[s
         yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
     if prepared.tokenizer is not None:
         shown = prompt_text(canvas, prepared.tokenizer)
+        if len(shown) > SHOWN_CHARS:  # the examples come first, and the row's own question last
+            shown = f"{shown[: SHOWN_CHARS // 2]}\n...\n{shown[-SHOWN_CHARS // 2 :]}"
         yield "  prompt (a hole is [its tokens])"
-        yield from (f"  | {printable(line)}" for line in shown[:SHOWN_CHARS].splitlines())
-        if len(shown) > SHOWN_CHARS:
-            yield "  | ..."
+        yield from (f"  | {printable(line)}" for line in shown.splitlines())
 
 
 def work_text(task: Task, canvas: Canvas) -> str:
@@ -310,6 +313,16 @@ def validate(spec: JobSpec) -> int:
     prepared = prepare(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
     ready_for(spec, prepared.plan)
     check_receivers(spec.notify)
+    with TemporaryDirectory(prefix="draftmill-") as place:
+        copied = store if prepared.plan is not None else open_store(place)
+        prepared = with_run_rows(prepared, copied)
+        if source := source_of(spec, prepared.inputs, copied):
+            print(f"rows      {source['kept']:,} of the {source['rows']:,} rows of {source['run']}")
+        _print_forecast(prepared, store, path)
+    return OK
+
+
+def _print_forecast(prepared: Prepared, store: Store, path: str | None) -> None:
     sample = take_sample(prepared)
     canvases = first_canvases(prepared, TRIAL_ROWS)
     for line in chain(header(prepared), canvas_lines(prepared, canvases), size_lines(prepared, sample)):
@@ -321,7 +334,6 @@ def validate(spec: JobSpec) -> int:
     figures = () if trial is None else trial_lines(prepared, sample, trial)
     for line in chain(figures, forecast_lines(prepared, store, sample, trial, path)):
         print(line)
-    return OK
 
 
 def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
@@ -349,7 +361,7 @@ def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
 def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
     """Why a row of the survey has no canvas: it is read again."""
     spec, file = prepared.spec, prepared.inputs[row["file"]]
-    columns = spec.input.columns.to_read(spec.task)
+    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
     place = [(row["row"], row["offset"])]
     (again,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
     outcome = try_row(partial(canvas_of, spec, maker_of(prepared), again, row["id"]), "tokenize", "tokenize_error")

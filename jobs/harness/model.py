@@ -12,6 +12,7 @@ import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -170,7 +171,8 @@ class Draftmill(LM):  # type: ignore[misc]
         """Render a conversation, up to the start of the model's answer, or up to the end of the answer's given beginning."""
         chat = self._model.tokenizer.chat
         assert chat is not None, "a tokenizer without a chat template is refused"
-        return render(chat, chat_history, begun=not add_generation_prompt)
+        with_kwargs = partial(chat, more=self._spec.chat.template_kwargs)
+        return render(with_kwargs, chat_history, begun=not add_generation_prompt)
 
     @property
     def tokenizer_name(self) -> str:

@@ -12,12 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from pydantic import ValidationError
+
+from draftmill.actors.rows.chat import kwargs_problem
+from draftmill.actors.task import NO_CHAT, Chat
 from draftmill.decoders.settings import DECODERS, scorer_of
 from draftmill.jobs.harness.requests import Generation
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.jobs.spec.presets import with_preset
-from draftmill.jobs.spec.spec_errors import kind_changed
+from draftmill.jobs.spec.spec_errors import kind_changed, spec_error
 from draftmill.jobs.spec.spec_file import apply_override, read_mapping
 from draftmill.storage.errors import UserError
 
@@ -38,10 +42,11 @@ OF_TASKS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class EvalSpec:
-    """The checked mapping of a spec, without `task`; `task` has the spec's own settings for its kind, or nothing."""
+    """The checked mapping of a spec, without `task` and `chat`; `task` has the spec's own settings for its kind, or nothing."""
 
     data: Mapping[str, Any]
     task: Mapping[str, Any]
+    chat: Chat = NO_CHAT
 
     @property
     def name(self) -> str:
@@ -107,7 +112,12 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
     data = with_preset(data)
     task = data.pop("task", None)
     _check_task(task)
-    for key, reason in (("input", "the tasks give the rows"), ("metrics", "the tasks have their own metrics")):
+    chat = _chat_of(data.pop("chat", None) or {})
+    for key, reason in (
+        ("input", "the tasks give the rows"),
+        ("prompt", "the tasks have prompts of their own"),
+        ("metrics", "the tasks have their own metrics"),
+    ):
         if data.get(key):
             raise UserError(f"{reason}; remove the section", field=key)
         data.pop(key, None)
@@ -122,7 +132,7 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
             f"{out!r} contains {wild[0]!r}; jobs read their requests from there, where it would be a pattern",
             field="output.path",
         )
-    spec = EvalSpec(data, task or {})
+    spec = EvalSpec(data, task or {}, chat)
     try:
         if not isinstance(decoder, dict) or decoder.get("kind") not in DECODERS or not isinstance(output, dict):
             check_spec({**data, "task": {"kind": "complete"}, "input": {"path": PLACE}})  # it says what is wrong
@@ -132,6 +142,17 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
     except UserError as error:
         raise kind_changed(before, data, overrides, error) or error from None
     return spec
+
+
+def _chat_of(data: Any) -> Chat:
+    try:
+        chat = Chat.model_validate(data, strict=True)
+    except ValidationError as error:
+        found = spec_error(Chat, data, error)
+        raise UserError(found.message, field=".".join(filter(None, ("chat", found.field)))) from None
+    if problem := kwargs_problem(chat.template_kwargs):
+        raise UserError(problem, field="chat.template_kwargs")
+    return chat
 
 
 def _check_task(task: Any) -> None:

@@ -28,7 +28,7 @@ class Hashes:
 
     SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, an external draft head, the drafter model and
     a LoRA adapter. The ids that begin and end a text, which may come from the checkpoint's generation config. The special
-    tokens with which a causal model fills in the middle.
+    tokens with which a causal model fills in the middle. The state of the run whose rows are the input.
     """
 
     model: str
@@ -39,6 +39,7 @@ class Hashes:
     begin: int | None = None
     ends: tuple[int, ...] = ()
     fim: dict[str, Any] | None = None
+    run: dict[str, str] | None = None
 
 
 def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence[InputFile]) -> dict[str, Any]:
@@ -60,6 +61,8 @@ def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence
         "mask_id": info.mask_id,
     }
     key["input"] |= {"files": digest([identity(file) for file in inputs])}
+    if hashes.run is not None:
+        key["input"] |= {"run": hashes.run}
     return key | {"schema_version": SCHEMA_VERSION}
 
 

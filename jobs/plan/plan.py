@@ -24,6 +24,8 @@ import pyarrow.compute as pc
 import draftmill
 from draftmill.actors.planning.surveying import BATCH_ROWS, HASH, SURVEYED, Piece, Reading, survey_pieces
 from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.rows.prompts import FIELD as TEMPLATE
+from draftmill.actors.rows.prompts import columns_of, prompter_of, read_columns
 from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
@@ -42,9 +44,9 @@ from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashe
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
-from draftmill.storage.errors import UserError, brief, list_names
+from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.fields import field_of
+from draftmill.storage.inputs.fields import field_of, lift
 from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to_json
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
@@ -83,6 +85,7 @@ def reading_of(spec: JobSpec) -> Reading:
         seed=spec.seed,
         s3=spec.s3.options(),
         kept=tuple(spec.kept),
+        prompt=spec.prompt,
     )
 
 
@@ -248,6 +251,8 @@ def make_maker(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, hash
         sampling=spec.sampling,
         ends=hashes.ends,
         truncate=spec.input.truncate,
+        prompt=spec.prompt,
+        chat=spec.chat,
     )
 
 
@@ -426,6 +431,13 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
             "rows have no prompt or text, but they have messages, which only a chat reads; allowed: true",
             field="task.chat",
         )
+    if spec.prompt.template is not None:
+        try:
+            prompter_of(spec.prompt, spec.chat, spec.input.columns, spec.task).fill(
+                lift(there, columns_of(spec.prompt.template))
+            )
+        except RowError as error:
+            return UserError(f"no row has all columns: {error.message.removeprefix(f'{TEMPLATE}: ')}", field=TEMPLATE)
     expected = _expected_column(spec.task, there)
     needed = spec.input.columns.mapping() or {expected: expected}
     name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
@@ -454,7 +466,7 @@ def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Pla
 
 
 def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
-    columns = spec.input.columns.to_read(spec.task)
+    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
     found = next(
         read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
     )

@@ -5,12 +5,14 @@ Every problem that a user can cause raises a UserError here, with the field's pa
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
-from itertools import islice
+from heapq import nsmallest
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,19 @@ from draftmill.actors.loop.loading import check_drafter, fetch_drafter
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.penalties import penalties_of
+from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.requests import body_of
 from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import Complete, ConstraintSettings, Infill, Task, today
+from draftmill.actors.task import Complete, ConstraintSettings, Examples, Infill, Task, today
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.constraint import Constraint
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.formatting import Notes, counted, size_text
-from draftmill.jobs.plan.fingerprint import Hashes, results_key
+from draftmill.jobs.plan.fingerprint import Hashes, digest, results_key
 from draftmill.jobs.plan.plan import (
     Plan,
     Sift,
@@ -54,12 +58,15 @@ from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.spec.rules import sampling_problem
 from draftmill.storage.errors import RowError, UserError
-from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.inputs import NothingThere, list_inputs
+from draftmill.storage.inputs.kept import plain
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
+from draftmill.storage.runs.commit import MANIFEST, is_closed
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.interface import S3Options, Store, about
+from draftmill.storage.stores.store import open_store
 
 HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000
@@ -73,7 +80,10 @@ LIMITED_HASH_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None."""
+    """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None.
+
+    A new job whose input is a run has no inputs yet: jobs/recurring/run_input.py makes them.
+    """
 
     spec: JobSpec
     folder: Path
@@ -91,7 +101,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     jobs that have something in common.
     """
     loaders = loaders or Loaders()
-    spec = with_schemas(spec)
+    spec = with_examples(with_schemas(spec))
     plan, asked = load_plan(store), spec.sampling
     if plan is not None:
         spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
@@ -105,7 +115,14 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         spec = with_sampling(spec, recommended(asked, folder))
     tokenizer = loaders.tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
-    inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
+    planned = None if plan is None else plan.results["input"].get("run")
+    run = None if spec.input.run is None else run_state(spec.input.run, planned, spec.s3.options())
+    if run is None:
+        inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
+    elif plan is not None:
+        inputs = copied_files(plan, store, spec.s3.options())
+    else:
+        inputs = []
     if plan is not None:
         if spec.input.since is not None:
             inputs = planned_files(inputs, plan.files)
@@ -122,6 +139,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         begin=None if tokenizer is None else tokenizer.bos_id,
         ends=end_ids(spec.task, folder, tokenizer, info),
         fim=fim_key(spec.task, tokenizer, info),
+        run=run,
     )
     check_stop(spec, tokenizer, hashes.ends)
     check_constraint(spec, tokenizer, info, hashes.ends)
@@ -163,10 +181,10 @@ def check_constraint(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo
     if given is None or tokenizer is None:
         return
     rules = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else [given]
-    maker = ConstraintMaker(tokenizer, info.vocab_size, ends)
+    maker = ConstraintMaker(tokenizer, info, ends)
     for rule in rules:
         try:
-            automaton = None if rule is None else maker.automaton(rule)
+            automaton = None if rule is None else maker.compiled(rule)
             if isinstance(spec.task, Complete) and automaton is not None:
                 problem = Constraint((automaton,), tuple(ends)).problem([spec.task.max_new_tokens])
                 if problem:
@@ -199,6 +217,36 @@ def recommended(sampling: Sampling, folder: Path) -> Sampling:
         raise UserError(str(error), field="sampling.from_checkpoint") from None
 
 
+def with_examples(spec: JobSpec) -> JobSpec:
+    """The spec with the rows of its examples in place of their file: workers need no file, and a plan has what was in it."""
+    examples = spec.prompt.examples
+    if examples is None or examples.path is None:
+        return spec
+    chosen = Examples(rows=tuple(read_examples(examples, spec.s3.options())), answer=examples.answer)
+    return spec.model_copy(update={"prompt": spec.prompt.model_copy(update={"examples": chosen})})
+
+
+def read_examples(examples: Examples, s3: S3Options) -> list[dict[str, Any]]:
+    """The first k rows of the file, or k drawn by the seed, in JSON form; UserError if it has fewer, or if one can't be read."""
+    assert examples.path is not None and examples.k is not None
+    try:
+        rows = chain.from_iterable(iterate(file, s3=s3) for file in list_inputs(examples.path, s3=s3))
+        if examples.seed is None:
+            chosen = list(islice(rows, examples.k))
+        else:
+            keyed = ((sample_key(examples.seed, str(number)), number, row) for number, row in enumerate(rows))
+            chosen = [row for _, _, row in nsmallest(examples.k, keyed)]
+    except UserError as error:
+        raise UserError(error.message, field="prompt.examples.path") from None
+    if len(chosen) < examples.k:
+        raise UserError(
+            f"{examples.k}, but {examples.path} has {counted(len(chosen), 'row')}", field="prompt.examples.k"
+        )
+    if bad := [row for row in chosen if row.error is not None]:
+        raise UserError(f"row {bad[0].row} can't be read: {bad[0].error}", field="prompt.examples.path")
+    return [plain(row.values or {}) for row in chosen]
+
+
 def with_chat_date(spec: JobSpec, day: date | None) -> JobSpec:
     """The spec with the date that its chat template sees, unless it has one."""
     if isinstance(spec.task, Infill) or spec.task.chat_date is not None:
@@ -220,13 +268,48 @@ def sees_date(spec: JobSpec, tokenizer: Tokenizer | None, inputs: Sequence[Input
 
 
 def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
-    """Whether the first row is an OpenAI request; then the others are, too."""
-    columns = spec.input.columns.to_read(spec.task)
+    """Whether the first row is an OpenAI request; then the others are, too. Rows of a run never are."""
+    if spec.input.run is not None:
+        return False
+    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
     try:
         rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
     except UserError:  # a damaged file: planning says what is wrong
         return False
+
+
+def run_state(place: str, planned: dict[str, str] | None, s3: S3Options) -> dict[str, str]:
+    """What identifies the rows of a finished run: its fingerprint, and a digest of its passes' manifests and its metrics.
+
+    It is the `planned` one if the run has been deleted or pruned since: the rows were copied then. UserError if there is no
+    finished run.
+    """
+    with about("input.run"):
+        run = open_store(place, s3=s3)
+        if planned is not None and next(run.list("data/"), None) is None:
+            return planned
+        plan = load_plan(run)
+        if plan is None or not is_closed(run):
+            what = "no run directory" if plan is None else "not finished; `draftmill run` resumes it"
+            raise UserError(f"{place!r} is {what}", field="input.run")
+        names = sorted(stat.name for folder in ("metrics/", "passes/") for stat in run.list(folder))
+        manifests = [MANIFEST, *(name for name in names if name.endswith(f"/{MANIFEST}"))]
+        hashes = [hashlib.sha256(run.get(name)).hexdigest() for name in manifests]
+        return {"fingerprint": plan.fingerprint, "state": digest([hashes, [x for x in names if "metrics/" in x]])}
+
+
+def copied_folder(files: Sequence[InputFile]) -> str:
+    """The folder, in a job's run directory, with the rows of the run that is its input."""
+    return "input/" + files[0].uri.rpartition("/input/")[2].rpartition("/")[0]
+
+
+def copied_files(plan: Plan, store: Store, s3: S3Options) -> list[InputFile]:
+    """The files there, wherever the run directory is now; those of the plan if `draftmill prune` has deleted them."""
+    try:
+        return list_inputs(f"{store.url.rstrip('/')}/{copied_folder(plan.files)}", s3=s3)
+    except NothingThere:
+        return list(plan.files)
 
 
 def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:

@@ -92,7 +92,7 @@ def new_inputs(spec: JobSpec, path: str) -> NewInputs:
     s3 = spec.s3.options()
     runs = finished_runs(path, s3=s3)
     try:
-        listed = list_inputs(spec.input.path, s3=s3, delimiter=spec.input.delimiter)
+        listed = list_inputs(spec.input.paths, s3=s3, delimiter=spec.input.delimiter)
     except NothingThere:  # files may be moved away when they are done
         if not runs:
             raise

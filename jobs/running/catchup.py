@@ -23,7 +23,7 @@ from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions
 from draftmill.jobs.spec.dated_path import base_of, floor_date, following, format_date, has_date, period_of, with_date
 from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import Error, UserError
 from draftmill.storage.stores.store import open_store
 
 MOST_DATES = 10_000
@@ -151,6 +151,6 @@ def _run_all(spec: JobSpec, options: RunOptions, due: Sequence[Due]) -> int:
 def _run(spec: JobSpec, options: RunOptions) -> int:
     try:
         return run_job(spec, options)
-    except (UserError, StoreError) as error:
+    except Error as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return code_of(error)

@@ -6,16 +6,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from draftmill.jobs.driving.cost import HOUR_S, MILLION, money_text, purposes_of
 from draftmill.jobs.driving.events import JsonStream, Level, now_text, say_in_events
 from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of, most_failed, too_many_failed
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, most_failed, too_many_failed
 from draftmill.jobs.finished.passes import Pass, count_failed, finished_passes, passes_of, units_done
 from draftmill.jobs.finished.summary import metric_lines, read_summary, table_lines
-from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
@@ -36,12 +36,11 @@ MESSAGES = {
 
 @dataclass(slots=True)
 class RunOutcome:
-    """A run that is being watched: its log, and its exit code once it is known."""
+    """A run that is being watched, and its log."""
 
     spec: JobSpec
     store: Store
     log: RunLog = field(default_factory=RunLog)
-    code: int | None = None
 
     def warn(self, message: str) -> None:
         """Note on stderr and in the log that a notice was not taken."""
@@ -110,8 +109,8 @@ def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def report_outcome(spec: JobSpec, store: Store) -> Iterator[RunOutcome]:
-    """Watch a run: the block sets the `code` of what it yields, or raises; then the outcome is reported.
+def report_outcome(spec: JobSpec, store: Store, *, prints: bool = True) -> Iterator[RunOutcome]:
+    """Watch a run: the block finishes it, or raises; then the outcome is reported. `prints`: Ended and NothingLeft are printed.
 
     Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises
     UserError before the block if a receiver of notices can't be used.
@@ -128,11 +127,20 @@ def report_outcome(spec: JobSpec, store: Store) -> Iterator[RunOutcome]:
     except KeyboardInterrupt:
         outcome.report(INTERRUPTED, MESSAGES[INTERRUPTED])
         raise
+    except NothingLeft as nothing:
+        if prints:
+            print(nothing)
+        outcome.report(OK, MESSAGES[OK])
+        raise
+    except Ended as end:
+        if prints:
+            print(f"draftmill: {end}", file=sys.stderr)
+        outcome.report(end.code, MESSAGES[end.code])
+        raise
     except Exception as error:
         outcome.report(code_of(error), str(error), is_error=True)
         raise
-    if outcome.code is not None:
-        outcome.report(outcome.code, MESSAGES.get(outcome.code, f"exit code {outcome.code}"))
+    outcome.report(OK, MESSAGES[OK])
 
 
 def payload(store: Store) -> dict[str, Any]:
@@ -169,12 +177,13 @@ def payload(store: Store) -> dict[str, Any]:
     }
 
 
-def close(spec: JobSpec, store: Store) -> int:
-    """Print the table of a finished run; returns 0, or 3 if too many samples are still failed."""
-    print_table(spec, store)
+def close(spec: JobSpec, store: Store, *, prints: bool = True) -> None:
+    """Print the table of a finished run, if it `prints`; raises Ended if too many samples are still failed."""
     passes = passes_of(store, s3=spec.s3.options())
-    print_metrics(store, passes)
-    return judge(spec, passes)
+    if prints:
+        print_table(spec, store)
+        print_metrics(store, passes)
+    judge(spec, passes, prints=prints)
 
 
 def print_metrics(store: Store, passes: Sequence[Pass]) -> None:
@@ -193,36 +202,30 @@ def print_table(spec: JobSpec, store: Store) -> None:
     print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
 
 
-def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:
-    """Report the samples that are still failed after the finished passes; returns 0, or 3 if they are too many."""
+def judge(spec: JobSpec, passes: Sequence[Pass], *, prints: bool = True) -> None:
+    """Print how many samples are still failed after several passes, if it `prints`; raises Ended if they are too many."""
     rows, failed, count = passes[0].plan.rows, count_failed(passes), len(finished_passes(passes))
-    if count > 1:
+    if count > 1 and prints:
         print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
-    if not too_many_failed(failed, rows, spec.errors):
-        return OK
-    most = most_failed(rows, spec.errors)
-    print(
-        f"draftmill: {failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}); see the table above",
-        file=sys.stderr,
-    )
-    return TOO_MANY_FAILED
+    if too_many_failed(failed, rows, spec.errors):
+        table = "; see the table above" if prints else ""
+        most = most_failed(rows, spec.errors)
+        raise Ended(
+            f"{failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}){table}", TOO_MANY_FAILED
+        )
 
 
-def report_unfinished(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
-    """Report how an unfinished run ended; returns the exit code."""
+def raise_unfinished(store: Store, plan: Plan, finish: Finish, *, conditional: bool, by_signal: bool) -> NoReturn:
+    """Raise the error that says how an unfinished run ended: Ended, or a StoreError."""
     if finish.how == "full":
         raise StoreFull(full_disk_text(finish))
     if finish.how == "failed":
         raise StoreError(f"{finish.message}; run it again to resume")
     done = f"{len(done_units(store, conditional=conditional)):,} of {plan.units:,} units done"
     if finish.how == "hopeless":
-        print(
-            f"draftmill: stopped with {done}: {finish.message}; raise errors.max_rate or errors.max_count to continue",
-            file=sys.stderr,
-        )
-        return TOO_MANY_FAILED
-    print(f"draftmill: interrupted with {done}; run it again to resume", file=sys.stderr)
-    return INTERRUPTED
+        remedy = "raise errors.max_rate or errors.max_count to continue"
+        raise Ended(f"stopped with {done}: {finish.message}; {remedy}", TOO_MANY_FAILED)
+    raise Ended(f"interrupted with {done}; run it again to resume", INTERRUPTED, by_signal=by_signal)
 
 
 def full_disk_text(finish: Finish) -> str:

@@ -29,7 +29,7 @@ from draftmill.jobs.driving.leases import base_lease, hold_lease, wait_until_fre
 from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.ray_session import RayDidNotStart
 from draftmill.jobs.driving.run_log import LoggedDisplay
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, Ended
 from draftmill.jobs.finished.measure import Ready, kept_columns, measure_units, ready_metrics, units_to_measure
 from draftmill.jobs.finished.passes import (
     PRUNED,
@@ -48,6 +48,7 @@ from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
+from draftmill.jobs.recurring.run_input import with_run_rows
 from draftmill.jobs.recurring.runs import finished_runs
 from draftmill.jobs.running.outcome import (
     RunOutcome,
@@ -55,8 +56,8 @@ from draftmill.jobs.running.outcome import (
     judge,
     print_metrics,
     print_table,
+    raise_unfinished,
     report_outcome,
-    report_unfinished,
 )
 from draftmill.jobs.running.session import Run, RunOptions, decode
 from draftmill.jobs.spec.dated_path import base_of, has_date
@@ -69,56 +70,74 @@ from draftmill.storage.stores.store import delete_strays, open_store, probe
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
-    """Run or resume a job; returns the exit code. Raises UserError if the spec, an input or the directory is unusable.
+    """Run or resume a job, print how it ends, and return the exit code; raises what `complete_job` raises of other errors.
 
-    A date in the output path is filled in, from one reading of the clock, unless the spec has a logical date; then the lease
-    of the base path is held, too. AnotherDriver if another driver has a lease, unless `--if-running` says otherwise.
+    AnotherDriver if another driver has a lease, unless `--if-running` says otherwise.
     """
     dated = at_date(spec, datetime.now(UTC))
-    return wait_until_free(lambda: _in_name(spec, dated, options), options.if_running)
+
+    def code() -> int:
+        try:
+            _in_name(spec, dated, options)
+        except NothingLeft:
+            return OK
+        except Ended as end:
+            return end.code
+        return OK
+
+    return wait_until_free(code, options.if_running)
 
 
-def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
+def complete_job(spec: JobSpec, options: RunOptions) -> str:
+    """Run or resume a job until it is finished; returns its run directory.
+
+    A date in the output path is filled in, from one reading of the clock, unless the spec has a logical date; then the lease
+    of the base path is held, too. Raises UserError if the spec, an input or the directory is unusable, NothingLeft if no input
+    is new, AnotherDriver if another driver has a lease, and Ended if it was interrupted or too many samples failed.
+    """
+    dated = at_date(spec, datetime.now(UTC))
+    _in_name(spec, dated, options)
+    return dated.output.path
+
+
+def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> None:
     stop = StopFlag()
     if not has_date(spec.output.path):
         return _run(dated, options, stop)
     check_places(dated)
     with base_lease(open_store(base_of(spec.output.path), s3=spec.s3.options()), stop.set):
-        return _run(dated, options, stop, path=spec.output.path)
+        _run(dated, options, stop, path=spec.output.path)
 
 
-def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> int:
+def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> None:
     """Run or resume a job whose output path is complete; raises LeaseHeld if another driver has the run directory.
 
     `path` is the output path with the date, if it had one; then the caller holds the base path's lease. How the run ends is
     reported to its log and to the receivers of `notify`.
     """
     store = open_store(spec.output.path, s3=spec.s3.options())
-    code = UNEXPECTED
-    with report_outcome(spec, store) as outcome:
-        outcome.code = code = _work(spec, store, options, stop, outcome, path=path)
-    return code
+    with report_outcome(spec, store, prints=options.prints) as outcome:
+        _work(spec, store, options, stop, outcome, path=path)
 
 
 def _work(
     spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, outcome: RunOutcome, *, path: str | None
-) -> int:
+) -> None:
     new_inputs = new_files(spec, store, path)
     if new_inputs is not None:
-        print(f"input.since: {new_inputs.text}")
+        options.say(f"input.since: {new_inputs.text}")
         if not new_inputs.files:
-            print(f"nothing is new in {spec.input.shown}; no run is started")
-            return OK
+            raise NothingLeft(f"nothing is new in {spec.input.shown}; no run is started")
     with make_display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
     ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
         if store.exists(PRUNED):
-            print(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
-            return OK
-        print(f"{store.url} is already finished")
-        is_measured = ready is None or measure_run(store, spec, ready, options, s3=spec.s3.options())
-        return close(spec, store) if is_measured else INTERRUPTED
+            return options.say(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
+        options.say(f"{store.url} is already finished")
+        if ready is not None:
+            measure_run(store, spec, ready, options, s3=spec.s3.options())
+        return close(spec, store, prints=options.prints)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     conditional = probe(store)
@@ -136,28 +155,26 @@ def _work(
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
                 run.outcome = outcome
                 finish = decode(run)
-                is_measured = True
                 if finish.how == "done" and ready is not None:
                     s3 = spec.s3.options()
-                    is_measured = _measure(
-                        store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3
-                    )
+                    _measure(store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3)
     except NothingLeft:
-        print(f"nothing is new in {spec.input.shown}: finished runs have all its ids as ok; no run is started")
-        return OK
+        why = "finished runs have all its ids as ok"
+        raise NothingLeft(f"nothing is new in {spec.input.shown}: {why}; no run is started") from None
     except RayDidNotStart as error:
         is_planned = load_plan(store) is not None
         hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
         raise StoreError(f"{error}; {hint}") from error
     if finish.how != "done":
-        return report_unfinished(store, plan, finish, conditional=conditional)
-    return close(spec, store) if is_measured else INTERRUPTED
+        raise_unfinished(store, plan, finish, conditional=conditional, by_signal=stop.by_signal)
+    close(spec, store, prints=options.prints)
 
 
 def plan_run(
     backend: Backend, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None
 ) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
+    prepared = with_run_rows(prepared, store)
     spec, s3 = prepared.spec, prepared.spec.s3.options()
     if spec.input.dedupe is None:
         return make_plan(prepared, store, display, epoch=epoch, survey=backend.survey(prepared, display))
@@ -175,19 +192,19 @@ def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
     return ready_metrics(spec.metrics, fields, spec, kept, s3=spec.s3.options())
 
 
-def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions, *, s3: S3Options | None) -> bool:
-    """Measure what a finished run lacks, under its lease; returns whether all is measured. If not, stderr says how far it came.
+def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions, *, s3: S3Options | None) -> None:
+    """Measure what a finished run lacks, under its lease.
 
-    AnotherDriver if another driver has the run.
+    Raises Ended if it is interrupted, AnotherDriver if another driver has the run.
     """
     if not units_to_measure(store, passes_of(store, s3=s3), ready):
-        return True
+        return
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
         with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
             delete_strays(store)
-            return _measure(store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3)
+            _measure(store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3)
     except RayDidNotStart as error:
         raise StoreError(f"{error}; run it again to resume") from error
 
@@ -202,7 +219,7 @@ def _measure(
     display: Display,
     stop: StopFlag,
     s3: S3Options | None,
-) -> bool:
+) -> None:
     passes = passes_of(store, s3=s3)
     is_done = measure_units(
         store,
@@ -218,10 +235,8 @@ def _measure(
     if not is_done:
         units = sum(part.plan.units for part in finished_passes(passes))
         done = units - len(units_to_measure(store, passes, ready))
-        print(
-            f"draftmill: interrupted with {done:,} of {units:,} units measured; run it again to resume", file=sys.stderr
-        )
-    return is_done
+        message = f"interrupted with {done:,} of {units:,} units measured; run it again to resume"
+        raise Ended(message, INTERRUPTED, by_signal=stop.by_signal)
 
 
 def measure(
@@ -244,8 +259,7 @@ def measure(
         metrics, fields, plan.spec, kept_columns(plan), reference=reference, s3=s3 or plan.spec.s3.options()
     )
     try:
-        if not measure_run(store, plan.spec, ready, options, s3=s3):
-            return INTERRUPTED
+        measure_run(store, plan.spec, ready, options, s3=s3)
     except KeyboardInterrupt:  # a signal before or after the units are measured; while they are, it only sets a flag
         print("draftmill: interrupted; run it again to resume", file=sys.stderr)
         return INTERRUPTED
@@ -296,7 +310,8 @@ _EXAMPLES = {
 def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s3: S3Options | None = None) -> int:
     """Decode the failed samples of a finished run again, in a new pass; returns the exit code of the run as a whole.
 
-    Raises UserError if the run is not finished, or if `overrides` (KEY=VALUE), the model or the inputs make it another job.
+    Raises UserError if the run is not finished, or if `overrides` (KEY=VALUE), the model or the inputs make it another job,
+    and Ended as `complete_job` does.
     """
     store = open_store(run_dir, s3=s3)
     spec = spec_of(require_plan(store), run_dir, overrides, s3)
@@ -313,18 +328,20 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
         plan = passes[-1].plan if is_interrupted else plan_pass(passes, s3, display, epoch=lease.epoch)
         if plan is None:
             print(f"{store.url}: no failed samples")
-            return judge(spec, passes)
+            judge(spec, passes)
+            return OK
         inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
         finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, backend))
     if finish.how != "done":
-        return report_unfinished(plan.store, plan, finish, conditional=conditional)
+        raise_unfinished(plan.store, plan, finish, conditional=conditional, by_signal=stop.by_signal)
     ready = ready_for(spec, plan)
-    if ready is not None and not measure_run(store, spec, ready, options, s3=spec.s3.options()):
-        return INTERRUPTED
+    if ready is not None:
+        measure_run(store, spec, ready, options, s3=spec.s3.options())
     print_table(inside, plan.store)
     passes = passes_of(store, s3=s3)
     print_metrics(store, passes)
-    return judge(spec, passes)
+    judge(spec, passes)
+    return OK
 
 
 def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | None) -> JobSpec:

@@ -25,6 +25,7 @@ from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import Prepared, weight_bytes
 from draftmill.jobs.plan.worker_job import limits_of, make_job
+from draftmill.jobs.recurring.run_input import source_of
 from draftmill.jobs.running.outcome import RunOutcome
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -47,6 +48,17 @@ class RunOptions:
     quiet: bool = False
     grace_s: float = 30.0
     if_running: IfRunning = "fail"
+    prints: bool = True
+    """Print the table and how the run ends, as a command does; else all of it is in exceptions and in the results."""
+
+    def __post_init__(self) -> None:
+        if self.local and self.ray_address is not None:
+            raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
+
+    def say(self, text: str) -> None:
+        """Print a text, if this run prints."""
+        if self.prints:
+            print(text)
 
 
 @dataclass(slots=True)
@@ -232,6 +244,7 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str])
         units=run.plan.units,
         rows=run.plan.rows,
         lease=run.lease,
+        source=source_of(run.spec, run.plan.files, run.store) if run.plan.pass_ == 1 else None,
     )
 
 

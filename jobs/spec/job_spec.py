@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from draftmill.actors.metrics.settings import Metrics
-from draftmill.actors.task import Columns, Side, Task, as_tuple
+from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
 from draftmill.decoders.common_settings import Dtype, Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
@@ -28,12 +28,14 @@ from draftmill.jobs.spec.rules import (
     reference_of,
     sampling_problem,
     task_problem,
+    template_problem,
     truncate_problem,
 )
 from draftmill.jobs.spec.spec_errors import kind_changed, spec_error
 from draftmill.jobs.spec.spec_file import apply_change, apply_override, read_mapping
 from draftmill.jobs.spec.worker_shape import Shapes, WorkerShape
 from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.where import parse_where
 from draftmill.storage.stores.interface import S3Options
 
 Auto = Literal["auto"]
@@ -54,11 +56,20 @@ def _once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-class InputSettings(Settings):
-    """Where the rows are: one path or several; each must exist."""
+def _where(text: str) -> str:
+    parse_where(text)
+    return text
 
-    path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] = Field(
-        description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them"
+
+class InputSettings(Settings):
+    """Where the rows are: one path or several, each of which must exist, or a finished run."""
+
+    path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
+        default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them"
+    )
+    run: Text | None = Field(default=None, description="a finished run, whose result rows are the input; not with path")
+    where: Annotated[Text, AfterValidator(_where)] | None = Field(
+        default=None, description="which of the run's rows, for example `exact_match >= 1`; null: all that are ok"
     )
     columns: Columns = Field(default=Columns(), description="which column holds what")
     limit: Positive | None = Field(default=None, description="use only the first rows, this many over all files")
@@ -73,10 +84,27 @@ class InputSettings(Settings):
     since: Literal["last_success"] | None = Field(default=None, description="skip files that a finished run has read")
     dedupe: Literal["ids"] | None = Field(default=None, description="skip rows that a finished run already has as ok")
 
+    @model_validator(mode="after")
+    def _one_source(self) -> InputSettings:
+        if self.path is None and self.run is None:
+            raise ValueError("input.path: missing; or name a finished run in input.run")
+        if self.run is None and self.where is not None:
+            raise ValueError("input.where: filters the rows of a run; name it in input.run")
+        if self.run is not None and self.since is not None:
+            raise ValueError(
+                "input.since: compares files of input.path, and here the rows are those of a run; allowed: null"
+            )
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the files; none if the input is a run."""
+        return (self.path,) if isinstance(self.path, str) else self.path or ()
+
     @property
     def shown(self) -> str:
-        """The path or paths as a message shows them."""
-        return self.path if isinstance(self.path, str) else ", ".join(self.path)
+        """The path or paths, or the run, as a message shows them."""
+        return ", ".join(self.paths) or f"run {self.run}"
 
 
 def _device(name: str) -> str:
@@ -165,8 +193,14 @@ def _printable(name: str) -> str:
 NEWER_DECODER_KEYS = (("guidance_scale", 0.0), ("suppress_end", False))
 """Later keys of `decoder`, with their defaults, which the fingerprint lacks, too."""
 
-NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe")
+NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe", "where")
 """Later keys of `input`: in the fingerprint only if set, so that fingerprints of jobs without them stay the same."""
+
+NEWER_COLUMNS = ("top_k", "constraint", "system", "template_kwargs")
+"""Later keys of `input.columns`, likewise."""
+
+NEWER_SECTIONS = ("prompt", "chat")
+"""Later sections of a job, likewise; their defaults are not in the fingerprint either."""
 
 
 def _preset(name: str) -> str:
@@ -192,6 +226,8 @@ class JobSpec(Settings):
     model: ModelSettings
     decoder: DecoderSettings
     sampling: Sampling = Sampling(temperature=1.0, top_k=None, top_p=None)
+    prompt: Prompt = NO_PROMPT
+    chat: Chat = NO_CHAT
     batching: BatchingSettings = BatchingSettings()
     workers: Shapes = WorkerShape()
     errors: ErrorSettings = ErrorSettings()
@@ -208,11 +244,13 @@ class JobSpec(Settings):
     @property
     def kept(self) -> tuple[str, ...]:
         """The columns of the inputs that travel into the results: `input.keep`, and references."""
-        return kept_names(self.input.keep, self.input.columns, self.task, self.metrics)
+        return kept_names(self.input.keep, self.input.columns, self.task, self.metrics, self.prompt)
 
     @model_validator(mode="after")
     def _places_can_be(self) -> JobSpec:
         problem = place_problem(self)
+        if problem is None and None not in (self.input.path, self.input.run):
+            problem = "input.run: the rows are those of a run or of input.path; use only one of them"
         if problem:
             raise ValueError(problem)
         return self
@@ -238,9 +276,10 @@ class JobSpec(Settings):
     @model_validator(mode="after")
     def _task_fits(self) -> JobSpec:
         has_tokenizer = self.model.tokenizer != "none"
-        problem = task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
+        problem = template_problem(self.prompt, self.chat, self.task, self.input.columns)
+        problem = problem or task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
         if problem is None and self.input.truncate is not None:
-            problem = truncate_problem(self.task, self.input.columns)
+            problem = truncate_problem(self.task, self.input.columns, has_template=self.prompt.template is not None)
         if problem is None:
             problem = sampling_problem(self.task, self.sampling, self.input.columns, has_tokenizer=has_tokenizer)
         if problem:
@@ -253,7 +292,7 @@ class JobSpec(Settings):
             self.metrics,
             [f"metrics.{index}" for index in range(len(self.metrics))],
             kept=self.kept,
-            has_reference=reference_of(self.input.columns, self.task, self.kept)[0] is not None,
+            has_reference=reference_of(self.input.columns, self.task, self.kept, self.prompt)[0] is not None,
             has_tokenizer=self.model.tokenizer != "none",
             samples=getattr(self.sampling, "n", None),
         )
@@ -300,7 +339,10 @@ class JobSpec(Settings):
             full["task"].pop("chat_date", None)  # the plan of a chat whose template has no date lacks it
         if full["task"].get("constraint") is None:
             full["task"].pop("constraint", None)
-        return {
+        columns = full["input"]["columns"]
+        full["input"]["columns"] = {key: columns[key] for key in columns if key not in NEWER_COLUMNS or columns[key]}
+        newer = {key: getattr(self, key).model_dump(mode="json", exclude_defaults=True) for key in NEWER_SECTIONS}
+        return {key: section for key, section in newer.items() if section} | {
             "seed": self.seed,
             "task": full["task"],
             "decoder": full["decoder"],
@@ -310,6 +352,17 @@ class JobSpec(Settings):
             "model": {"dtype": self.model.dtype}
             | ({"gpus_per_model": split} if (split := self.shapes[0].gpus_per_model) > 1 else {}),
         }
+
+
+SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a spec, from which an editor completes and explains keys.
+
+    It knows each key by itself; rules that join several keys are `check_spec`'s alone.
+    """
+    return {"$schema": SCHEMA_URL, **JobSpec.model_json_schema()}
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -335,12 +388,17 @@ def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
 
 
 def at_date(spec: JobSpec, now: datetime) -> JobSpec:
-    """The job with the date filled into its output path: its logical date, or else `now`. Without a date in it, `spec` itself."""
+    """The job with the date filled into its output path and `input.run`: its logical date, or else `now`.
+
+    Without a date in its output path, `spec` itself.
+    """
     if not has_date(spec.output.path):
         return spec
     chosen = now if spec.output.logical_date is None else read_date(spec.output.logical_date)
     filled = {"path": with_date(spec.output.path, chosen), "logical_date": format_date(chosen)}
-    return spec.model_copy(update={"output": spec.output.model_copy(update=filled)})
+    run = None if spec.input.run is None else with_date(spec.input.run, chosen)
+    sections = {"output": spec.output.model_copy(update=filled), "input": spec.input.model_copy(update={"run": run})}
+    return spec.model_copy(update=sections)
 
 
 def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:

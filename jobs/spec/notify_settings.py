@@ -66,7 +66,7 @@ class NotifySettings(Settings):
     command: (
         Annotated[
             tuple[Annotated[str, Field(min_length=1)], ...],
-            BeforeValidator(_one_or_more),
+            BeforeValidator(_one_or_more, json_schema_input_type=str | tuple[str, ...]),
             Field(min_length=1),
             AfterValidator(_command),
         ]
@@ -76,9 +76,11 @@ class NotifySettings(Settings):
     headers: Annotated[dict[str, str], AfterValidator(_headers)] = Field(
         default_factory=dict, description="of the webhook's request"
     )
-    on: Annotated[tuple[Event, ...], BeforeValidator(_one_or_more), Field(min_length=1)] = Field(
-        default=("finish", "failure", "stall"), description="the events of which it is notified"
-    )
+    on: Annotated[
+        tuple[Event, ...],
+        BeforeValidator(_one_or_more, json_schema_input_type=Event | tuple[Event, ...]),
+        Field(min_length=1),
+    ] = Field(default=("finish", "failure", "stall"), description="the events of which it is notified")
     timeout_s: Annotated[float, Field(gt=0.0, le=300.0)] = Field(default=10.0, description="seconds until it is ended")
     stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = Field(default=1800.0, description="seconds")
 
@@ -96,4 +98,7 @@ def as_receivers(value: Any) -> Any:
     return (value,) if isinstance(value, dict) else as_tuple(value)
 
 
-Receivers = Annotated[tuple[NotifySettings, ...], BeforeValidator(as_receivers)]
+Receivers = Annotated[
+    tuple[NotifySettings, ...],
+    BeforeValidator(as_receivers, json_schema_input_type=NotifySettings | tuple[NotifySettings, ...]),
+]

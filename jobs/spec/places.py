@@ -21,6 +21,8 @@ MAX_NAME_BYTES = 255
 
 SCHEMES: dict[str, tuple[str, ...]] = {
     "input.path": ("s3", "hf"),
+    "input.run": ("s3",),
+    "prompt.examples.path": ("s3", "hf"),
     "model.path": ("s3",),
     "model.adapter": ("s3",),
     "model.tokenizer": (),
@@ -43,7 +45,7 @@ def place_problem(data: Any) -> str | None:
     if problem := date_problem(data.output.path):
         return f"output.path: {problem}"
     output = with_date(data.output.path, EXAMPLE)
-    for path in [data.input.path] if isinstance(data.input.path, str) else data.input.path:
+    for path in data.input.paths:
         if among_inputs(path, output):
             return f"output.path: {data.output.path!r} is inside the inputs, {path!r}; choose a path outside of them"
     return None

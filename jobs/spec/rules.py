@@ -9,14 +9,19 @@ from collections.abc import Callable, Collection, Sequence
 from typing import get_args
 
 from draftmill.actors.metrics.settings import Metric, PassAtK, clashing, expand_metrics, needs_reference
+from draftmill.actors.rows.chat import kwargs_problem
+from draftmill.actors.rows.prompts import EXAMPLES, columns_of
 from draftmill.actors.task import (
+    Chat,
     Columns,
     Complete,
+    Examples,
     Given,
     Infill,
     Lines,
     Marker,
     Mask,
+    Prompt,
     Score,
     Sentences,
     SpanFraction,
@@ -31,6 +36,7 @@ _COMPLETE_COLUMNS = ("prompt", "text", "messages")
 _OWN_SETTINGS = ("temperature", "top_p", "top_k", "max_new_tokens", "constraint", "stop")
 _SCORE_COLUMNS = ("prompt", "text", "completion", "messages")
 _INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
+_CHAT_COLUMNS = ("system", "template_kwargs")
 
 
 def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
@@ -129,8 +135,8 @@ def _stray_column(task: Task, named: dict[str, str]) -> str | None:
     """The problem with a named column that the task does not use; None if it uses all."""
     used = {
         "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:-1]),
-        "complete": (*_COMPLETE_COLUMNS, *_OWN_SETTINGS),
-        "score": _SCORE_COLUMNS,
+        "complete": (*_COMPLETE_COLUMNS, *_OWN_SETTINGS, *_CHAT_COLUMNS),
+        "score": (*_SCORE_COLUMNS, *_CHAT_COLUMNS),
         "score with task.mask": _INFILL_COLUMNS,
     }
     kind = "score with task.mask" if isinstance(task, Score) and task.mask is not None else task.kind
@@ -141,7 +147,62 @@ def _stray_column(task: Task, named: dict[str, str]) -> str | None:
     return None
 
 
-def truncate_problem(task: Task, columns: Columns) -> str | None:
+def template_problem(prompt: Prompt, chat: Chat, task: Task, columns: Columns) -> str | None:
+    """Why `prompt` or `chat` does not fit this task and these columns; None if both do."""
+    if problem := _chat_problem(prompt, chat, task, columns):
+        return problem
+    names: tuple[str, ...] = ()
+    if prompt.template is not None:
+        try:
+            names = columns_of(prompt.template)
+        except ValueError as error:
+            return f"prompt.template: {error}"
+        given, what = _given_by_template(task)
+        if clash := [name for name in columns.mapping() if name in given]:
+            return f"input.columns.{clash[0]}: prompt.template gives the {what} of a row; use only one of them"
+    return None if prompt.examples is None else _examples_problem(prompt.examples, names)
+
+
+def _examples_problem(examples: Examples, names: Collection[str]) -> str | None:
+    """Why these examples don't fit a template that reads these names; None if they do."""
+    if examples.path is not None and examples.k is None:
+        return "prompt.examples.k: missing; it says how many rows of the file are examples"
+    if examples.answer is None and EXAMPLES not in names:
+        return (
+            f"prompt.examples: prompt.template must have a loop over `{EXAMPLES}` to show them; or, in a chat, name the column "
+            "of their replies in prompt.examples.answer"
+        )
+    if examples.answer is not None and EXAMPLES in names:
+        return f"prompt.examples.answer: makes turns of the chat of the examples, but prompt.template reads `{EXAMPLES}`, too"
+    return None
+
+
+def _chat_problem(prompt: Prompt, chat: Chat, task: Task, columns: Columns) -> str | None:
+    if problem := kwargs_problem(chat.template_kwargs):
+        return f"chat.template_kwargs: {problem}"
+    of_chats = {
+        "prompt.system": prompt.system,
+        "prompt.examples.answer": prompt.examples and prompt.examples.answer,
+        "chat.template_kwargs": chat.template_kwargs,
+        "input.columns.system": columns.system,
+        "input.columns.template_kwargs": columns.template_kwargs,
+    }
+    if getattr(task, "chat", False):
+        return None
+    stray = next((key for key, value in of_chats.items() if value), None)
+    return (
+        None if stray is None else f"{stray}: only a chat has a use for it; set task.chat: true, of complete or score"
+    )
+
+
+def _given_by_template(task: Task) -> tuple[tuple[str, ...], str]:
+    """The columns whose place a template takes, and what they hold."""
+    if isinstance(task, Infill) or (isinstance(task, Score) and task.mask is not None):
+        return ("tokens", *_INFILL_COLUMNS), "text"
+    return ("tokens", *(_COMPLETE_COLUMNS if isinstance(task, Complete) else ("prompt", "messages"))), "prompt"
+
+
+def truncate_problem(task: Task, columns: Columns, *, has_template: bool = False) -> str | None:
     """Why long prompts of this task can't be truncated; None if they can."""
     if not isinstance(task, Complete) and task.mask is not None:
         return (
@@ -150,7 +211,13 @@ def truncate_problem(task: Task, columns: Columns) -> str | None:
         )
     named = columns.mapping()
     given = named.keys() & {"prompt", "reference"}
-    if isinstance(task, Score) and not task.chat and not given and ("tokens" in named or "text" in named):
+    if (
+        isinstance(task, Score)
+        and not task.chat
+        and not given
+        and not has_template
+        and ("tokens" in named or "text" in named)
+    ):
         return "input.truncate: only a prompt can be cut, not the scored text, and these rows have no prompt; allowed: null"
     return None
 
@@ -270,7 +337,9 @@ def prompt_problem(task: Complete | Score, columns: Columns, *, has_tokenizer: b
 Problem = tuple[str, str]
 
 
-def kept_names(keep: Sequence[str], columns: Columns, task: Task, metrics: Sequence[Metric]) -> tuple[str, ...]:
+def kept_names(
+    keep: Sequence[str], columns: Columns, task: Task, metrics: Sequence[Metric], prompt: Prompt
+) -> tuple[str, ...]:
     """The input columns that travel into the results: those of `input.keep`, and the references.
 
     Without a column of references, metrics that need one compare a filled text with the text itself, which then travels, too.
@@ -278,27 +347,29 @@ def kept_names(keep: Sequence[str], columns: Columns, task: Task, metrics: Seque
     names = list(keep)
     reference = columns.reference
     if reference is None and any(needs_reference(metric) for metric in metrics):
-        reference = original_column(columns, task)
+        reference = original_column(columns, task, prompt)
     if reference is not None and reference not in names:
         names.append(reference)
     return tuple(names)
 
 
-def original_column(columns: Columns, task: Task) -> str | None:
+def original_column(columns: Columns, task: Task, prompt: Prompt) -> str | None:
     """The column with the text as it was before its tokens were hidden; None if the rows do not have it."""
+    if prompt.template is not None:
+        return None
     if not isinstance(task, Infill) or isinstance(task.mask, Marker) or columns.tokens is not None:
         return None
     return columns.sentences or columns.text or "text"
 
 
 def reference_of(
-    columns: Columns, task: Task, kept: Collection[str], named: str | None = None
+    columns: Columns, task: Task, kept: Collection[str], prompt: Prompt, named: str | None = None
 ) -> tuple[str | None, str | None]:
     """The kept column with the references, None if there is none, and what joins a text that is a list of sentences."""
     column = named or columns.reference
     if column is not None:
         return (column if column in kept else None), None
-    column = original_column(columns, task)
+    column = original_column(columns, task, prompt)
     if column is None or column not in kept:
         return None, None
     mask = getattr(task, "mask", None)

@@ -169,10 +169,17 @@ def _range(item: Any) -> str:
 
 
 UNSUPPORTED = {
-    "chat_template_kwargs", "echo", "guided_json", "guided_regex", "num_beams", "prompt_logprobs", "response_format",
-    "stop_token_ids", "structured_outputs", "system", "system_prompt", "tools", "typical_p",
+    "echo", "guided_json", "guided_regex", "logprobs", "min_tokens", "num_beams", "prompt_logprobs", "response_format",
+    "stop_token_ids", "structured_outputs", "tools", "typical_p",
 }  # fmt: skip
 """Keys of other software that a user may expect."""
+
+ELSEWHERE = {
+    "chat_template_kwargs": "chat.template_kwargs",
+    "system_prompt": "prompt.system",
+    "system": "prompt.system",
+}
+"""Keys of other software that have another name here."""
 
 
 def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
@@ -180,7 +187,7 @@ def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
     known = [key for section_model in _models_at(model, location[:-1]) for key in section_model.model_fields]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     elsewhere = [dotted for dotted in all_keys(model) if dotted.rpartition(".")[2] == name and dotted != path]
-    nearest = near or elsewhere
+    nearest = near or ([ELSEWHERE[name]] if name in ELSEWHERE else elsewhere)
     hint = ""
     if nearest:
         suggestion = nearest[0] if nearest[0] not in known else ".".join(filter(None, [section, nearest[0]]))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from draftmill.jobs.spec.dated_path import has_date
-from draftmill.jobs.spec.job_spec import JobSpec, check_changed
+from draftmill.jobs.spec.job_spec import SCHEMA_URL, JobSpec, check_changed, json_schema
 from draftmill.jobs.spec.places import path_problem
 from draftmill.jobs.spec.spec_file import apply_change, read_mapping, split_override
 from draftmill.storage.errors import UserError
@@ -88,6 +88,44 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
         _case(case, changes[case], base, f"{name}/{case}", f"{place.rstrip('/')}/{CASES}/{case}") for case in changes
     ]
     return Sweep(name, place, tuple(cases))
+
+
+def sweep_schema() -> dict[str, Any]:
+    """The JSON Schema of a sweep file. The base may lack any key but a `kind`, since the cases may have it."""
+    job = json_schema()
+    parts = {name: _without_required(part) for name, part in job.pop("$defs").items()}
+    path = {"type": "string", "description": "a folder or s3://bucket/prefix; each case is below it, in cases/NAME"}
+    changes = {"type": ["object", "null"], "description": "dotted keys of the job with other values: decoder.k: 4"}
+    properties = {
+        "name": {"type": "string", "description": "in tables; else the file's name"},
+        "base": {"anyOf": [{"type": "string"}, _without_required(job)], "description": "a spec, or the path of one"},
+        "cases": {"type": "object", "additionalProperties": changes, "description": "the changes of each case"},
+        "grid": {
+            "type": "object",
+            "additionalProperties": {"type": "array"},
+            "description": "dotted keys with lists of values; every combination is a case",
+        },
+        "metrics": job["properties"]["metrics"],
+        "output": {"type": "object", "properties": {"path": path}, "required": ["path"], "additionalProperties": False},
+    }
+    return {
+        "$schema": SCHEMA_URL,
+        "title": "Sweep",
+        "description": "Jobs that differ in a few settings.",
+        "type": "object",
+        "properties": {name: properties[name] for name in KEYS},
+        "required": ["base", "output"],
+        "oneOf": [{"required": ["cases"]}, {"required": ["grid"]}],
+        "additionalProperties": False,
+        "$defs": parts,
+    }
+
+
+def _without_required(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a mapping that may lack its keys, but for the `kind` that tells it from others."""
+    kept = [key for key in schema.get("required", ()) if key == "kind"]
+    rest = {key: value for key, value in schema.items() if key not in {"required", "$schema"}}
+    return rest | ({"required": kept} if kept else {})
 
 
 # ---- the file

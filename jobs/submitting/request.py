@@ -218,6 +218,8 @@ Text = tuple[str, Any, str | int]
 def _paths(data: dict[str, Any]) -> Iterator[Text]:
     """Every path of a spec."""
     yield from _texts(data, "input.path")
+    yield from _texts(data, "input.run")
+    yield from _texts(data, "prompt.examples.path")
     for key in _CHECKPOINTS:
         yield from filter(_is_path, _texts(data, key))
     metrics = data.get("metrics")

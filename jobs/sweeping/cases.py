@@ -98,6 +98,10 @@ def check_cases(
 
 def _check_case(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
     store = open_store(spec.output.path, s3=spec.s3.options())
+    if spec.input.run is not None:
+        raise UserError(
+            "a sweep reads files; `draftmill export` makes one of the run, for input.path", field="input.run"
+        )
     prepared = prepare(spec, store, display, loaders=loaders)
     finished = prepared.plan is not None and is_closed(store)
     if not finished:

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow.compute as pc
-
 from draftmill.actors.loop.loading import ModelCache
 from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
@@ -38,7 +36,7 @@ from draftmill.jobs.exit_codes import (
 )
 from draftmill.jobs.finished.measure import measure_units
 from draftmill.jobs.finished.passes import count_failed, passes_of, units_done
-from draftmill.jobs.finished.summary import figure_text, read_summary
+from draftmill.jobs.finished.summary import figure_text, metric_means, read_summary
 from draftmill.jobs.forecasting.trial import (
     SAMPLE_ROWS,
     TRIAL_ROWS,
@@ -58,7 +56,6 @@ from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, load
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.commit import read_manifest
-from draftmill.storage.runs.metric_files import KEYS, read_metrics
 from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.store import delete_strays, open_store, probe
 
@@ -301,7 +298,7 @@ COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
 def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
     """The table, in the order of the sweep file, and the command that compares the finished cases."""
     by_name = {case.name: case for case in cases}
-    means = {case.name: metric_means(case) for case in cases}
+    means = {case.name: {} if case.metrics is None else metric_means(case.store) for case in cases}
     metrics = list(dict.fromkeys(name for case_means in means.values() for name in case_means))
     rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in spec.cases]
     for row in rows:
@@ -317,14 +314,6 @@ def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str
         more = "" if endpoint is None else f" --s3-endpoint {shlex.quote(endpoint)}"
         lines.append(f"compare them: draftmill compare {shlex.quote(spec.path)}{more}")
     return lines
-
-
-def metric_means(case: SweepCase) -> dict[str, Any]:
-    """The mean of every measured metric over the samples that have a value; None where none has."""
-    table = read_metrics(case.store) if case.metrics is not None else None
-    if table is None:
-        return {}
-    return {name: pc.mean(table[name]).as_py() for name in table.column_names if name not in KEYS.names}
 
 
 def _row(case: SweepCase) -> list[str]:

@@ -202,12 +202,16 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a finished job holds: every unit once, in order. `said` are the totals as the file has them, if it was read."""
+    """What a finished job holds: every unit once, in order. `said` are the totals as the file has them, if it was read.
+
+    `source` says of a job whose input is a run which run that is, and how many of its rows were read and kept.
+    """
 
     fingerprint: str
     schema_version: int
     units: UnitFacts
     said: Mapping[str, int] | None = field(default=None, compare=False)
+    source: Mapping[str, Any] | None = None
 
     def total(self, fact: str) -> int:
         """Sum of rows, ok, failed, skipped or bytes over all units."""
@@ -232,7 +236,7 @@ def read_manifest(store: Store) -> Manifest | None:
     units = UnitFacts()
     try:
         head = _read_units(store, units)
-        return Manifest(head["fingerprint"], head["schema_version"], units, head.get("totals"))
+        return Manifest(head["fingerprint"], head["schema_version"], units, head.get("totals"), head.get("source"))
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         remedy = f"delete it and {SUCCESS}, and `draftmill run` writes them again"
         raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
@@ -283,7 +287,7 @@ def _manifest_body(manifest: Manifest) -> Iterator[Body]:
 def _manifest_lines(manifest: Manifest) -> Iterator[bytes]:
     totals = {"units": len(manifest.units)} | {fact: manifest.total(fact) for fact in FACTS}
     head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "exact": manifest.exact}
-    head |= {"totals": totals}
+    head |= {"totals": totals} | ({} if manifest.source is None else {"source": manifest.source})
     yield json.dumps(head)[:-1].encode() + _OPENS
     for number, unit in enumerate(manifest.units):
         facts = {name: getattr(unit, name) for name in CommittedUnit.__slots__}  # asdict takes three times as long
@@ -299,6 +303,7 @@ def write_manifest(
     units: int,
     rows: int,
     lease: Lease | None = None,
+    source: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Write `_manifest.json` and then `_SUCCESS`, or raise StoreError and write neither: totals must equal the plan's.
 
@@ -306,7 +311,7 @@ def write_manifest(
     it lost the lease during the call, since what it read before may have changed. Idempotent.
     """
     facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
-    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order())
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order(), source=source)
     _check_totals(manifest, units=units, rows=rows)
     failpoint("commit.before_manifest")
     with _manifest_body(manifest) as body:

@@ -206,6 +206,7 @@ def public_block(loop, start, end, case):
             loop.reveal(masks[index], law[index])
 
 
+@pytest.mark.slow
 def test_no_token_of_dream_is_revealed_unasked_and_no_confidence_is_swapped(golden):
     """Fast-dLLM's blocks of Dream begin with a forward that reveals the first token and nothing else, however unsure it is, since
     the row before it isn't run again; and without a threshold they rank by entropy whatever they were told, by a schedule whose

@@ -8,11 +8,11 @@ from draftmill.decoders.settings import DECODERS
 from tests.decoders import results
 from tests.runs.jobs_of_tests import soak
 
-PARTS = 8
-"""A part of the matrix, in turn over all decoders, is enough for each run; `make soak` compares the whole."""
+PARTS = 16
+"""Parts of the matrix, each with all decoders: one is enough for `make test`, two for `make test-all`; `make soak` has all."""
 
 
-@pytest.mark.parametrize("part", [0, *soak(range(1, PARTS))])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow), *soak(range(2, PARTS))])
 def test_every_field_of_every_result_is_what_it_was(part: int) -> None:
     expected, changed = results.read(), list[str]()
     for case in results.cases()[part::PARTS]:

@@ -29,6 +29,7 @@ def test_a_short_text_has_every_mask_once_with_its_weight(length):
     assert found == pytest.approx(weights_by_definition(length))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llada", "mdlm"])
 def test_every_token_has_weight_one_on_the_average(kind):

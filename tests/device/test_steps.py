@@ -78,6 +78,7 @@ def test_samples_come_and_go_without_further_waits(name):
         assert step.down <= down and step.up <= up and step.waits <= waits and step.shapes <= shapes
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["autoregressive", "speculative", "any_subset", "s2d2"])
 def test_a_step_with_a_chunk_of_a_prompt_waits_no_more_than_others(name):
@@ -95,6 +96,7 @@ def test_a_step_with_a_chunk_of_a_prompt_waits_no_more_than_others(name):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["speculative, model", "assd", "assd, n-gram"])
 def test_drafts_are_judged_by_their_ratio_without_further_waits(name):

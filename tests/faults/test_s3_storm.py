@@ -36,6 +36,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     s3._client.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *soak(range(2, 22))])
 def test_a_job_in_a_storm_of_faults_ends_complete_with_nothing_twice(
     tmp_path: Path, s3_server: S3Server, s3_options: S3Options, impatient: None, seed: int

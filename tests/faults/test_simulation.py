@@ -115,6 +115,7 @@ def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work: dic
         assert broken_within(at_work, 2000) == "the job does not end"
 
 
+@pytest.mark.slow
 def test_copies_of_a_unit_that_fails_are_found(at_work: dict[str, Any]):
     """A mistake that was made: while one copy ran, the failures of the other settled nothing, for ever."""
     with patch.object(Unit, "suspect", property(lambda self: self.alone)):

@@ -146,7 +146,11 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_wheel_holds_one_package_with_the_five_folders(wheel_names: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"draftmill"}
-    assert {name.split("/")[1] for name in wheel_names if name.startswith("draftmill/")} == {*FOLDERS, "__init__.py"}
+    assert {name.split("/")[1] for name in wheel_names if name.startswith("draftmill/")} == {
+        *FOLDERS,
+        "__init__.py",
+        "py.typed",
+    }
     assert {f"draftmill/{folder}/__init__.py" for folder in FOLDERS} <= wheel_names
 
 

@@ -215,6 +215,7 @@ HOSTILE_IDS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path: Path) -> None:
     """Every file that a process opens for writing, makes, moves or deletes is seen by an audit hook."""
     rows = [{"id": name, "tokens": [7, None, 8, 9]} for name in HOSTILE_IDS]

@@ -36,6 +36,7 @@ def trainer_of(prepared: corpus.Prepared, steps: int, seed: int = 0) -> causal.T
     return causal.Trainer(causal.new_model(SHAPE, seed), plan_of(steps, seed), prepared.train, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_packed_files_are_all_there_between_their_ends(prepared: corpus.Prepared) -> None:
     stream = prepared.train
     ids = causal.pack(stream, seed=0)

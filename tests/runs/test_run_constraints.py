@@ -112,3 +112,27 @@ def test_a_constraint_that_no_text_of_the_job_can_keep_ends_it_before_work_start
     ):
         with pytest.raises(UserError, match=words):
             decoded(tmp_path, PROMPTS, "ar-tiny", {"kind": "autoregressive"}, COMPLETE | {"constraint": constraint})
+
+
+LISTS = 'start: "[" item ("," item)* "]"\nitem: NUMBER | start\nNUMBER: /[0-9]{1,2}/\n'
+
+
+def test_causal_models_write_by_a_grammar_and_what_does_not_end_in_time_fails(tmp_path):
+    task = {"kind": "complete", "max_new_tokens": 32, "constraint": {"grammar": LISTS}}
+    found = [
+        decoded(tmp_path, PROMPTS, "ar-tiny", decoder, task)
+        for decoder in ({"kind": "autoregressive"}, {"kind": "speculative", "k": 4, "drafter": MODEL})
+    ]
+    assert [row["tokens"] for row in found[0].values()] == [row["tokens"] for row in found[1].values()]
+    good = [row["text"] for row in found[0].values() if row["status"] == "ok"]
+    assert good and all(re.fullmatch(r"[\[\],0-9]+", text) and isinstance(json.loads(text), list) for text in good)
+    assert {row["error_kind"] for row in found[0].values()} <= {None, "bad_constraint"}
+
+
+def test_a_grammar_is_for_causal_models(tmp_path):
+    for model, decoder, grammar, words in (
+        ("mdm-tiny", {"kind": "stepwise"}, LISTS, "a grammar is for causal models"),
+        ("ar-tiny", {"kind": "autoregressive"}, "start: (", "not a grammar that llguidance can read"),
+    ):
+        with pytest.raises(UserError, match=words):
+            decoded(tmp_path, PROMPTS, model, decoder, COMPLETE | {"constraint": {"grammar": grammar}})

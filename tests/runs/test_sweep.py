@@ -387,6 +387,7 @@ def test_a_sweep_of_which_no_case_can_run_writes_nothing(tmp_path: Path, capsys:
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_worst_case_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Row-1 has an id that the model does not have: one of 12 rows fails, more than one in a hundred."""
     rows = write_rows(tmp_path / "rows.jsonl", 12)

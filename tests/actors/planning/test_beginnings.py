@@ -107,6 +107,7 @@ def plain(texts: list[tuple[int, ...]], rank: list[int], least: int, large: int)
     return joined(items(by_text, 0, 0, LEVELS)) if texts else []
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 1), max_size=9).map(tuple), max_size=14),

@@ -22,6 +22,7 @@ from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.task import Columns, Complete, ConstraintSettings, Infill, Marker
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.constraints.automaton import Automaton
 from draftmill.jobs.spec.rules import constraint_problem
 from draftmill.storage.errors import RowError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
@@ -32,7 +33,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 
 def maker(constraints: Any, *, marker: str = "<hole>") -> CanvasMaker:
     task = Infill(kind="infill", mask=Marker(kind="marker", marker=marker, length=2), constraint=constraints)
-    builder = ConstraintMaker(byte_level(), 300, ())
+    builder = ConstraintMaker(byte_level(), model_info(), ())
     rules = RowRules(task, Columns(), "assd", Sampling(), byte_level(), constraints=builder)
     return CanvasMaker(task, Columns(), byte_level(), model_info(), rules=rules)
 
@@ -51,7 +52,10 @@ def matching(canvas: Canvas, *texts: str) -> list[bool]:
     constraint = canvas.settings.constraint
     assert constraint is not None
     automata = zip(constraint.automata, texts, strict=True)
-    return [automaton is None or automaton.matches(byte_level().encode(text)) for automaton, text in automata]
+    return [
+        automaton is None or (isinstance(automaton, Automaton) and automaton.matches(byte_level().encode(text)))
+        for automaton, text in automata
+    ]
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), word_pieces()], ids=["bytes", "words"])
@@ -184,7 +188,7 @@ SCHEMAS: list[dict[str, Any]] = [
 def test_what_an_automaton_spells_is_valid_by_the_schema(schema):
     """Random ways through the automaton, judged by the library jsonschema."""
     automaton, rng = (
-        ConstraintMaker(byte_level(), 300, ()).automaton(ConstraintSettings(json_schema=schema)),
+        ConstraintMaker(byte_level(), model_info(), ()).automaton(ConstraintSettings(json_schema=schema)),
         random.Random(0),
     )
     for _ in range(20):
@@ -219,7 +223,7 @@ def test_what_an_expression_can_not_keep_is_refused(schema):
 
 
 def test_a_worker_keeps_the_latest_automata_that_fit(monkeypatch):
-    builder = ConstraintMaker(byte_level(), 300, ())
+    builder = ConstraintMaker(byte_level(), model_info(), ())
     monkeypatch.setattr("draftmill.actors.rows.constraints._MOST_BYTES", 1)
     real = builder.automaton(DIGITS)
     assert builder.automaton(DIGITS) is real

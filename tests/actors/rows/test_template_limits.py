@@ -39,7 +39,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.slow
 def test_a_template_that_would_hang_or_fill_the_memory_is_stopped(name: str) -> None:
-    with pytest.raises(SecurityError, match=r"a chat template (takes|makes|computes|calls|formats)"):
+    with pytest.raises(SecurityError, match=r"a template (takes|makes|computes|calls|formats)"):
         ChatTemplate(HOSTILE[name], {})(SAID)
 
 

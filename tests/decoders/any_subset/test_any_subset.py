@@ -165,6 +165,17 @@ def test_a_drafter_that_equals_the_target_accepts_everything():
             assert outcome.accept_hist == [0, 2, 0, 1]
 
 
+def test_an_ngrams_draft_reads_the_noise_of_its_position_so_where_the_laws_agree_it_holds():
+    """Every token occurs once, none of them twice, and the model finds all alike."""
+    backbone = TableBackbone(vocab_size=3, num_positions=4, seed=0)
+    backbone.table_PXV = torch.zeros_like(backbone.table_PXV)
+    requests = [Request(index, index, np.array([0, 1, 2, -1], dtype=np.int32)) for index in range(40)]
+    settings = AssdSettings(kind="assd", k=1, drafter="ngram")
+    outcomes = decode(backbone, table_info(3), settings, Sampling(), requests, rows=7)
+    assert {(outcome.proposed, outcome.accepted) for outcome in outcomes.values()} == {(1, 1)}
+    assert len({outcome.tokens[0] for outcome in outcomes.values()}) == 3
+
+
 def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
     class Poisoned(TableBackbone):
         """Fills every cell that no row may see with other junk before each forward."""

@@ -201,6 +201,7 @@ class NgramReplay(Replay):
         return list(dict.fromkeys(follows or singles))
 
 
+@pytest.mark.slow
 def test_ngram_drafted_assd_replays_the_public_code_number_by_number(folder, cases):
     by_name = {case["id"]: case for case in [*cases["cases"], *cases["ngram_extra_prompts"]]}
     for replay in cases["assd_ngram_replay"]:
@@ -223,6 +224,7 @@ def quantile(degrees):
     return degrees * (1 - 2 / (9 * degrees) + 4.753 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", [{}, {"fused": "rows"}, {"drafter": "ngram"}], ids=str)
 def test_sampled_infills_follow_the_exact_joint(folder, cases, arrays, settings):

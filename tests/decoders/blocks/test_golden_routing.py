@@ -286,6 +286,7 @@ def test_fast_dllms_drafts_are_routed_as_in_the_public_runs(golden):
         assert replay(case, routing_of(options), *drafted, **given) < 1e-4
 
 
+@pytest.mark.slow
 def test_lladas_drafts_are_routed_as_in_the_public_runs(golden):
     """A draft of a block without masks, in which tokens are only edited, has no score: it ends a hysteresis."""
     folder = golden / "llada2"

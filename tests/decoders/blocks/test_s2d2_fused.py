@@ -100,6 +100,7 @@ def test_rejecting_samples_follow_the_law_of_block_size_one(shift, prompt):
     assert (((counts - expected) ** 2) / expected).sum() < 29.9
 
 
+@pytest.mark.slow
 def test_on_a_network_all_three_say_the_same_and_another_cache_something_else(golden):
     """Here a cache can tell: keys and values of finished blocks, of accepted drafts, of half-accepted windows."""
     info, backbone = loaded(golden / "sdar")

@@ -131,6 +131,7 @@ def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iter
     assert ours < public
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("window", ["fixed", "running"])
 def test_plain_jacobi_gives_the_public_text_from_its_own_drafts(model, window):

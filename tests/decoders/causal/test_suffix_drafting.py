@@ -75,6 +75,7 @@ def forwards(outcomes: dict[int, Outcome]) -> int:
     return sum(outcome.nfe for outcome in outcomes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("number", "temperature"), CASES)
 def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(number: int, temperature: float) -> None:

@@ -145,6 +145,7 @@ def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monke
     assert texts(found) == {0: expected[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_drafting_model_with_nan_costs_drafts_and_no_text(acceptance):

@@ -135,6 +135,7 @@ def test_drafts_that_are_judged_by_their_ratio_are_the_same_bits_too(name: str) 
     assert said(run_all(made(name, 4, 7, acceptance="rejection"), given(name))) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_scores_of_given_texts_are_the_same_bits(budget: int) -> None:

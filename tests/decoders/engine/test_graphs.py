@@ -123,6 +123,7 @@ def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where
 
 
 # What an index of suffixes proposes depends on the other samples of its engine.
+@pytest.mark.slow
 @pytest.mark.one_in(11)
 @pytest.mark.parametrize("name", [name for name in CAPTURED if name != "speculative, suffix"])
 def test_graphs_of_two_engines_that_make_room_for_each_other_give_what_others_give(name: str, monkeypatch: Any) -> None:

@@ -185,6 +185,7 @@ def choices(contexts: int, *, ends: int = 4) -> list[Request]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_scores_of_choices_have_the_same_bits_and_run_a_fraction_of_the_rows(rows: int) -> None:

@@ -97,6 +97,7 @@ def test_samples_of_a_row_equal_the_same_samples_alone(name: str, settings: Deco
     assert len({tuple(outcome.tokens.tolist()) for outcome in together.values()}) > len(requests) // 2
 
 
+@pytest.mark.slow
 def test_a_prompt_runs_once_where_its_columns_are_still_held_and_again_where_they_were_overwritten() -> None:
     backbone, info = model("ar-tiny")
     requests = samples_of(canvases(infill=False), 3)

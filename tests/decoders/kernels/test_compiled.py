@@ -169,6 +169,7 @@ def test_a_kernel_compiles_ahead_of_time(launches, capability, name):
 PROMPTS = [(HALF, 128), (HALF, 256), (torch.float32, 128)]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("dtype", "width"), PROMPTS, ids=["bf16, 128", "bf16, 256", "float32, 128"])
 def test_the_largest_tile_of_a_prompt_fits_into_the_least_shared_memory(launches, dtype, width):

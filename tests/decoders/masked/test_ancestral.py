@@ -211,6 +211,7 @@ def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
     assert total_variation(law, {(text[0], text[2]): mass for text, mass in expected.items()}) < 1e-12
 
 
+@pytest.mark.slow
 def test_more_steps_mean_more_context_and_another_law():
     model = plain(2)
     laws = [law_of(model, [HOLE, HOLE], steps, "ddpm") for steps in (1, 2, 6)]

@@ -403,6 +403,7 @@ def test_ssd_has_the_law_of_stepwise_beside_other_samples_and_in_slots_that_are_
         assert total_variation(law, baseline(number, "middle")) < 1e-12
 
 
+@pytest.mark.slow
 def test_ssd_has_the_law_of_stepwise_where_a_token_ends_the_text():
     canvas, stops = [0, -1, -1, -1], Stops(ids=(1,))
     laws = [law_alone(one, canvas, stops=stops) for one in (step(block_length=2), drafting(block_length=2))]

@@ -429,7 +429,7 @@ def test_what_can_not_be_reported_is_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "mine.html").write_text("mine")
     for place, out, message in (
         (tmp_path / "nowhere", "a.html", "is not a run directory"),
-        (run, "mine.html", "exists and is not a report"),
+        (run, "mine.html", "exists and is not a page of draftmill"),
         (run, ".", "is a folder"),
         (run, "none/a.html", "a folder that does not exist"),
     ):

@@ -190,6 +190,16 @@ def test_several_samples_of_a_row_are_planned_alike(ray_session: ModuleType, fol
     assert planned_there(spec_for(folder, tmp_path / "there", sampling={"n": 3})) == here
 
 
+@pytest.mark.slow
+def test_a_template_with_examples_is_planned_alike(ray_session: ModuleType, folder: Path, tmp_path: Path) -> None:
+    as_parquet(folder)
+    (tmp_path / "shots.jsonl").write_text("\n".join(json.dumps({"a": text}) for text in texts(9, 1)))
+    examples = {"path": str(tmp_path / "shots.jsonl"), "k": 2, "seed": 1}
+    prompt = {"template": "{% for e in examples %}{{ e.a }};{% endfor %}{{ text }} {{ other }}", "examples": examples}
+    here = planned_here(spec_for(folder, tmp_path / "here", prompt=prompt))
+    assert planned_there(spec_for(folder, tmp_path / "there", prompt=prompt)) == here
+
+
 @pytest.mark.parametrize("samples", [1, 3])
 def test_rows_that_begin_alike_are_planned_alike(
     ray_session: ModuleType, folder: Path, tmp_path: Path, samples: int

@@ -6,7 +6,14 @@ import io
 
 from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.progress import LineDisplay, LiveLine, Silence, make_display, progress_line
+from draftmill.jobs.driving.progress import (
+    FiguresOnly,
+    LineDisplay,
+    LiveLine,
+    Silence,
+    make_display,
+    progress_line,
+)
 from draftmill.jobs.driving.totals import Totals, efficiency
 from draftmill.jobs.formatting import duration, rate_text, size_text
 
@@ -110,6 +117,18 @@ def test_the_display_suits_the_stream():
         display.note("resuming")
         display.step("hashing the model", 3, 12)
     assert "resuming" in terminal.getvalue()
+
+
+def test_figures_only_leaves_out_notes_but_neither_progress_nor_warnings():
+    stream, now = io.StringIO(), [0.0]
+    with FiguresOnly(LineDisplay(stream, clock=lambda: now[0])) as display:
+        display.note("planning")
+        display.event("started", "begins")
+        display.event("worker_died", "worker w0 died", level="warning")
+        now[0] = 5.0
+        display.show(Totals(units=1, rows=2))
+    warning, progress = stream.getvalue().splitlines()
+    assert warning == "worker w0 died" and progress.startswith("0/2 samples (0%)")
 
 
 def test_a_receipt_counts_its_samples():

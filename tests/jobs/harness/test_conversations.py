@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from draftmill.actors.rows.chat import ChatTemplate
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.jobs.harness.model import render
+from draftmill.actors.task import Chat
+from draftmill.jobs.harness.model import Draftmill, Model, render
+from draftmill.jobs.harness.spec import EvalSpec
 from draftmill.storage.errors import UserError
 from tests.actors.rows.test_prompts import chat_folder, chatting
+from tests.actors.tokenizers_for_tests import byte_level, model_info
 
 __all__ = ["chat_folder", "chatting"]
 
@@ -25,6 +29,14 @@ def test_a_conversation_ends_where_the_answer_begins_or_goes_on(chat_folder: Pat
     begun = theirs.apply_chat_template(TALK, tokenize=False, continue_final_message=True)
     assert render(chatting.chat, TALK[:1], begun=False) == asked
     assert render(chatting.chat, TALK, begun=True) == begun and begun.endswith("The answer is ")
+
+
+def test_the_arguments_of_the_spec_reach_the_template() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{% if thinking is false %} at once{% endif %}", {})
+    model = Draftmill.__new__(Draftmill)
+    model._spec = EvalSpec({}, {}, Chat(template_kwargs={"thinking": False}))
+    model._model = Model("m", model_info(), Tokenizer(byte_level()._core, chat=template))
+    assert model.apply_chat_template(TALK[:1]) == "Is 7 odd? at once"
 
 
 def test_a_template_that_trims_gets_no_trailing_space() -> None:

@@ -66,6 +66,9 @@ def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_pa
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
+        ({"prompt": {"system": "x"}}, "prompt: the tasks have prompts of their own"),
+        ({"chat": {"template_kwargs": {"tools": []}}}, "chat.template_kwargs: 'tools' is not allowed"),
+        ({"chat": {"template": "x"}}, "chat.template: unknown key"),
         ({"input": {"path": "a.jsonl"}}, "input: the tasks give the rows; remove the section"),
         ({"task": {"kind": "infill", "mask": {"kind": "marker"}}}, "task: evaluation has tasks of its own"),
         ({"task": {"kind": "complete", "stop": ["a"]}}, "task.stop: the tasks decide this; remove the key"),
@@ -96,6 +99,12 @@ def test_a_spec_that_can_not_be_used_is_refused_with_the_path(
 def test_an_override_of_the_decoders_kind_that_leaves_its_settings_is_explained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"decoder\.k"):
         read(tmp_path, "decoder.kind=jacobi")
+
+
+def test_arguments_of_the_chat_template_are_for_the_prompts_and_not_in_the_jobs(tmp_path: Path) -> None:
+    spec = read(tmp_path, chat={"template_kwargs": {"enable_thinking": False}})
+    assert spec.chat.template_kwargs == {"enable_thinking": False}
+    assert spec.any_job().chat.template_kwargs == {}
 
 
 def test_a_jobs_name_depends_on_what_decides_its_results_alone(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def by_systemd(command: str) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=12))
 def test_words_survive_shells_crontabs_and_units(words: list[str]) -> None:
@@ -87,7 +88,7 @@ def test_words_survive_shells_crontabs_and_units(words: list[str]) -> None:
 
 
 def test_all_nasty_words_survive_at_once() -> None:
-    test_words_survive_shells_crontabs_and_units.hypothesis.inner_test(NASTY)  # type: ignore[attr-defined]
+    test_words_survive_shells_crontabs_and_units.hypothesis.inner_test(NASTY)
 
 
 JSON = st.recursive(

@@ -28,6 +28,12 @@ def test_shares_are_even() -> None:
     assert cut(np.ones(1025, dtype=np.int32), max_rows=1024) == [(0, 513), (513, 1025)]
 
 
+def test_a_unit_has_as_many_tokens_as_its_limit_and_no_more() -> None:
+    lengths = np.array([5, 5, 5, 5], dtype=np.int32)
+    assert cut(lengths, max_rows=9, max_tokens=10) == [(0, 2), (2, 4)]
+    assert cut(lengths, max_rows=9, max_tokens=9) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), max_size=60),

@@ -48,11 +48,11 @@ def spec_for(path: Path, **changes: Any) -> JobSpec:
 
 
 def plan(spec: JobSpec, store: Store) -> Plan:
-    return build_plan(spec, model_info(), byte_level(), HASHES, list_inputs(spec.input.path), store)
+    return build_plan(spec, model_info(), byte_level(), HASHES, list_inputs(spec.input.paths), store)
 
 
 def key_of(spec: JobSpec) -> dict[str, Any]:
-    return results_key(spec, model_info(), HASHES, list_inputs(spec.input.path))
+    return results_key(spec, model_info(), HASHES, list_inputs(spec.input.paths))
 
 
 @pytest.fixture
@@ -166,8 +166,10 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, mon
 def test_other_weights_are_named(rows: Path) -> None:
     made = plan(spec_for(rows), open_store("memory://weights"))
     inputs = list_inputs(str(rows))
-    for hashes, named in ((Hashes("x", "tokenizer"), "model.weights"), (Hashes("weights", "x"), "model.tokenizer")):
-        with pytest.raises(UserError, match=named):
+    for field, named in {"model": "weights", "tokenizer": "tokenizer", "head": "head", "adapter": "adapter"}.items():
+        change: dict[str, Any] = {field: "x"}
+        hashes = dataclasses.replace(HASHES, **change)
+        with pytest.raises(UserError, match=f"model.{named}"):
             compare_plan(made, results_key(spec_for(rows), model_info(), hashes, inputs), inputs)
 
 
@@ -371,7 +373,7 @@ def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(r
 
 def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path) -> None:
     store, spec = open_store("memory://meanwhile"), spec_for(rows)
-    looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(spec.input.path), plan=None)
+    looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(spec.input.paths), plan=None)
     first = make_plan(looked, store, Silence(), epoch=1)
     before = names(store)
     assert make_plan(looked, store, Silence(), epoch=2).fingerprint == first.fingerprint

@@ -116,6 +116,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path: Path) -> None:
     assert on(spec, 2) == 0 and ids_on(tmp_path, 2) == ["f", "g"]
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_ids_in_a_bucket(tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
     landing = S3Store(f"{s3_url}/landing", s3_options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,6 +163,7 @@ def test_every_share_is_in_proportion_to_the_speed_and_grows_more_certain_near_t
     assert early.is_first("b", 100) and not early.is_first("a", 100)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data: st.DataObject):
     sizes = units(

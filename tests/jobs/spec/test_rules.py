@@ -189,3 +189,63 @@ def test_a_mapping_with_a_wrong_key_is_not_said_to_be_no_word() -> None:
     with pytest.raises(UserError) as caught:
         spec_of(INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}")
     assert str(caught.value) == "task.fim.order: 'mps' is not allowed; allowed: psm or spm"
+
+
+SHOTS = "prompt.examples={rows: [{q: a, a: b}]}"
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "message"),
+    [
+        (COMPLETE, ["prompt.template='{{ q'"], "prompt.template: line 1"),
+        (
+            COMPLETE,
+            ["prompt.template='{{ q }}'", "input.columns={prompt: p}"],
+            "input.columns.prompt: prompt.template gives",
+        ),
+        (
+            INFILL,
+            ["prompt.template='{{ q }}'", "input.columns={text: p}"],
+            "input.columns.text: prompt.template gives the text",
+        ),
+        (COMPLETE, ["prompt.system=x"], "prompt.system: only a chat has a use for it; set task.chat: true"),
+        (INFILL, ["chat.template_kwargs={a: 1}"], "chat.template_kwargs: only a chat has a use for it"),
+        (
+            COMPLETE,
+            ["task.chat=true", "chat.template_kwargs={tools: []}"],
+            "chat.template_kwargs: 'tools' is not allowed",
+        ),
+        (COMPLETE, ["input.columns={system: s}"], "input.columns.system: only a chat has a use for it"),
+        (INFILL, ["task.max_new_tokens=null", "input.columns={system: s}"], "input.columns.system: "),
+        (COMPLETE, [SHOTS], "prompt.examples: prompt.template must have a loop over `examples`"),
+        (
+            COMPLETE,
+            ["prompt.template='{{ examples }}'", "task.chat=true", "prompt.examples={rows: [{a: b}], answer: a}"],
+            "too",
+        ),
+        (COMPLETE, ["prompt.examples={k: 2}"], "prompt.examples: give either path, with k, or rows"),
+        (COMPLETE, ["prompt.examples={path: a}"], "prompt.examples.k: missing"),
+        (COMPLETE, ["prompt.examples={rows: [{a: 1}], k: 1}"], "prompt.examples: k and seed choose rows of a file"),
+        (COMPLETE, ["prompt.examples={path: gs://a, k: 1}"], "prompt.examples.path: gs:// is not allowed"),
+        (COMPLETE, ["task.system=x"], "task.system: unknown key; did you mean prompt.system?"),
+        (COMPLETE, ["task.chat_template_kwargs={}"], "did you mean chat.template_kwargs?"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_the_task_is_refused(
+    base: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        spec_of(base, *overrides)
+    assert message in str(caught.value)
+
+
+def test_prompt_and_chat_are_in_the_fingerprint_only_where_they_are_set() -> None:
+    plain = spec_of(COMPLETE).results_key()
+    assert (
+        not {"prompt", "chat"} & plain.keys() and not {"system", "template_kwargs"} & plain["input"]["columns"].keys()
+    )
+    chat = spec_of(COMPLETE, "task.chat=true", "prompt.system=x", "chat.template_kwargs={a: false}")
+    assert chat.results_key()["prompt"] == {"system": "x"}
+    assert chat.results_key()["chat"] == {"template_kwargs": {"a": False}}
+    other = spec_of(COMPLETE, "task.chat=true", "input.columns={system: s}").results_key()
+    assert other["input"]["columns"]["system"] == "s"

@@ -185,6 +185,7 @@ def test_a_delimiter_is_for_csv_files(tmp_path: Path) -> None:
         list_inputs(f"{tmp_path}/b.jsonl", delimiter=";")
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_an_input_everywhere() -> None:
     files = list_inputs("builtin:python-stdlib")
     assert len(files) > 300 and files == sorted(files, key=lambda file: file.name)

@@ -1,0 +1,33 @@
+"""examples/notebook.ipynb: its cells run one after another, and the file holds no outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+NOTEBOOK = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+
+
+def test_the_cells_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for cell in NOTEBOOK["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert len(names["rows"]) == 3 and len(names["frame"]) == 8
+    assert names["run"].summary["samples"] == {"planned": 8, "ok": 8, "failed": 0}
+    assert "forwards: [24, 24, 24] -> " in capsys.readouterr().out
+
+
+def test_it_is_stored_without_outputs() -> None:
+    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
+    for cell in NOTEBOOK["cells"]:
+        assert cell.get("outputs", []) == [] and cell.get("execution_count") is None

@@ -1,0 +1,133 @@
+"""Jobs with a template, a system message and few-shot examples: planned and decoded alike, identified by content."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from draftmill.jobs.forecasting.trial import first_canvases
+from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
+from tests.runs.causal_jobs import World, job_spec, make_world, run_here
+from tests.runs.jobs_here import run, without_ray
+
+SHOTS = [{"q": str(number), "a": f"a{number}"} for number in range(9)]
+TEMPLATE = "{% for e in examples %}{{ e.q }}:{{ e.a }} {% endfor %}{{ row['the q'] }}:"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("prompts"))
+
+
+def spec_of(world: World, name: str, *, examples: dict[str, Any], template: str = TEMPLATE) -> JobSpec:
+    """A job over a Parquet file with a column that no prompt needs."""
+    rows = pa.table({"id": ["a", "b"], "the q": ["x", "yy"], "other": [1, 2], "prompt": ["never", "never"]})
+    pq.write_table(rows, world.folder / "rows.parquet")
+    return job_spec(
+        world.folder,
+        [],
+        task={"kind": "complete", "max_new_tokens": 4},
+        prompt={"template": template, "examples": examples},
+        input={"path": str(world.folder / "rows.parquet")},
+        output={"path": str(world.folder / name)},
+    )
+
+
+def write_shots(world: World, shots: list[dict[str, Any]]) -> dict[str, Any]:
+    path = world.folder / "shots.jsonl"
+    path.write_text("\n".join(map(json.dumps, shots)))
+    return {"path": str(path), "k": 2}
+
+
+def test_planning_and_workers_make_the_same_prompt_of_a_template_and_examples(world: World) -> None:
+    rows = run_here(spec_of(world, "first", examples=write_shots(world, SHOTS)))
+    for name, question in (("a", "x"), ("b", "yy")):
+        prompt = f"0:a0 1:a1 {question}:"
+        assert rows[name]["status"] == "ok" and rows[name]["prompt_tokens"] == len(world.ids(prompt))
+        assert rows[name]["tokens"] == world.expected(prompt, room=4)
+    plan = load_plan(open_store(str(world.folder / "first")))
+    assert plan is not None and plan.tokens == sum(row["prompt_tokens"] + 4 for row in rows.values())
+    assert plan.results["prompt"] == {"template": TEMPLATE, "examples": {"rows": SHOTS[:2]}}
+
+
+def test_examples_count_by_content_and_a_seed_draws_them_once(world: World) -> None:
+    shots = write_shots(world, SHOTS)
+    run_here(spec_of(world, "kept", examples=shots))
+    store = open_store(str(world.folder / "kept"))
+    (world.folder / "moved.jsonl").write_text((world.folder / "shots.jsonl").read_text())
+    prepare(spec_of(world, "kept", examples=shots | {"path": str(world.folder / "moved.jsonl")}), store)
+    write_shots(world, [*SHOTS[:2], {"q": "another third", "a": "that nobody chose"}])
+    prepare(spec_of(world, "kept", examples=shots), store)
+    write_shots(world, SHOTS[1:])
+    with pytest.raises(UserError, match=r"holds another job: prompt\.examples\.rows was"):
+        prepare(spec_of(world, "kept", examples=shots), store)
+    with pytest.raises(UserError, match=r"holds another job: prompt\.template was"):
+        prepare(spec_of(world, "kept", examples={"rows": SHOTS[:2]}, template=TEMPLATE + " "), store)
+    write_shots(world, SHOTS)
+    drawn = []
+    for seed in (1, 1, 2):
+        spec = spec_of(world, "none", examples=shots | {"seed": seed})
+        examples = prepare(spec, open_store(spec.output.path)).spec.prompt.examples
+        assert examples is not None and examples.rows is not None and len(examples.rows) == 2
+        drawn.append(examples.rows)
+    assert drawn[0] == drawn[1] != drawn[2] and all(row in SHOTS for rows in drawn for row in rows)
+
+
+def test_examples_that_are_not_there_and_columns_that_no_row_has_are_refused_before_any_work(world: World) -> None:
+    for examples, message in (
+        ({"path": str(world.folder / "absent.jsonl"), "k": 1}, r"prompt\.examples\.path: nothing is at"),
+        (write_shots(world, SHOTS) | {"k": 10}, r"prompt\.examples\.k: 10, but .* has 9 rows"),
+    ):
+        spec = spec_of(world, "never", examples=examples)
+        with pytest.raises(UserError, match=message):
+            prepare(spec, open_store(spec.output.path))
+    (world.folder / "shots.jsonl").write_text('{"q": 1}\n{broken\n')
+    spec = spec_of(world, "never", examples={"path": str(world.folder / "shots.jsonl"), "k": 2})
+    with pytest.raises(UserError, match=r"prompt\.examples\.path: row 1 can't be read: bad_json"):
+        prepare(spec, open_store(spec.output.path))
+    with pytest.raises(
+        UserError, match=r"prompt\.template: no row has all columns: 'answer' is undefined; the row has"
+    ):
+        run_here(spec_of(world, "never", examples={"rows": SHOTS}, template="{{ examples }}{{ answer }}"))
+    with pytest.raises(UserError, match=r"prompt\.template: no row has all columns: .*has no attribute 'qq'"):
+        run_here(
+            spec_of(world, "never", examples={"rows": SHOTS}, template="{% for e in examples %}{{ e.qq }}{% endfor %}")
+        )
+    assert not (world.folder / "never" / "_plan.json").exists()
+
+
+def test_validate_shows_the_finished_first_prompt(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_ray(monkeypatch)
+    spec = spec_of(world, "shown", examples=write_shots(world, SHOTS)).model_dump(mode="json")
+    assert run(spec, world.folder / "shown.yaml", "validate") == 0
+    assert "  | 0:a0 1:a1 x:[4]\n" in capsys.readouterr().out
+
+
+def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "prompts.md").read_text()
+    rows = re.findall(r"^    (\S.*)$", guide.partition("```yaml")[0], re.MULTILINE)
+    (tmp_path / "questions.csv").write_text("\n".join(rows))
+    (job, *others), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", guide, re.DOTALL) for kind in ("yaml", "text"))
+    monkeypatch.chdir(tmp_path)
+    spec = check_spec(yaml.safe_load(job))
+    prepared = prepare(spec, open_store(spec.output.path))
+    canvases, tokenizer = first_canvases(prepared, 2), prepared.tokenizer
+    assert shown.splitlines() == list(canvas_lines(prepared, canvases))[2:]
+    assert tokenizer is not None and "(count down)\nAnswer:[8]" in prompt_text(canvases[1].canvas, tokenizer)
+    for part in (part for part in map(yaml.safe_load, others) if "base" not in part):
+        kept = {} if "template" in part["prompt"] else {"template": spec.prompt.template}
+        check_spec(spec.model_dump(mode="json") | part | {"prompt": kept | part["prompt"]})
