@@ -17,8 +17,10 @@ from transformers.generation import logits_process as theirs
 from draftmill.decoders.base import HOLE, Request, RowSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
+from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.penalties import Penalties, PenaltyTracker
+from draftmill.decoders.engine.shaping import _add_entries
 from draftmill.decoders.kernels.sampling_reference import Warp
 from tests.decoders.constraints.test_laws import (
     CANVASES,
@@ -285,3 +287,14 @@ def test_the_best_tokens_of_a_place_are_the_models_own_whatever_is_drawn(kind, d
             assert [one for one, _ in best] == [one for one, _ in sorted(best, key=lambda pair: -pair[1])]
             assert len(best) == most and dict(best).get(int(token), log_p) == pytest.approx(float(log_p), abs=1e-6)
             assert most < VOCAB or sum(np.exp(list(dict(best).values()))) == pytest.approx(1.0)
+
+
+def test_what_is_sent_to_a_device_as_one_buffer_is_the_same():
+    made = Batch(row_R=np.arange(2))
+    entries = [(np.array([3, 5]), np.arange(6.0).reshape(3, 2)), None]
+    _add_entries(made, entries)
+    sent = made.cut(torch.from_numpy(made.flat()))
+    assert sent.token_ER.tolist() == made.token_ER.tolist() == [[3, 0], [5, 0]]
+    assert (
+        sent.change_3ER.tolist() == made.change_3ER.tolist() == [[[0, 0], [1, 0]], [[2, 1], [3, 1]], [[4, 0], [5, 0]]]
+    )
