@@ -11,6 +11,7 @@ The last letters of a name say what an array has an entry for:
     N  rows that carry a token      Q  query rows of an any-subset model
     R  sampled rows                 D  sampled rows that draft under the rejection rule
     B  samples                      P  spans, U  runs, F  the numbers of one
+    E  tokens of a row whose logits change
 """
 
 from __future__ import annotations

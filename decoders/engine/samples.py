@@ -109,7 +109,7 @@ class Sample:
         self.length = len(self.tokens)
         self.logprob = 0.0
         self.log_ps: list[float] | None = [] if request.settings.token_logprobs else None
-        # The model's best tokens by rank if the request asks for them; those of rows whose tokens are not decided yet.
+        # The model's best tokens by rank, if the request asks for them; and in places that are not decided yet.
         self.tops: list[list[tuple[int, float]]] | None = [] if request.settings.top_logprobs else None
         self.tops_at: Tops = {}
         self.nfe = self.nfe_draft = 0
@@ -122,9 +122,8 @@ class Sample:
         own_text = request.settings.stop_text
         self.stop_text: StopText | None = None if stops is None else stops.text if own_text is None else own_text
         self.trace: list[TraceStep] | None = [] if traced else None
-        # What the text must match; None if it may be anything.
+        # What the text must match, and what changes its logits; None if nothing does.
         self.tracker: Tracker | None = None
-        # What changes its logits; None if nothing does.
         self.penalties: PenaltyTracker | None = None
         # Drafts of the iteration that has just ended, and how many of them paid, for a budget; None if none has.
         self.just: tuple[int, int] | None = None

@@ -3,6 +3,7 @@
     row      the cat _            sees `the cat`; `cat` is a draft          known: cat at 1
     tracker  state after `cat`    may be followed by `sat`, `sits`          a set, by its name
     table    cell 7: 0010..       the bits of each set, sent when a row first needs it; rows refer to cells
+    entries  the: -0.5, sat: 1.2  how its logits change by penalties, biases and bans (penalties.py)
 
 A row knows what is decided, and the drafts of its forward that it sees. So it draws from the distribution that the sequential
 decoder draws from at that place, and whatever is lossless without a constraint is so with one. Legend: see batch.py; C cells,

@@ -104,9 +104,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     spec = with_examples(with_schemas(spec))
     plan, asked = load_plan(store), spec.sampling
     if plan is not None:
-        spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
-        if asked.from_checkpoint:
-            spec = with_sampling(spec, plan.spec.sampling.model_copy(update=asked.model_dump(exclude_unset=True)))
+        spec = as_planned(spec, plan)
         compare_settings(plan, spec)
     model = spec.model
     folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=spec.s3.options())
@@ -141,9 +139,8 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         fim=fim_key(spec.task, tokenizer, info),
         run=run,
     )
-    check_stop(spec, tokenizer, hashes.ends)
-    check_constraint(spec, tokenizer, info, hashes.ends)
-    check_penalties(spec, tokenizer, info, hashes.ends)
+    for check in (check_stop, check_constraint, check_penalties):
+        check(spec, tokenizer, info, hashes.ends)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
@@ -191,6 +188,15 @@ def check_constraint(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo
                     raise UserError(problem, field="task.max_new_tokens")
         except RowError as error:
             raise UserError(error.message.removeprefix("constraint: "), field="task.constraint") from None
+
+
+def as_planned(spec: JobSpec, plan: Plan) -> JobSpec:
+    """The spec with what its plan has found out: the date of a chat template, and the sampling settings of the checkpoint."""
+    spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
+    if not spec.sampling.from_checkpoint:
+        return spec
+    own = spec.sampling.model_dump(exclude_unset=True)
+    return with_sampling(spec, plan.spec.sampling.model_copy(update=own))
 
 
 def with_sampling(spec: JobSpec, sampling: Sampling) -> JobSpec:
@@ -407,7 +413,7 @@ def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[st
     return template_of(task.fim, tokenizer, info).key()
 
 
-def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, ends: tuple[int, ...]) -> None:
+def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: tuple[int, ...]) -> None:
     """Raise UserError if a stop string of the task can never occur."""
     if isinstance(spec.task, Complete) and spec.task.stop:
         rules = RowRules(spec.task, spec.input.columns, spec.decoder.kind, spec.sampling, tokenizer, ends)
