@@ -59,6 +59,7 @@ class Columns(Settings):
     max_new_tokens: str | None = Field(default=None, description="in place of task.max_new_tokens")
     temperature: str | None = Field(default=None, description="in place of sampling.temperature")
     top_p: str | None = Field(default=None, description="in place of sampling.top_p; 1 cuts nothing off")
+    top_k: str | None = Field(default=None, description="in place of sampling.top_k; 0 cuts nothing off")
     stop: str | None = Field(default=None, description="a text or a list in place of task.stop; an empty list: none")
     constraint: str | None = Field(default=None, description="in place of task.constraint, an object or JSON text")
     tokens: str | None = Field(default=None, description="token ids, null where masked; else without nulls")
@@ -80,7 +81,8 @@ class Columns(Settings):
 
     def has_own_settings(self) -> bool:
         """Whether a column holds the rows' own settings, other than the seed."""
-        own = (self.max_new_tokens, self.temperature, self.top_p, self.stop, self.constraint, self.template_kwargs)
+        numbers = (self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+        own = (*numbers, self.stop, self.constraint, self.template_kwargs)
         return any(own)
 
     def to_read(self, task: Task) -> dict[str, str]:

@@ -235,9 +235,9 @@ def _sampling_rows(bench: Bench) -> Iterator[list[str]]:
     }
     notes: dict[str, tuple[Wanted, ...]] = {"": (), ", two notes": ("top1", "entropy")}
     for (name, (top_p, top_k)), (note, wanted) in itertools.product(warps.items(), notes.items()):
-        job, own_2R = Sampling(top_k=top_k), torch.ones(2, num_rows, dtype=torch.float64, device=bench.device)
-        own_2R[1] = top_p
-        warp = Warp(job, job, own_2R, top_p < 1.0, positions[:3], never_V)
+        job, own_4R = Sampling(top_k=top_k), torch.zeros(4, num_rows, dtype=torch.float64, device=bench.device)
+        own_4R[0], own_4R[1] = 1.0, top_p
+        warp = Warp(job, own_4R, top_p < 1.0, positions[:3], never_V)
 
         def run(function: Any, warp: Warp = warp, wanted: tuple[Wanted, ...] = wanted) -> Tensor:
             fields: Tensor = function(logits_RV, warp, keys, positions, wanted=wanted, warped=True)

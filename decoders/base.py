@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from draftmill.decoders.constraints.constraint import Constraint
+    from draftmill.decoders.engine.penalties import Penalties
 
 HOLE = -1
 """Marks a masked position of a canvas; never a token id."""
@@ -29,15 +30,21 @@ class StopText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Settings of one request that replace the decoder's; None keeps the decoder's value. `top_p` = 1 keeps all tokens. With
-    `token_logprobs` the outcome has each generated token's log-probability, where decoders know it (causal, any-subset). The
-    text must match the `constraint`."""
+    """Settings of one request that replace the decoder's; None keeps the decoder's value. `top_p` = 1, `top_k` = 0 and
+    `min_p` = 0 keep all tokens. Its text must match the `constraint`; `penalties` change the logits by what is known of it, and
+    `stop_ids` end it, too. With `token_logprobs` the outcome has each generated token's log-probability, and with `top_logprobs`
+    those of so many of the model's best tokens in each place, where decoders know them (causal, any-subset)."""
 
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     stop_text: StopText | None = None
     token_logprobs: bool = False
     constraint: Constraint | None = None
+    penalties: Penalties | None = None
+    stop_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0
 
 
 JOB_SETTINGS: Final = RowSettings()
@@ -90,7 +97,8 @@ class Outcome:
     """The result of one request: its tokens, why it ended, and the counts for this sample alone.
 
     `tokens` holds the generated (or scored) ids in canvas order, `token_logprobs` the log-probability of each one, float32 of the
-    same length, None unless the request scores or asks for them. `accept_hist[j]` counts the iterations that committed j tokens.
+    same length, None unless the request scores or asks for them; so `top_logprobs`, the model's best tokens in each place and
+    their log-probabilities, the best first. `accept_hist[j]` counts the iterations that committed j tokens.
     Times are seconds; `started_at_s` is Unix time. `batch_rows` is the mean number of active rows over its forwards.
     `pad_fraction` is computed-but-unused over computed token rows in its forwards. Where `error_kind` is not None the
     sample failed and `tokens` is empty. `nfe_kinds` splits `nfe` by the purpose of a forward (block decoders only).
@@ -122,6 +130,7 @@ class Outcome:
     error: str | None = None
     trace: list[TraceStep] | None = None
     token_logprobs: NDArray[np.float32] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     nfe_kinds: dict[str, int] | None = None
     is_greedy: bool | None = None
     logprob_stderr: float | None = None

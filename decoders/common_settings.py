@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 
@@ -20,8 +20,33 @@ MOST_SAMPLES: Final = 4096
 """The largest `sampling.n`."""
 
 
+MOST_TOP_LOGPROBS: Final = 20
+"""The largest `sampling.top_logprobs`."""
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _token(value: Any) -> Any:
+    """A token's id where its digits are given: keys of JSON are texts."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+
+
+def _biases(value: Any) -> Any:
+    return {_token(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
+
+
+Token = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
+"""A token by its id, or by its text."""
+TokenRun = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | Annotated[str, Field(min_length=1)]
+"""Tokens by their ids, or a text."""
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+
+
 class Sampling(Settings):
-    """How a token is drawn from the model's logits; the same warp is applied to target and draft. `n` samples are drawn a row."""
+    """How a token is drawn from the model's logits: penalties, biases and bans change them, then temperature, top_k, top_p and
+    min_p, in this order. The same warp is applied to target and draft. `n` samples are drawn a row."""
 
     temperature: float = Field(
         default=1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0: the likeliest token, ties to the lowest id"
@@ -30,10 +55,87 @@ class Sampling(Settings):
     top_p: float | None = Field(
         default=None, gt=0.0, le=1.0, description="draw from the fewest tokens of this probability, after top_k"
     )
+    min_p: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="draw from tokens of this share of the best one's probability, after top_p",
+    )
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=100.0,
+        description="divides positive logits of tokens of prompt and text, multiplies others",
+    )
+    presence_penalty: float = Field(
+        default=0.0, ge=-2.0, le=2.0, description="subtracted from the logits of tokens that were generated"
+    )
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, description="the same, once for each time")
+    no_repeat_ngram_size: int = Field(
+        default=0, ge=0, le=64, description="no run of this many tokens comes twice, in prompt or text; 0: any may"
+    )
+    logit_bias: Annotated[dict[Token, Bias], BeforeValidator(_biases)] = Field(
+        default={}, description="added to logits; keys are token ids, or texts of one token"
+    )
+    bad_words: Annotated[tuple[TokenRun, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="texts, with and without a space before them, or lists of ids, that are never generated"
+    )
+    suppress_tokens: Annotated[tuple[Token, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="tokens that are never generated: ids, or texts of one token"
+    )
+    min_new_tokens: int = Field(
+        default=0, ge=0, le=2**20, description="no end token among the first N tokens (complete)"
+    )
+    top_logprobs: int = Field(
+        default=0, ge=0, le=MOST_TOP_LOGPROBS, description="record so many of the model's best tokens in each place"
+    )
+    from_checkpoint: bool = Field(
+        default=False, description="keys that are left out here have the values of the model's generation_config.json"
+    )
     acceptance: Literal["coupled", "rejection"] = Field(
         default="coupled", description="coupled keeps the baseline's text, rejection its distribution"
     )
     n: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="samples of each row, each with its own result row")
+
+    def key(self) -> dict[str, Any]:
+        """What enters a fingerprint, as JSON data: runs of earlier versions lack the later keys."""
+        full = self.model_dump(mode="json")
+        return {name: value for name, value in full.items() if name in _FIRST_KEYS or value != _default(name)}
+
+    def defaults_left_out(self) -> dict[str, Any]:
+        """The defaults that a fingerprint lacks, but for those of lists and mappings."""
+        left = {name: _default(name) for name in type(self).model_fields if name not in _FIRST_KEYS}
+        return {name: value for name, value in left.items() if not isinstance(value, list | dict)}
+
+    @property
+    def bans(self) -> tuple[str, ...]:
+        """The keys that ban tokens: beside a constraint they could leave none."""
+        return tuple(key for key in (*_TEXT_BANS, "suppress_tokens") if getattr(self, key))
+
+    @property
+    def reads_text(self) -> tuple[str, ...]:
+        """The keys that make a distribution depend on the tokens before it."""
+        counting = (
+            "presence_penalty",
+            "frequency_penalty",
+            *(("repetition_penalty",) * (self.repetition_penalty != 1.0)),
+        )
+        return tuple(key for key in (*counting, *_TEXT_BANS) if getattr(self, key))
+
+    @property
+    def changes_logits(self) -> tuple[str, ...]:
+        """The keys with which rows draw from other logits than the model's."""
+        return (*self.reads_text, *(key for key in ("logit_bias", "suppress_tokens") if getattr(self, key)))
+
+
+_TEXT_BANS: Final = ("no_repeat_ngram_size", "bad_words", "min_new_tokens")
+_FIRST_KEYS: Final = ("temperature", "top_k", "top_p", "acceptance")
+
+
+def _default(name: str) -> Any:
+    """A key's default, as JSON data."""
+    default = Sampling.model_fields[name].default
+    return list(default) if isinstance(default, tuple) else default
 
 
 Tasks = tuple[Literal["infill", "complete", "score"], ...]
@@ -84,11 +186,17 @@ class DecoderChoice(Settings):
         """Raise ValueError if the settings ask for something that the model, by its config.json, cannot do."""
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raise ValueError if the decoder has no rejection rule, or if texts would depend on timing or neighbours under it.
+        """Raise ValueError if the decoder has no rejection rule, if texts would depend on timing or neighbours under it, or if it
+        can't do what else is asked for.
 
         A draft length chosen by timing does not change the text under coupled acceptance, nor do drafts from
         other samples' texts. Under the rejection rule they decide which random numbers a token is drawn with.
         """
+        if sampling.top_logprobs and not self.token_logprobs:
+            raise ValueError(
+                f"sampling.top_logprobs: {sampling.top_logprobs}, but decoder {self.name()!r} records no log-probabilities of "
+                "tokens; allowed: 0"
+            )
         if sampling.acceptance != "rejection":
             return
         if not self.draft_law:

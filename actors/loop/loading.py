@@ -204,7 +204,7 @@ def build(
         drafter_info=networks.drafter_info,
         trace=trace,
         prompt_rows=prompt_rows,
-        has_constraints=has_constraints,
+        has_constraints=has_constraints or bool(sampling.changes_logits),
     )
     if isinstance(task, Score):
         return build_scorer(setup, decoder, task.estimate or Estimate())

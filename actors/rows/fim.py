@@ -260,6 +260,7 @@ def together(parts: Sequence[TextPart]) -> Outcome:
         started_at_s=outcomes[0].started_at_s,
         trace=_traces(outcomes),
         token_logprobs=None if failed else _scores(outcomes),
+        top_logprobs=None if failed else _tops(outcomes),
     )
 
 
@@ -271,6 +272,11 @@ def _sum(values: Sequence[float | None]) -> float | None:
 def _scores(outcomes: Sequence[Outcome]) -> NDArray[np.float32] | None:
     scores = [outcome.token_logprobs for outcome in outcomes if outcome.token_logprobs is not None]
     return np.concatenate(scores) if len(scores) == len(outcomes) else None
+
+
+def _tops(outcomes: Sequence[Outcome]) -> list[list[tuple[int, float]]] | None:
+    tops = [outcome.top_logprobs for outcome in outcomes if outcome.top_logprobs is not None]
+    return [best for each in tops for best in each] if len(tops) == len(outcomes) else None
 
 
 def _traces(outcomes: Sequence[Outcome]) -> list[TraceStep] | None:

@@ -308,7 +308,18 @@ def maker_for(
     planning, canvases have none. Raises UserError if a causal model has to fill holes but lacks the special tokens for it.
     """
     open_ended = isinstance(task, Infill) and fills_in_middle(task, info)
-    rules = RowRules(task, columns, decoder.kind, sampling, tokenizer, tuple(ends), open_ended, constraints)
+    rules = RowRules(
+        task,
+        columns,
+        decoder.kind,
+        sampling,
+        tokenizer,
+        tuple(ends),
+        open_ended,
+        constraints,
+        vocab_size=info.vocab_size,
+        edits=getattr(decoder, "tau_edit", None) is not None,
+    )
     prompter = prompter_of(prompt, chat, columns, task)
     base = own_columns(prompt, columns, task), tokenizer, info
     if isinstance(task, Infill) and open_ended:

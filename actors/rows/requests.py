@@ -20,24 +20,24 @@ CHAT: Final = "/v1/chat/completions"
 HONOURED: Final = frozenset(
     {"prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "logprobs"}
     | {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    | {"top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"}
+    | {"min_tokens", "stop_token_ids", "top_logprobs"}
     | {"chat_template_kwargs"}
 )
 """Keys of a body that are supported; the last one only with messages."""
 
-_NO_EFFECT: Final = frozenset(
+WITHOUT_EFFECT: Final = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "prediction"}
     | {"safety_identifier", "prompt_cache_key", "priority", "request_id"}
 )
 """Keys that have no effect on the text."""
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
     **dict.fromkeys(("echo", "stream", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("continue_final_message", "return_tokens_as_token_ids", "return_token_ids"), (False,)),
     **dict.fromkeys(("spaces_between_special_tokens", "add_generation_prompt", "detokenize"), (True,)),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "documents"), ([],)),
-    "logit_bias": ({},),
+    **dict.fromkeys(("tools", "functions", "documents"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "suffix": ("",),
     "modalities": (["text"],),
@@ -49,8 +49,6 @@ _INSTEAD: Final = {
     "n": "set sampling.n for the whole job",
     "best_of": "repeat the request with other ids and seeds",
     "stream": "a batch can't be streamed",
-    "top_logprobs": "only the log-probabilities of the chosen tokens are recorded",
-    "top_k": "set sampling.top_k for the whole job",
     "ignore_eos": "set task.ignore_eos for the whole job",
     "skip_special_tokens": "set task.skip_special_tokens for the whole job",
 }
@@ -92,7 +90,7 @@ def problems_of(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoi
     neutral = _NEUTRAL | {"add_special_tokens": (endpoint != CHAT,)} | own
     stray = ("prompt",) if endpoint == CHAT else ("messages", "chat_template_kwargs")
     for key, value in body.items():
-        if value is None or (key, value) == ("chat_template_kwargs", {}) or key in _NO_EFFECT:
+        if value is None or (key, value) == ("chat_template_kwargs", {}) or key in WITHOUT_EFFECT:
             continue
         if key in HONOURED and key not in stray:
             continue

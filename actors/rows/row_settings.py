@@ -5,7 +5,9 @@
     top_p            input.columns.top_p            body.top_p
     stop             input.columns.stop             body.stop
     seed             input.columns.seed             body.seed             (draftmill.actors.rows.row.row_key)
-    logprobs                                        body.logprobs
+    top_k            input.columns.top_k            body.top_k
+    logprobs                                        body.logprobs, body.top_logprobs
+    penalties                                       body.presence_penalty, body.logit_bias, ... (`_PENALTIES`)
     constraint       input.columns.constraint       body.response_format, body.structured_outputs, body.guided_*
     template_kwargs  input.columns.template_kwargs  body.chat_template_kwargs, of a conversation
 
@@ -17,21 +19,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from functools import cached_property, partial
+from typing import Any, Final, NoReturn
 
 from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, read_constraint
+from draftmill.actors.rows.penalties import penalties_of
 from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, problems_of
 from draftmill.actors.rows.row import Values, missing
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import MOST_NEW_TOKENS, Columns, Complete, Score, Task
 from draftmill.decoders.base import RowSettings
-from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.common_settings import MOST_TOP_LOGPROBS, Sampling
 from draftmill.decoders.engine.ends import NeverStops
+from draftmill.decoders.engine.penalties import Penalties
 from draftmill.decoders.settings import DECODERS
 from draftmill.storage.errors import RowError, brief
 
@@ -47,6 +52,12 @@ class OwnSettings:
     logprobs: bool = False
     endpoint: str | None = None
     constraint: Any = None
+    top_k: int | None = None
+    min_p: float | None = None
+    top_logprobs: int = 0
+    stop_ids: tuple[int, ...] = ()
+    penalties: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Sampling, in place of the job's."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,11 +66,12 @@ class OwnSettings:
         return None if self.endpoint is None else self.endpoint == CHAT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowRules:
     """Everything, except the row, that decides which settings a row may have.
 
-    `ends` are the end tokens of the job's completions; with `open_ended`, holes are filled until such a token comes.
+    `ends` are the end tokens of the job's completions; with `open_ended`, holes are filled until such a token comes. The model
+    has `vocab_size` ids, None: the tokenizer's. `edits`: the decoder replaces tokens that it has generated.
     `constraints` makes the rows' constraints; None where they are not needed.
     """
 
@@ -71,10 +83,17 @@ class RowRules:
     ends: tuple[int, ...] = ()
     open_ended: bool = False
     constraints: ConstraintMaker | None = None
+    vocab_size: int | None = None
+    edits: bool = False
 
     def constraint(self, own: OwnSettings) -> Any:
         """What the text of a row must match: its own constraint, else the task's; None for none."""
         return getattr(self.task, "constraint", None) if own.constraint is None else own.constraint
+
+    @cached_property
+    def job_penalties(self) -> Penalties | None:
+        """Those of rows without their own; ValueError as penalties_of."""
+        return penalties_of(self.sampling, self.tokenizer, vocab_size=self.vocab_size, ends=self.ends)
 
     def own_settings(self, values: Values) -> OwnSettings:
         """The row's own settings; RowError if one is invalid or unsupported."""
@@ -100,9 +119,23 @@ class RowRules:
         return RowSettings(
             temperature=own.temperature,
             top_p=own.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p,
             stop_text=NeverStops() if own.stop == () else stops,
-            token_logprobs=own.logprobs,
+            stop_ids=own.stop_ids,
+            token_logprobs=own.logprobs or self.sampling.top_logprobs > 0,
+            top_logprobs=own.top_logprobs or self.sampling.top_logprobs,
+            penalties=self._penalties(own),
         ), stops
+
+    def _penalties(self, own: OwnSettings) -> Penalties | None:
+        if not own.penalties and not own.stop_ids:
+            return self.job_penalties
+        sampling, ends = self.sampling.model_copy(update=dict(own.penalties)), (*self.ends, *own.stop_ids)
+        try:
+            return penalties_of(sampling, self.tokenizer, vocab_size=self.vocab_size, ends=ends)
+        except ValueError as error:
+            raise RowError("bad_setting", "read", str(error)) from None
 
     # ---- the values
 
@@ -122,15 +155,29 @@ class RowRules:
             )
         temperature = _number(*_setting(values, self.columns.temperature, body, ("temperature",)), most=100.0)
         top_p = _number(*_setting(values, self.columns.top_p, body, ("top_p",)), most=1.0, above=True)
-        self._check_draws(temperature, top_p)
+        top_k, min_p = self._top_k(values, body), _number("min_p", body.get("min_p"), most=1.0)
+        self._check_draws(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        logprobs, tops = self._logprobs(body, endpoint)
+        penalties, stop_ids = self._own_penalties(body), self._stop_ids(body.get("stop_token_ids"))
+        if constraint or getattr(self.task, "constraint", None):
+            banning = [*self.sampling.model_copy(update=penalties).bans, *(["stop_token_ids"] if stop_ids else [])]
+            if banning:
+                _refuse(
+                    f"{banning[0]}: could leave no token that a constraint allows, or cut a text; allowed: only one of them"
+                )
         return OwnSettings(
             max_new_tokens=_count(name, most),
             temperature=temperature,
             top_p=top_p,
             stop=self._stop(stop_name, stop),
-            logprobs=self._logprobs(body.get("logprobs"), endpoint),
+            logprobs=logprobs,
             constraint=constraint,
             endpoint=endpoint,
+            top_k=top_k,
+            min_p=min_p,
+            top_logprobs=tops,
+            stop_ids=stop_ids,
+            penalties=penalties,
         )
 
     def _constraint(self, values: Values, body: Mapping[str, Any]) -> Any:
@@ -165,12 +212,57 @@ class RowRules:
             raise RowError("bad_setting", "read", f"{name}: {problem}")
         return {key: given for key, given in value.items() if given is not None}
 
-    def _check_draws(self, temperature: float | None, top_p: float | None) -> None:
+    def _top_k(self, values: Values, body: Mapping[str, Any]) -> int | None:
+        """0 cuts nothing off, and so does -1 of a request."""
+        name, value = _setting(values, self.columns.top_k, body, ("top_k",))
+        number = None if value is None else _spelt(value)
+        if value is not None and (number is None or number != int(number) or not -1 <= number < 2**31):
+            _bad(name, value, "a whole number from 1 on; 0 or -1: all tokens")
+        return None if number is None else max(int(number), 0)
+
+    def _own_penalties(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of Sampling that a body changes; a neutral value is one, too, where the job has another."""
+        found = dict[str, Any]()
+        for key, (name, read) in _PENALTIES.items():
+            value = None if body.get(key) is None else read(key, body[key])
+            if value is not None and value != getattr(self.sampling, name):
+                found[name] = value
+        changed = self.sampling.model_copy(update=found)
+        if found.get("min_new_tokens") and not isinstance(self.task, Complete):
+            _refuse(
+                f"min_tokens: {found['min_new_tokens']}, but only completions have a length of their own; allowed: 0"
+            )
+        if self.edits and changed.reads_text:
+            _refuse(f"{changed.reads_text[0]}: depends on the tokens so far, which decoder.tau_edit may replace")
+        keys = changed.changes_logits
+        if keys and not self.sampling.changes_logits and self.sampling.acceptance == "rejection":
+            _refuse(
+                f"{keys[0]}: under sampling.acceptance 'rejection' rows have penalties of their own only where the "
+                "job has some; set them in sampling, or use acceptance 'coupled'"
+            )
+        return found
+
+    def _stop_ids(self, value: Any) -> tuple[int, ...]:
+        if value is None or value == []:
+            return ()
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            _bad("stop_token_ids", value, "a list of token ids")
+        if not isinstance(self.task, Complete):
+            _refuse(f"stop_token_ids: {brief(str(value))}, but stop tokens end completions only; allowed: []")
+        return tuple(value)
+
+    def _check_draws(self, **own: float | None) -> None:
         """RowError for values other than the job's, if the decoder uses the job's values for all rows."""
         if DECODERS[self.decoder].draws_by_row:
             return
-        job = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p or 1.0}
-        for key, value in (("temperature", temperature), ("top_p", top_p)):
+        sampling = self.sampling
+        job = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p or 1.0,
+            "top_k": sampling.top_k or 0,
+            "min_p": sampling.min_p or 0.0,
+        }
+        for key, value in own.items():
             if value is not None and value != job[key]:
                 _refuse(
                     f"{key}: {value:g}, but decoder {self.decoder!r} uses one value for all rows; allowed: {job[key]:g}, "
@@ -205,23 +297,27 @@ class RowRules:
                     )
         return None
 
-    def _logprobs(self, value: Any, endpoint: str | None) -> bool:
-        if value is None or value is False:
-            return False
-        if endpoint == CHAT and value is not True:
-            _bad("logprobs", value, "true, false")
-        if endpoint != CHAT:
-            if value is True or not isinstance(value, int) or value < 0:
-                _bad("logprobs", value, "0, null")
-            if value:
-                reason = "only the log-probabilities of the chosen tokens are recorded"
-                _refuse(f"logprobs: {value}, but {reason}; allowed: 0, null")
-        if not DECODERS[self.decoder].token_logprobs:
+    def _logprobs(self, body: Mapping[str, Any], endpoint: str | None) -> tuple[bool, int]:
+        """Whether log-probabilities are asked for, and how many of the best tokens'."""
+        value, tops = body.get("logprobs"), body.get("top_logprobs")
+        if endpoint == CHAT:
+            if value is not None and not isinstance(value, bool):
+                _bad("logprobs", value, "true, false")
+            if tops and not value:
+                _bad("top_logprobs", tops, "0, null; other numbers only with logprobs: true")
+        elif tops:
+            _refuse(f"top_logprobs: {brief(str(tops))} is of {CHAT}; allowed: 0, null; here logprobs is a number")
+        else:
+            value, tops = value is not None and value is not False, value or 0
+        if tops is not None and (type(tops) is not int or not 0 <= tops <= MOST_TOP_LOGPROBS):
+            key = "top_logprobs" if endpoint == CHAT else "logprobs"
+            _bad(key, body.get(key), f"a whole number from 0 to {MOST_TOP_LOGPROBS}, null")
+        if value and not DECODERS[self.decoder].token_logprobs:
             _refuse(
                 f"logprobs: decoder {self.decoder!r} does not record them; "
                 f"allowed: null, or one of {', '.join(sorted(kind for kind, rules in DECODERS.items() if rules.token_logprobs))}"
             )
-        return True
+        return bool(value), tops or 0
 
     # ---- the job
 
@@ -231,11 +327,9 @@ class RowRules:
 
     def _job_values(self) -> dict[str, tuple[Any, ...]]:
         """The values that some keys of a body must have, since they are fixed for the whole job."""
-        top_k = self.sampling.top_k
         ignores = isinstance(self.task, Complete) and self.task.ignore_eos
         return {
             "n": (self.sampling.n,),
-            "top_k": (top_k,) if top_k is not None else (-1, 0),
             "ignore_eos": (ignores,),
             "skip_special_tokens": (self._skips_special,),
         }
@@ -255,23 +349,47 @@ def _setting(values: Values, column: str | None, body: Mapping[str, Any], keys: 
     return given[0] if given else (keys[-1], None)
 
 
-def _number(name: str, value: Any, *, most: float, above: bool = False) -> float | None:
-    """A number from 0 (or above 0) to `most`; a text that spells a number is valid, since csv has only texts."""
+def _number(name: str, value: Any, *, most: float, least: float = 0.0, above: bool = False) -> float | None:
+    """A number from (or above) `least` to `most`; a text that spells a number is valid, since csv has only texts."""
     if value is None:
         return None
     number = _spelt(value)
-    if number is None or not 0.0 <= number <= most or (above and number == 0.0):
-        _bad(name, value, f"a number {'above 0, up to' if above else 'from 0 to'} {most:g}")
+    if number is None or not least <= number <= most or (above and number == least):
+        _bad(name, value, f"a number {f'above {least:g}, up to' if above else f'from {least:g} to'} {most:g}")
     return number
 
 
-def _count(name: str, value: Any) -> int | None:
+def _count(name: str, value: Any, *, least: int = 1) -> int | None:
     if value is None:
         return None
     number = _spelt(value)
-    if number is None or number != int(number) or not 1 <= number <= MOST_NEW_TOKENS:
-        _bad(name, value, f"a whole number from 1 to {MOST_NEW_TOKENS}")
+    if number is None or number != int(number) or not least <= number <= MOST_NEW_TOKENS:
+        _bad(name, value, f"a whole number from {least} to {MOST_NEW_TOKENS}")
     return int(number)
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    """Biases by ids, which a request gives as texts."""
+    if not isinstance(value, dict) or not all(str(key).isascii() and str(key).isdigit() for key in value):
+        _bad(name, value, "an object of token ids with numbers from -100 to 100")
+    return {int(key): _number(f"{name}.{key}", bias, least=-100.0, most=100.0) or 0.0 for key, bias in value.items()}
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        _bad(name, value, "a list of non-empty texts")
+    return tuple(value)
+
+
+_PENALTIES: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
+    "presence_penalty": ("presence_penalty", partial(_number, least=-2.0, most=2.0)),
+    "frequency_penalty": ("frequency_penalty", partial(_number, least=-2.0, most=2.0)),
+    "repetition_penalty": ("repetition_penalty", partial(_number, most=100.0, above=True)),
+    "min_tokens": ("min_new_tokens", partial(_count, least=0)),
+    "logit_bias": ("logit_bias", _biases),
+    "bad_words": ("bad_words", _words),
+}
+"""Keys of a body, the fields of Sampling that they replace, and what reads them."""
 
 
 def _spelt(value: Any) -> float | None:

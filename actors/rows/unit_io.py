@@ -79,7 +79,14 @@ def _outcome_columns(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | No
         columns["token_logprobs"] = outcome.token_logprobs
         if tokenizer is not None:  # special tokens have a text, too; bytes that form no character become U+FFFD
             columns["token_texts"] = [tokenizer.continuation([token]) for token in outcome.tokens.tolist()]
+    if outcome.top_logprobs is not None:
+        columns["top_logprobs"] = [[_best(pair, tokenizer) for pair in best] for best in outcome.top_logprobs]
     return columns
+
+
+def _best(pair: tuple[int, float], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    token, logprob = pair
+    return {"token": token, "logprob": logprob, "text": None if tokenizer is None else tokenizer.continuation([token])}
 
 
 def infilled_columns(

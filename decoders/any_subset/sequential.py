@@ -48,7 +48,7 @@ def parallel(s: Sample) -> Decoding:
     while s.decided < s.length:
         n, count = s.decided, s.length - s.decided
         _, tokens, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), TARGET_ONCE, [NO_DRAFT] * count)
-        if s.tracker is not None and s.order is not None:
+        if s.may_clash and s.order is not None:
             fitting = s.fitting(list(zip(s.order[n:], tokens, strict=True)))
             count = next((index for index, at in enumerate(fitting) if at != index), len(fitting))
         s.commit(tokens, log_ps, count)

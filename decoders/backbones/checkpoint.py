@@ -22,6 +22,7 @@ from draftmill.decoders.base import ModelInfo
 
 T = TypeVar("T")
 _COUNT: Final = re.compile(r"attention_types|(num_|n_)?(hidden_|local_|routed_|shared_)?(layers?|blocks|experts)")
+GENERATION_FILE: Final = "generation_config.json"
 _LFS: Final = b"version https://git-lfs"
 
 
@@ -31,6 +32,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if config is None:
         raise ValueError(f"model.path: {folder} has no config.json")
     return config
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return generation_config.json as a dict, empty if there is none; ValueError if it is not a JSON object."""
+    return _read_object(folder / GENERATION_FILE) or {}
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
@@ -190,7 +196,7 @@ def bos_id(folder: Path) -> int | None:
 
 def _special_ids(folder: Path, key: str) -> list[int]:
     """The ids under a key of generation_config.json, else of config.json; only a text's ends may be several."""
-    for path in (folder / "generation_config.json", folder / "config.json"):
+    for path in (folder / GENERATION_FILE, folder / "config.json"):
         value = (_read_object(path) or {}).get(key)
         if value is not None:
             ids = value if isinstance(value, list) and key == "eos_token_id" else [value]

@@ -77,15 +77,15 @@ class BlockSample(Sample):
 
     def reveal(self, news: Sequence[Revealed], proposed: Sequence[int] = (), *, stops: bool = True) -> None:
         """End an iteration: write what it reveals, in this order, up to the end of the completion (if it looks for stops)."""
-        if self.tracker is not None and len(news) > 1:
+        if self.may_clash and len(news) > 1:
             news = [news[index] for index in self.fitting([(new.position, new.token) for new in news])]
         if stops and self.may_stop:
             news = news[: self.until_end(news)]
         new = 0
         for position, token, log_p in news:
             self.tokens[position], self.log_p_at[position] = token, log_p
-            if self.tracker is not None:
-                self.tracker.decide(position, token)
+            if self.is_shaped:
+                self.decide(position, token)
             self.logprob += log_p
             new += position < self.length
         self.decided += new

@@ -176,6 +176,11 @@ class BlockSettings(DecoderChoice):
     def check_sampling(self, sampling: Sampling) -> None:
         """See DecoderChoice; also ValueError if positions are to keep random numbers that the rejection rule draws anew."""
         super().check_sampling(sampling)
+        if self.tau_edit is not None and sampling.reads_text:
+            raise ValueError(
+                f"sampling.{sampling.reads_text[0]}: depends on the tokens so far, which decoder.tau_edit may replace; allowed: "
+                "only one of them"
+            )
         if self.draws == "kept" and sampling.acceptance == "rejection":
             raise ValueError(
                 "decoder.draws: 'kept', but sampling.acceptance 'rejection' draws anew in each step; allowed with it: 'fresh'"

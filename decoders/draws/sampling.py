@@ -7,6 +7,7 @@ that both acceptance rules need no special case. Knows nothing of slots, models 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -19,10 +20,11 @@ _NUCLEUS_FIRST: Final = 128
 _MASS_SLACK: Final = 1e-4
 
 
-def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
+def log_law(logits_RV: Tensor, sampling: Sampling, *, cut: bool = True) -> Tensor:
     """Warp logits into normalised log-probabilities, [R, V]; suppressed ids must already be -inf. Order of the warps:
-    temperature, then top-k, then top-p (nucleus), as in the usual libraries. Ties at the k-th logit are all kept; ties inside
-    the nucleus are broken towards the lower index."""
+    temperature, top-k, top-p (nucleus), min-p, as in the usual libraries. Ties at the k-th logit are all kept; ties inside
+    the nucleus are broken towards the lower index. Without `cut` top-p is left to `nucleus_draw`, and what min-p leaves is not
+    normalised: the nucleus is that of the distribution before min-p."""
     if sampling.temperature == 0.0:
         return _one_hot(logits_RV)
     scaled = logits_RV if sampling.temperature == 1.0 else logits_RV / sampling.temperature
@@ -30,31 +32,65 @@ def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
         threshold = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
     law = torch.log_softmax(scaled, dim=-1)
-    if sampling.top_p is not None and sampling.top_p < 1.0:
-        law = torch.log_softmax(law.masked_fill(~_nucleus(law, sampling.top_p), -torch.inf), dim=-1)
-    return law
+    if sampling.min_p:
+        law = _likely(law, math.log(sampling.min_p))
+    top_p = sampling.top_p if cut and sampling.top_p is not None and sampling.top_p < 1.0 else None
+    if top_p is not None:
+        law = law.masked_fill(~_nucleus(law, top_p), -torch.inf)
+    return torch.log_softmax(law, dim=-1) if top_p is not None or (cut and sampling.min_p) else law
 
 
 def log_laws(
-    logits_RV: Tensor, temperature_R1: Tensor, *, top_k: int | None = None, top_p_R1: Tensor | None = None
+    logits_RV: Tensor,
+    temperature_R1: Tensor,
+    *,
+    top_k: int | None = None,
+    top_p_R1: Tensor | None = None,
+    own_k_R1: Tensor | None = None,
+    min_p_R1: Tensor | None = None,
+    cut: bool = True,
 ) -> Tensor:
-    """`log_law` with a temperature and a nucleus of each row's own; a `top_p` of 1 or more cuts nothing off, [R, V]. Each row
-    comes out as `log_law` gives it, to the bit: the operations are the same, with a column in place of a number."""
+    """`log_law` with settings of each row's own, [R, V]; a `top_p` of 1 or more, a `min_p` of 0 and an `own_k` of 0 cut nothing
+    off. `top_k` is that of all rows, or the largest `own_k`. Each row comes out as `log_law` gives it, to the bit: the operations
+    are the same, with a column in place of a number."""
     greedy_R1 = temperature_R1 == 0.0
     scaled = logits_RV / torch.where(greedy_R1, 1.0, temperature_R1).to(logits_RV.dtype)
-    if top_k is not None and top_k < scaled.shape[-1]:
-        threshold = scaled.topk(top_k, dim=-1).values[..., -1:]
+    if top_k is not None and (own_k_R1 is not None or top_k < scaled.shape[-1]):
+        best_RK = scaled.topk(min(top_k, scaled.shape[-1]), dim=-1).values
+        threshold = best_RK[..., -1:]
+        if own_k_R1 is not None:
+            place_R1 = own_k_R1.to(torch.int64).clamp(1, best_RK.shape[-1]) - 1
+            threshold = best_RK.gather(-1, place_R1).masked_fill(own_k_R1 < 1, -torch.inf)
         scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
     law = torch.log_softmax(scaled, dim=-1)
-    if top_p_R1 is not None:
-        cut_R1 = (top_p_R1 < 1.0) & ~greedy_R1
-        if not _looks(law):
-            inside = torch.log_softmax(law.masked_fill(~_nucleus(law, top_p_R1), -torch.inf), dim=-1)
-            return torch.where(greedy_R1, _one_hot(logits_RV), torch.where(cut_R1, inside, law))
-        cut = cut_R1.squeeze(1).nonzero().squeeze(1)
-        part = law[cut]
-        law[cut] = torch.log_softmax(part.masked_fill(~_nucleus(part, top_p_R1[cut]), -torch.inf), dim=-1)
+    if min_p_R1 is not None:
+        law = _likely(law, min_p_R1.log().to(law.dtype))
+    if cut:
+        law = _cut_rows(law, greedy_R1, top_p_R1, min_p_R1)
     return torch.where(greedy_R1, _one_hot(logits_RV), law)
+
+
+def _cut_rows(law_RV: Tensor, greedy_R1: Tensor, top_p_R1: Tensor | None, min_p_R1: Tensor | None) -> Tensor:
+    """Rows cut to their nuclei, normalised where top-p or min-p cuts; the others as they are."""
+    cuts_R1 = torch.zeros_like(greedy_R1)
+    for column_R1 in (None if top_p_R1 is None else top_p_R1 < 1.0, None if min_p_R1 is None else min_p_R1 > 0.0):
+        cuts_R1 = cuts_R1 if column_R1 is None else cuts_R1 | (column_R1 & ~greedy_R1)
+
+    def inside(part_RV: Tensor, rows: Tensor | slice) -> Tensor:
+        if top_p_R1 is not None:
+            part_RV = part_RV.masked_fill(~_nucleus(part_RV, top_p_R1[rows]), -torch.inf)
+        return torch.log_softmax(part_RV, dim=-1)
+
+    if not _looks(law_RV):
+        return torch.where(cuts_R1, inside(law_RV, slice(None)), law_RV)
+    rows = cuts_R1.squeeze(1).nonzero().squeeze(1)
+    law_RV[rows] = inside(law_RV[rows], rows)
+    return law_RV
+
+
+def _likely(law_RV: Tensor, log_min_p: float | Tensor) -> Tensor:
+    """Without the tokens that are less likely than this share of the best one's probability; not normalised."""
+    return law_RV.masked_fill(law_RV < law_RV.amax(-1, keepdim=True) + log_min_p, -torch.inf)
 
 
 def _one_hot(logits_RV: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class Algorithm:
 
     Lengths `auto`: `most_auto` is the most drafts of a sample if their number is chosen by time, else 0; `auto_rows` and
     `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` those of a drafting model (budget.py).
+    With a `guidance` w the logits of a row are u + (w + 1) (c - u), its own c and its partner's u, and a forward counts as two.
     `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full.
     """
 
@@ -76,6 +77,7 @@ class Algorithm:
     auto_forwards: Sequence[int] | None = None
     draft_forwards: Sequence[int] | None = None
     windows: Literal["short", "full"] | None = None
+    guidance: float = 0.0
 
 
 any_subset_model: Final = partial(

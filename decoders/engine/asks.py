@@ -101,7 +101,8 @@ class Ask(NamedTuple):
     decided tokens.
 
     `stretches` say what rows see in place of the rule above: MOST_STRETCHES pairs [low, high) of columns a span, the empty ones
-    last. `sigmas` are the total noise of each canvas, for a model that is conditioned on it. `num_drafts` is what an iteration
+    last. `partners` names for each sampled row another row, by which its logits are guided (Algorithm.guidance). `sigmas` are the
+    total noise of each canvas, for a model that is conditioned on it. `num_drafts` is what an iteration
     drafts in this forward of a drafting model and others.
     """
 
@@ -113,6 +114,7 @@ class Ask(NamedTuple):
     model: int = 0
     when: int = -1
     stretches: Sequence[int] = ()
+    partners: Sequence[int] | Ints = ()
     sigmas: Sequence[float] = ()
     num_drafts: int = 0
 

@@ -11,11 +11,12 @@ The last letters of a name say what an array has an entry for:
     N  rows that carry a token      Q  query rows of an any-subset model
     R  sampled rows                 D  sampled rows that draft under the rejection rule
     B  samples                      P  spans, U  runs, F  the numbers of one
+    E  tokens of a row whose logits change
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -45,7 +46,7 @@ from draftmill.decoders.engine.asks import (
     Run,
     Span,
 )
-from draftmill.decoders.engine.samples import Sample, SlotTable
+from draftmill.decoders.engine.samples import Sample, SlotTable, Tops
 
 _SPAN, _RUN = len(Span._fields), len(Run._fields)
 _COUNT, _COLUMN, _POSITION, _BELOW, _LAG, _BLOCK, _OWN, _TILL, _NODE = range(_SPAN)
@@ -91,12 +92,13 @@ class Rule(NamedTuple):
 class Batch:
     """Arrays as the module says, int64 or float64: numpy on the host, tensors on the device; None where there is nothing to
     say. Row n is token `token_N` at `position_N`; it writes `column_N` of `slot_N` and sees [low_IN, high_IN). It is row
-    `line_N` of group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`;
-    its noise is that of `key_2R`, `place_R` and `draw_R`, its temperature and top-p are `own_2R`, and `scored_R` names the
-    token that is scored. The cell `allowed_R` says which tokens it may draw (shaping.py). A token drawn is noted in the cell
-    `note_R`. Of rows under the rejection rule `judged_R` have a draft `draft_R`, whose distribution is in `cell_R`;
-    `accept_R` and `uniform_R` are their uniform numbers, `owner_R` their samples. The rows `row_D` draft. A sample's first
-    sampled row is `first_B`, and `size_B` rows from it on are its chain. A draft head reads `head_5R` (rolls.py)."""
+    `line_N` of group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`,
+    guided by row `partner_R`; its noise is that of `key_2R`, `place_R` and `draw_R`, its settings are `own_4R`, its logits are
+    changed as `token_ER` and `change_3ER` say (Warp), and `scored_R` names the token that is scored. The cell `allowed_R` says
+    which tokens it may draw (shaping.py). A token drawn is noted in the cell `note_R`. Of rows under the rejection rule
+    `judged_R` have a draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers,
+    `owner_R` their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are
+    its chain. A draft head reads `head_5R` (rolls.py)."""
 
     slots_G: Any = None
     sigma_G: Any = None
@@ -113,12 +115,15 @@ class Batch:
     rank_Q: Any = None
     limit_Q: Any = None
     row_R: Any = None
+    partner_R: Any = None
     key_2R: Any = None
     place_R: Any = None
     draw_R: Any = None
-    own_2R: Any = None
+    own_4R: Any = None
     scored_R: Any = None
     allowed_R: Any = None
+    token_ER: Any = None
+    change_3ER: Any = None
     note_R: Any = None
     owner_R: Any = None
     judged_R: Any = None
@@ -130,11 +135,14 @@ class Batch:
     first_B: Any = None
     size_B: Any = None
     head_5R: Any = None
-    # ---- what only the host knows
+    # ---- what only the host knows; `num_tops`: so many of the model's best tokens are told of each row
     layout: Any = None
     rule: Any = None
     by_ratio: bool = False
     cuts: bool = False
+    has_min_p: bool = False
+    most_k: int = 0
+    num_tops: int = 0
     is_sure: bool = False
     any_chain: bool = False
     once: bool = False
@@ -161,6 +169,12 @@ class Batch:
     judges_R: Any = None
 
     @property
+    def fits_kernels(self) -> bool:
+        """Whether its rows are drawn as kernels and graphs know it (Warp)."""
+        is_whole = self.allowed_R is None and self.token_ER is None
+        return is_whole and not (self.has_min_p or self.most_k or self.num_tops)
+
+    @property
     def num_samples(self) -> int:
         """B."""
         return len(self.sampled_B)
@@ -182,7 +196,7 @@ class Batch:
         least one sampled row is dead, for dead drafts."""
         assert self.num_columns <= dead_column, "a row sees the column of dead rows"
         dead = {
-            "line_N": -1, "line_Q": -1, "column_N": dead_column, "own_2R": 1, "scored_R": NO_DRAFT, "note_R": dead_note,
+            "line_N": -1, "line_Q": -1, "column_N": dead_column, "own_4R": 1, "scored_R": NO_DRAFT, "note_R": dead_note,
             "cell_R": dead_cell, "row_D": self.num_sampled,
         }  # fmt: skip
         for name in _ARRAYS:
@@ -258,6 +272,8 @@ def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layou
     draft_R = _join([ask.drafts for ask in asks])
     row_B = rows_B.cumsum() - rows_B
     add_sampled(b, runs_UF, owner_U, draft_R, slots, slot_B=slot_B, row_B=row_B, rows_B=rows_B, when_B=when_B)
+    if any(len(ask.partners) for ask in asks):
+        b.partner_R = np.repeat(row_B, b.sampled_B) + _join([ask.partners for ask in asks])
     return b
 
 
@@ -366,7 +382,10 @@ def add_sampled(
     top_p_R = slots.top_p_S[b.slot_R]
     b.cuts = bool((top_p_R < 1.0).any())
     if slots.own or rule.sends_settings:
-        b.own_2R = np.stack([slots.temperature_S[b.slot_R], top_p_R])
+        min_p_R, top_k_R = slots.min_p_S[b.slot_R], slots.top_k_S[b.slot_R]
+        b.own_4R = np.stack([slots.temperature_S[b.slot_R], top_p_R, min_p_R, top_k_R])
+        b.has_min_p = bool(min_p_R.any())
+        b.most_k = slots.most_k(top_k_R)
     if (kind_R == SCORE).any():
         b.scored_R = draft_R
     b.once = bool((kind_R == TARGET_ONCE).all())
@@ -463,21 +482,35 @@ def answers(b: Batch, record: NDArray[np.float64] | None) -> list[Answer]:
     fields_AFR, accepted_B = _split_record(b, record)
     ends, replies = b.sampled_B.cumsum().tolist(), list[Answer]()
     if b.rule.as_arrays:
-        token_AR = fields_AFR[:, 0].astype(np.int64)
+        token_AR, end_of_notes = fields_AFR[:, 0].astype(np.int64), 2 + b.rule.num_notes
         for first, end in zip([0, *ends], ends, strict=False):
             part = slice(first, end)
-            replies.append(Answer(0, token_AR[:, part], fields_AFR[:, 1, part], fields_AFR[:, 2:, part].swapaxes(0, 1)))
+            replies.append(
+                Answer(0, token_AR[:, part], fields_AFR[:, 1, part], fields_AFR[:, 2:end_of_notes, part].swapaxes(0, 1))
+            )
         return replies
     tokens = fields_AFR[0, 0].astype(np.int64).tolist()
-    log_ps, *notes = fields_AFR[0, 1:].tolist()
+    log_ps, *notes = fields_AFR[0, 1 : 2 + b.rule.num_notes].tolist()
     for accepted, first, end in zip(accepted_B, [0, *ends], ends, strict=False):
         replies.append(Answer(accepted, tokens[first:end], log_ps[first:end], [note[first:end] for note in notes]))
     return replies
 
 
+def best_tokens(b: Batch, record: NDArray[np.float64]) -> Iterator[Tops]:
+    """The model's best tokens in each sampled row of each sample."""
+    fields_AFR, _ = _split_record(b, record)
+    log_p_R, (token_KR, best_KR) = fields_AFR[0, 1], np.split(fields_AFR[0, 2 + b.rule.num_notes :], 2)
+    ends = b.sampled_B.cumsum().tolist()
+    for first, end in zip([0, *ends], ends, strict=False):
+        rows = range(first, end)
+        pairs = (zip(token_KR[:, row].astype(int).tolist(), best_KR[:, row].tolist(), strict=True) for row in rows)
+        places = zip(b.place_R[first:end].tolist(), log_p_R[first:end].tolist(), strict=True)
+        yield {place: [pair for pair in best if pair[1] > -np.inf] for place, best in zip(places, pairs, strict=True)}
+
+
 def _split_record(b: Batch, record: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
     """The fields of each sampled row, [A, F, R], and how many leading drafts of each sample hold."""
-    num_fields, num_rows = 2 + b.rule.num_notes, b.row_R.shape[-1]
+    num_fields, num_rows = 2 + b.rule.num_notes + 2 * b.num_tops, b.row_R.shape[-1]
     count = (1 + b.rule.ahead) * num_fields * num_rows
     fields_AFR = record[:count].reshape(-1, num_fields, num_rows)[:, :, : b.num_sampled]
     if b.by_ratio:

@@ -26,18 +26,19 @@ from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
 from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Offer, Roll, SampleFrom
-from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, pack, put, steps
+from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, put, steps
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape, column_multiple
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
+from draftmill.decoders.engine.penalties import PenaltyTracker
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding_order
 from draftmill.decoders.engine.scheduler import DEVICE_ROWS, Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.engine.shaping import add_allowed
+from draftmill.decoders.engine.shaping import add_shape
 from draftmill.decoders.estimates import Text
 
 
@@ -224,6 +225,14 @@ class Engine:
             sample.tracker = tracker_of(
                 request.settings.constraint, masked.tolist(), in_order=self.algorithm.kind == "causal"
             )
+        if request.settings.penalties is not None:
+            sample.penalties = PenaltyTracker(
+                request.settings.penalties,
+                masked.tolist(),
+                in_order=self.algorithm.kind == "causal",
+                vocab_size=self.info.vocab_size,
+                never=frozenset(self.info.suppressed),
+            )
         return sample
 
     def _make_room(self, needed: int, length: int) -> None:
@@ -373,13 +382,17 @@ class Engine:
         asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
         assert len(asks) == len(samples), "offers and drafts were answered before"
         b = pack(samples, asks, self.slots, self.target.layout, self.target.rule)
-        if any(sample.tracker for sample in samples):
-            add_allowed(b, samples, self.sampler.masks)
+        if any(sample.is_shaped for sample in samples):
+            add_shape(b, samples, self.sampler.masks)
+        b.num_tops = min(max(sample.request.settings.top_logprobs for sample in samples), self.info.vocab_size)
         started = self.target.start(b)
         record, batch, laps = started.wait(), started.batch, started.seconds
         self._count(samples, started, laps)
         if record is not None:
             self._fail([samples[index] for index in bad_samples(batch, record)], batch)
+            if batch.num_tops:
+                for sample, tops in zip(samples, best_tokens(batch, record), strict=True):
+                    sample.tops_at |= tops if sample.tops is not None else {}
         ended = self._resume(samples, answers(batch, record))
         if self.algorithm.nodes:
             self._copy_columns(samples)
@@ -427,11 +440,12 @@ class Engine:
         active, batch, stats = len(samples), started.batch, self.stats
         seconds, useful, computed = sum(laps), batch.num_rows, started.computed
         share_s, first_s = seconds / active, laps[0] if laps else 0.0
+        each = 2 if self.algorithm.guidance else 1  # with and without what was given
         for sample in samples:
             if not sample.chunk:  # a chunk of a prompt is a part of the evaluation that its rest belongs to
-                sample.nfe += 1
-                sample.batch_rows += active
-            if sample.nfe <= 1:
+                sample.nfe += each
+                sample.batch_rows += active * each
+            if sample.nfe <= each:
                 sample.first_s += first_s
             sample.device_s += share_s
             sample.used_rows += useful

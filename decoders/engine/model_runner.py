@@ -24,7 +24,7 @@ from draftmill.decoders.backbones.rows import Rows, RowShape, StreamShape, Token
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.engine.batch import Batch, Layout
 from draftmill.decoders.engine.cuda_graphs import Graphs, Work
-from draftmill.decoders.engine.sampler import Sampler
+from draftmill.decoders.engine.sampler import Logits, Sampler
 
 _T = TypeVar("_T")
 Draws = Callable[[Batch, Tensor], Tensor]
@@ -205,7 +205,11 @@ class ModelRunner:
 
     def _record(self, sent: Batch, hidden_ND: Tensor) -> Tensor:
         hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
-        record = self._sampler.record(self.logits, hidden_RD, sent, is_target=self.is_target)
+        logits: Logits = self.logits
+        if sent.partner_R is not None:
+            hidden_RD = torch.cat([hidden_RD, hidden_ND.index_select(0, sent.partner_R)], 1)
+            logits = self.guided_logits
+        record = self._sampler.record(logits, hidden_RD, sent, is_target=self.is_target)
         if not self.layout.has_flags:
             return record
         sums_N = self.backbone.sums_N
@@ -222,7 +226,7 @@ class ModelRunner:
     def _pad_batch(self, b: Batch) -> bool:
         """Fill the batch up to the size of a captured forward; False where this one is not captured."""
         graphs = self.graphs
-        if graphs is None or not self.is_captured or not b.num_sampled or b.allowed_R is not None:
+        if graphs is None or not self.is_captured or not b.num_sampled or not b.fits_kernels:
             return False
         sizes = dict[str, int]()
         for axis, count in b.counts.items():
@@ -312,6 +316,11 @@ class ModelRunner:
         elif missing:
             logits_RV = logits_RV[:, : self._vocab_size]
         return logits_RV if self._never is None else logits_RV.index_fill(-1, self._never, -torch.inf)
+
+    def guided_logits(self, both_RD: Tensor) -> Tensor:
+        """The logits of rows guided by their partners, whose hidden states stand behind their own (LLaDA's `cfg_scale`)."""
+        own_RV, other_RV = (self.logits(half_RD.contiguous()) for half_RD in both_RD.chunk(2, 1))
+        return other_RV + (self._sampler.algorithm.guidance + 1.0) * (own_RV - other_RV)
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """The embeddings of tokens, [R, D]; in a drafting model of windows one that it does not know reads as a mask."""

@@ -167,10 +167,11 @@ class Sampler:
         self.algorithm, self.device, self._slots, self.plan = algorithm, device, slots, plan
         self._vocab_size, self._mask_id = info.vocab_size, -1 if info.mask_id is None else info.mask_id
         self._law_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self._job, self._uncut = sampling, sampling.model_copy(update={"top_p": None})
+        self._job = sampling
         # What S2D2's routers and public code read at temperature 0.
         self._warm = sampling.model_copy(update={"temperature": 1.0})
-        self._greedy, self._cuts = sampling.temperature == 0.0, not (sampling.top_p is None and sampling.top_k is None)
+        self._greedy = sampling.temperature == 0.0
+        self._cuts = not (sampling.top_p is None and sampling.top_k is None) or bool(sampling.min_p)
         self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=device)
         self._never = frozenset(info.suppressed)
         marked = torch.zeros(info.vocab_size, dtype=torch.bool)
@@ -270,7 +271,7 @@ class Sampler:
         if self.kernel is None and self.device.type == "cpu":
             gumbel = partial(self._noise.rows, b, part, self.plan.noise)
         warp = self._warp(b, part)
-        fields_AFR = (self.kernel if self.kernel and warp.is_whole else sample)(
+        fields_AFR = (self.kernel if self.kernel and warp.fits_kernels else sample)(
             logits_RV,
             warp,
             b.key_2R[:, part].T,
@@ -288,13 +289,31 @@ class Sampler:
         if self._order_F is not None:
             fields_AFR = fields_AFR.index_select(1, self._order_F)
         if self._of_two:
-            law_RV = log_law(warp.allow(logits_RV).to(torch.float64), self._warm)
+            law_RV = log_law(warp.shape(logits_RV).to(torch.float64), self._warm)
             fields_AFR[0, -1] = measure(self.notes[-1], law_RV, fields_AFR[0, 0].to(torch.int64))
+        if b.num_tops:
+            tops_FR = torch.stack(self._tops(warp.suppress(logits_RV), b.num_tops))
+            fields_AFR = torch.cat([fields_AFR, tops_FR.expand(len(fields_AFR), -1, -1)], 1)
         return fields_AFR
 
+    @staticmethod
+    def _tops(logits_RV: Tensor, count: int) -> list[Tensor]:
+        """The model's own best tokens and their log-probabilities, float64 [R] each: 2 x `count` fields."""
+        best = torch.log_softmax(logits_RV, dim=-1).topk(count, dim=-1)
+        return [*best.indices.T.to(torch.float64), *best.values.T.to(torch.float64)]
+
     def _warp(self, b: Batch, part: slice | Tensor) -> Warp:
-        own_2R = None if b.own_2R is None else b.own_2R[:, part]
-        warp = Warp(self._job, self._uncut, own_2R, b.cuts, self._suppressed, self._suppressed_V)
+        warp = Warp(
+            self._job,
+            None if b.own_4R is None else b.own_4R[:, part],
+            b.cuts,
+            self._suppressed,
+            self._suppressed_V,
+            has_min_p=b.has_min_p,
+            most_k=b.most_k,
+            token_ER=None if b.token_ER is None else b.token_ER[:, part],
+            change_3ER=None if b.change_3ER is None else b.change_3ER[:, :, part],
+        )
         if b.allowed_R is None:
             return warp
         cell_R = b.allowed_R[part]
@@ -351,6 +370,7 @@ class Sampler:
             if self.algorithm.measured:
                 laws[-1] = p_RV
             fields += [measure(name, law, token_R) for name, law in zip(self.notes, laws, strict=True)]
+            fields += self._tops(logits_RV, b.num_tops) if b.num_tops else []
         log_p_R = p_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
         return torch.stack([field.to(torch.float64) for field in fields]), log_p_R, logits_RV, law_RV
 
@@ -360,13 +380,13 @@ class Sampler:
     def law(self, logits_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that tokens are drawn from; at temperature 0 the model's own in float64, if ratios mean something."""
         if self._greedy and self.algorithm.by_ratio:
-            return torch.log_softmax(warp.allow(logits_RV).to(torch.float64), dim=-1)
+            return torch.log_softmax(warp.shape(logits_RV).to(torch.float64), dim=-1)
         return warp.law(logits_RV, cut=True)
 
     def _judging(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that judge: at temperature 0 those of temperature 1 after top-k and top-p."""
         if self._greedy and self.algorithm.by_ratio and self._cuts:
-            return log_law(warp.allow(logits_RV).to(torch.float64), self._warm)
+            return log_law(warp.shape(logits_RV).to(torch.float64), self._warm)
         return law_RV
 
     def _log_p(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp, token_R: Tensor) -> Tensor:
@@ -451,10 +471,7 @@ class Sampler:
         ).T
         key_B2, order_SW = self._slots.key_S2[slot_B], self._slots.order_SW
         place_B = rank_B if order_SW is None else order_SW[slot_B, rank_B]
-        own_2B, cuts = None, (self._slots.top_p_S[slot_B] < 1.0).any()
-        if self._slots.own:
-            own_2B = torch.from_numpy(np.stack([self._slots.temperature_S[slot_B], self._slots.top_p_S[slot_B]]))
-        warp = Warp(self._job, self._uncut, own_2B, bool(cuts), self._suppressed, self._suppressed_V)
+        warp = self._warp_named(slot_B)
         law_BT = warp.law(weight_BT.log().to(self._law_dtype), cut=self.by_ratio)
         if self.by_ratio:
             uniform_B = torch.from_numpy(keys.uniform_rows(key_B2, place_B, keys.DRAFT, when_B))
@@ -465,16 +482,26 @@ class Sampler:
         tokens = token_BT.gather(1, index_B.unsqueeze(1)).squeeze(1).tolist()
         return (Answer(0, [token], [0.0]) for token in tokens)
 
+    def _warp_named(self, slot_B: Ints) -> Warp:
+        """The warp of distributions that decoders name, by the settings of slots."""
+        slots, own_4B, has_min_p, most_k = self._slots, None, False, 0
+        if slots.own:
+            own = [column_S[slot_B] for column_S in (slots.temperature_S, slots.top_p_S, slots.min_p_S, slots.top_k_S)]
+            own_4B, has_min_p, most_k = torch.from_numpy(np.stack(own)), bool(own[2].any()), slots.most_k(own[3])
+        cuts = bool((slots.top_p_S[slot_B] < 1.0).any())
+        never, marked = self._suppressed, self._suppressed_V
+        return Warp(self._job, own_4B, cuts, never, marked, has_min_p=has_min_p, most_k=most_k)
+
     def _keep_named(self, cell_B: Ints, token_BT: Tensor, law_BT: Tensor, index_B: Tensor) -> None:
         """Send distributions of few tokens to where drafts are judged."""
         log_q_B = law_BT.gather(1, index_B.unsqueeze(1)).to(torch.float64)
         sent = Batch(
-            row_R=cell_B, head_5R=token_BT.numpy().T, own_2R=torch.cat([law_BT.to(torch.float64), log_q_B], 1).numpy().T
+            row_R=cell_B, head_5R=token_BT.numpy().T, own_4R=torch.cat([law_BT.to(torch.float64), log_q_B], 1).numpy().T
         ).to(self.device)
         law_BV = self._states_CD.new_full((len(cell_B), self._vocab_size), -torch.inf)
         # Places that fill a row up hold no mass: where two name one token, the greater counts.
-        law_BV.scatter_reduce_(1, sent.head_5R.T, sent.own_2R[:-1].T.to(law_BV.dtype), "amax")
-        self._keep(sent.row_R, law_BV, sent.own_2R[-1])
+        law_BV.scatter_reduce_(1, sent.head_5R.T, sent.own_4R[:-1].T.to(law_BV.dtype), "amax")
+        self._keep(sent.row_R, law_BV, sent.own_4R[-1])
 
 
 def spread(asks: Sequence[SampleFrom], vocab_size: int, never: frozenset[int]) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,12 @@ from draftmill.decoders.constraints.trackers import Tracker
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Ints, Run, Span, Wish
 from draftmill.decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
+from draftmill.decoders.engine.penalties import PenaltyTracker
 
 FILLED: Final = "filled"
+Tops = dict[tuple[int, float], list[tuple[int, float]]]
+"""Tokens and their log-probabilities, the best first, of rows that speak of a position and say that its token has this
+log-probability: so the row that decided a token is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,8 @@ class Sample:
     __slots__ = (
         "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
         "device_s", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "just", "key", "length", "log_ps",
-        "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "rank_at", "request", "slot", "stats", "stop_ids",
-        "stop_text", "times", "tokens", "trace", "tracker", "used_rows",
+        "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "slot", "stats",
+        "stop_ids", "stop_text", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
     )  # fmt: skip
 
     def __init__(
@@ -105,18 +109,22 @@ class Sample:
         self.length = len(self.tokens)
         self.logprob = 0.0
         self.log_ps: list[float] | None = [] if request.settings.token_logprobs else None
+        # The model's best tokens by rank, if the request asks for them; and in places that are not decided yet.
+        self.tops: list[list[tuple[int, float]]] | None = [] if request.settings.top_logprobs else None
+        self.tops_at: Tops = {}
         self.nfe = self.nfe_draft = 0
         self.iterations = self.proposed = self.accepted = 0
         self.histogram: list[int] = []
         self.is_greedy: bool | None = None
         # How the sample ends where nothing stops it; None where texts have no ends.
         self.end = None if stops is None else LENGTH
-        self.stop_ids = frozenset(stops.ids) if stops else frozenset()
+        self.stop_ids = frozenset((*stops.ids, *request.settings.stop_ids)) if stops else frozenset()
         own_text = request.settings.stop_text
         self.stop_text: StopText | None = None if stops is None else stops.text if own_text is None else own_text
         self.trace: list[TraceStep] | None = [] if traced else None
-        # What the text must match; None if it may be anything.
+        # What the text must match, and what changes its logits; None if nothing does.
         self.tracker: Tracker | None = None
+        self.penalties: PenaltyTracker | None = None
         # Drafts of the iteration that has just ended, and how many of them paid, for a budget; None if none has.
         self.just: tuple[int, int] | None = None
         # Rows of the prompt that run in this forward, before anything is asked (scheduler.py).
@@ -178,13 +186,17 @@ class Sample:
         before = self.decided
         kept, is_over = self._until_stop(tokens, min(count, self.length - before))
         self.tokens[before : before + kept] = tokens[:kept]
-        if self.tracker is not None:
+        if self.is_shaped:
             for rank in range(before, before + kept):
-                self.tracker.decide(rank if self.order is None else self.order[rank], self.tokens[rank])
+                self.decide(rank if self.order is None else self.order[rank], self.tokens[rank])
         for log_p in log_ps[:kept]:
             self.logprob += log_p
         if self.log_ps is not None:
             self.log_ps += log_ps[:kept]
+        if self.tops is not None:
+            places = range(before, before + kept) if self.order is None else self.order[before : before + kept]
+            self.tops += [self.tops_at[where] for where in zip(places, log_ps[:kept], strict=True)]
+            self.tops_at = {}
         self.decided = before + kept
         if is_over:
             self.length = self.decided
@@ -196,19 +208,38 @@ class Sample:
             self.trace.append(TraceStep(len(self.trace), self.nfe, seen, self.tokens[span], positions))
         return kept
 
+    @property
+    def is_shaped(self) -> bool:
+        """Whether its rows draw from other logits than the model's."""
+        return self.tracker is not None or self.penalties is not None
+
+    @property
+    def may_clash(self) -> bool:
+        """Whether tokens that have not seen each other may be impossible together."""
+        return self.tracker is not None or (self.penalties is not None and self.penalties.penalties.bans)
+
+    def decide(self, position: int, token: int) -> None:
+        """A token stands at a position from now on: tell what follows from it."""
+        if self.tracker is not None:
+            self.tracker.decide(position, token)
+        if self.penalties is not None:
+            self.penalties.decide(position, token)
+
     def is_open(self, position: int) -> bool:
         """Whether the token at a position is not decided."""
         return (position if self.order is None else self.rank_at[position]) >= self.decided
 
     def fitting(self, news: Sequence[tuple[int, int]]) -> list[int]:
-        """Which of some tokens (position, token) satisfy the constraint if they are decided in this order: tokens of one forward
-        have not seen each other. The first one does."""
-        if self.tracker is None:
+        """Which of some tokens (position, token) satisfy the constraint, and are not banned, if they are decided in this order:
+        tokens of one forward have not seen each other. The first one does."""
+        if not self.may_clash:
             return list(range(len(news)))
         kept = list[int]()
         for index, (position, token) in enumerate(news):
-            allowed = self.tracker.allowed(position, [news[before] for before in kept])
-            if allowed is None or allowed[1]()[token]:
+            known = [news[before] for before in kept]
+            allowed = None if self.tracker is None else self.tracker.allowed(position, known)
+            banned = self.penalties is not None and token in self.penalties.bans(position, known)
+            if (allowed is None or allowed[1]()[token]) and not banned:
                 kept.append(index)
         return kept
 
@@ -247,11 +278,16 @@ class Sample:
             histogram += [0] * (committed + 1 - len(histogram))
         histogram[committed] += 1
 
-    def _generated_tokens(self) -> tuple[list[int], list[float]]:
-        """The generated tokens in canvas order, and their log-probabilities if the request asks for them."""
+    def _places(self) -> list[int]:
+        """The ranks of the generated tokens in canvas order."""
         places = list(range(self.prompt, self.decided))
         if self.order is not None:
             places.sort(key=self.order.__getitem__)
+        return places
+
+    def _generated_tokens(self) -> tuple[list[int], list[float]]:
+        """The generated tokens in canvas order, and their log-probabilities if the request asks for them."""
+        places = self._places()
         log_ps = [] if self.log_ps is None else [self.log_ps[place - self.prompt] for place in places]
         return [self.tokens[place] for place in places], log_ps
 
@@ -260,6 +296,9 @@ class Sample:
         now, ran = time.perf_counter(), self.nfe > 0
         broken = self.is_bad or not math.isfinite(self.logprob)
         text, log_ps = self._generated_tokens()
+        most, tops = self.request.settings.top_logprobs, None
+        if self.tops is not None and ran and not broken:
+            tops = [self.tops[place - self.prompt][:most] for place in self._places()]
         asks_scores = self.log_ps is not None and ran and not broken
         scores = np.array(log_ps, dtype=np.float32) if asks_scores else None
         wait_s = self.times.admitted_s - self.times.queued_s
@@ -287,6 +326,7 @@ class Sample:
             error="the model gave logits that are not finite" if broken else None,
             trace=self.trace,
             token_logprobs=scores,
+            top_logprobs=tops,
             is_greedy=None if broken else self.is_greedy,
         )
 
@@ -294,7 +334,8 @@ class Sample:
 class SlotTable:
     """What the host knows of the sample in each slot: its key, its decoding order, and its sampling settings. `key_S2` are
     words of keys (noise.key_words). `order_SW` gives the position of each rank; None where that is the rank itself. `top_p_S`
-    is infinite where nothing is cut. `own` are the slots whose samples have other settings than the job."""
+    is infinite, `min_p_S` and `top_k_S` are 0 where nothing is cut. `own` are the slots whose samples have other settings than
+    the job."""
 
     def __init__(self, sampling: Sampling, num_slots: int) -> None:
         self._job = sampling
@@ -302,17 +343,19 @@ class SlotTable:
         self.length_S: Ints = np.zeros(num_slots, dtype=np.int64)
         self.order_SW: Ints | None = None
         self.temperature_S, self.top_p_S = np.zeros(num_slots), np.zeros(num_slots)
+        self.min_p_S, self.top_k_S = np.zeros(num_slots), np.zeros(num_slots)
         self.own = set[int]()
 
     def start(self, sample: Sample) -> None:
         """A new sample has its slot."""
         slot, settings, job = sample.slot, sample.request.settings, self._job
         self.key_S2[slot], self.length_S[slot] = split_key(sample.key), sample.length
-        usual = job.top_p or 1.0
-        temperature = job.temperature if settings.temperature is None else settings.temperature
-        top_p = usual if settings.top_p is None else settings.top_p
+        usual = (job.temperature, job.top_p or 1.0, job.min_p or 0.0, job.top_k or 0)
+        own = (settings.temperature, settings.top_p, settings.min_p, settings.top_k)
+        chosen = tuple(theirs if mine is None else mine for mine, theirs in zip(own, usual, strict=True))
+        temperature, top_p, self.min_p_S[slot], self.top_k_S[slot] = chosen
         self.temperature_S[slot], self.top_p_S[slot] = temperature, top_p if top_p < 1.0 else np.inf
-        if temperature != job.temperature or top_p != usual:
+        if chosen != usual:
             self.own.add(slot)
         if sample.order is not None:
             self._wider(sample.length)[slot, : sample.length] = sample.order
@@ -326,6 +369,10 @@ class SlotTable:
                 self.order_SW[:, : held.shape[1]] = held
         assert self.order_SW is not None, "orders have a table"
         return self.order_SW
+
+    def most_k(self, top_k_R: NDArray[np.float64]) -> int:
+        """The largest top-k of some rows, or 0 if all of them have the job's."""
+        return max(int(top_k_R.max(initial=0)), 1) if (top_k_R != (self._job.top_k or 0)).any() else 0
 
     def release(self, slot: int) -> None:
         """A slot has become free."""

@@ -21,7 +21,7 @@ class Setup:
     A batch has at most `max_rows` samples and `max_tokens` cached columns. `heads` serve the any-subset decoders and `specdiff`,
     `stops` those that write from left to right, a `drafter` (a model of the same vocabulary) `speculative` and `specdiff`.
     `drafter_info` gives the drafter's longest text; without it, that of the model applies. With `trace` every outcome has the
-    steps that led to it. `has_constraints`: a request may have one.
+    steps that led to it. `has_constraints`: a request may have one, or penalties.
 
     `prompt_rows` bounds the rows of prompts that run in one forward beside the rows of samples that decode; longer prompts run
     in chunks (scheduler.py). None: `DEVICE_ROWS` where attention reads rows by a kernel; else prompts run whole, and apart from

@@ -1,8 +1,9 @@
-"""Which tokens each sampled row may draw, where samples have constraints: from trackers on the host to bits on the device.
+"""What each sampled row draws from, where samples have constraints or penalties: from trackers on the host to the device.
 
     row      the cat _            sees `the cat`; `cat` is a draft          known: cat at 1
     tracker  state after `cat`    may be followed by `sat`, `sits`          a set, by its name
     table    cell 7: 0010..       the bits of each set, sent when a row first needs it; rows refer to cells
+    entries  the: -0.5, sat: 1.2  how its logits change by penalties, biases and bans (penalties.py)
 
 A row knows what is decided, and the drafts of its forward that it sees. So it draws from the distribution that the sequential
 decoder draws from at that place, and whatever is lossless without a constraint is so with one. Legend: see batch.py; C cells,
@@ -23,6 +24,7 @@ from torch import Tensor
 from draftmill.decoders.constraints.trackers import Allowed, Known
 from draftmill.decoders.engine.asks import Ints
 from draftmill.decoders.engine.batch import Batch
+from draftmill.decoders.engine.penalties import Entries
 from draftmill.decoders.engine.samples import Sample
 
 _MOST_BYTES: Final = 1 << 26
@@ -81,21 +83,47 @@ class MaskTable:
         return self._floor_B8.index_select(0, byte_E).view(len(cell_R), -1)[:, : self._vocab_size]
 
 
-def add_allowed(b: Batch, samples: Sequence[Sample], table: MaskTable) -> None:
-    """Add which tokens each sampled row of a batch may draw."""
+def add_shape(b: Batch, samples: Sequence[Sample], table: MaskTable) -> None:
+    """Add which tokens each sampled row of a batch may draw, and how its logits change."""
     owner_R, sample_N = np.repeat(np.arange(len(samples)), b.sampled_B), np.asarray(b.sample_G)[b.owner_N]
     sets: list[Allowed] = [None] * len(owner_R)
+    entries: list[Entries | None] = [None] * len(owner_R)
     for index, sample in enumerate(samples):
-        if sample.tracker is not None:
-            for row in np.flatnonzero(owner_R == index).tolist():
-                known = known_to(b, sample, row, np.flatnonzero(sample_N == index), table.mask_id)
-                sets[row] = sample.tracker.allowed(int(b.place_R[row]), known)
-    b.allowed_R = table.cells(sets)
+        if not sample.is_shaped:
+            continue
+        mine, seen = np.flatnonzero(sample_N == index), dict[Hashable, Known]()
+        for row in np.flatnonzero(owner_R == index).tolist():
+            position, at = int(b.place_R[row]), int(b.row_R[row])
+            # Rows of one canvas often see the same.
+            sight = at if b.layout.streams else (b.low_IN[:, at].tobytes(), b.high_IN[:, at].tobytes(), b.owner_N[at])
+            if sight not in seen:
+                seen[sight] = known_to(b, sample, at, mine, table.mask_id)
+            if sample.tracker is not None:
+                sets[row] = sample.tracker.allowed(position, seen[sight])
+            if sample.penalties is not None:
+                entries[row] = sample.penalties.entries(position, seen[sight])
+    if any(allowed is not None for allowed in sets):
+        b.allowed_R = table.cells(sets)
+    if any(entry is not None for entry in entries):
+        _add_entries(b, entries)
 
 
-def known_to(b: Batch, sample: Sample, row: int, mine: Ints, mask_id: int | None) -> Known:
-    """The drafts that a sampled row sees among the rows `mine` of its sample."""
-    at = int(b.row_R[row])
+def _add_entries(b: Batch, entries: Sequence[Entries | None]) -> None:
+    """The changes of all rows, as many for each: a row with fewer repeats its first one, or changes nothing."""
+    most = max(1, *(len(entry[0]) for entry in entries if entry is not None))
+    token_RE, change_R3E = np.zeros((len(entries), most), np.int64), np.zeros((len(entries), 3, most))
+    change_R3E[:, 1] = 1.0
+    for row, entry in enumerate(entries):
+        if entry is None or not len(entry[0]):
+            continue
+        (tokens, changes), count = entry, len(entry[0])
+        token_RE[row, :count], change_R3E[row, :, :count] = tokens, changes
+        token_RE[row, count:], change_R3E[row, :, count:] = tokens[0], changes[:, :1]
+    b.token_ER, b.change_3ER = token_RE.T, change_R3E.transpose(1, 2, 0)
+
+
+def known_to(b: Batch, sample: Sample, at: int, mine: Ints, mask_id: int | None) -> Known:
+    """The drafts that row (query) `at` of a batch sees among the rows `mine` of its sample."""
     columns = b.column_N[mine]
     if b.layout.streams:
         positions, sees = np.array(sample.order)[columns], columns < b.limit_Q[at]

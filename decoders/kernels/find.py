@@ -113,14 +113,15 @@ def sampling_problem(device: torch.device) -> str | None:
 
         number_R = torch.arange(8, device=device)
         keys = noise.key_words([sample_key(0, str(row)) for row in range(8)], device)
-        own_2R = torch.tensor([[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4], dtype=torch.float64, device=device)
+        settings = [[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4, [0.0] * 8, [0.0] * 8]
+        own_4R = torch.tensor(settings, dtype=torch.float64, device=device)
         # Of every three rows the first names no token to score: then it is the token drawn.
         scored: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
         noted: dict[str, Any] = {**scored, "wanted": sampling_reference.WANTED, "mask_id": 5}
         pairs = []
         for top_k, warped, more in ((None, False, {}), (30, False, scored), (None, False, noted), (30, True, noted)):
             job = Sampling(top_k=top_k)
-            warp = sampling_reference.Warp(job, job, own_2R, True, number_R[:3], torch.arange(601, device=device) < 3)
+            warp = sampling_reference.Warp(job, own_4R, True, number_R[:3], torch.arange(601, device=device) < 3)
             result, expected = (
                 module.sample(_normal(device, 8, 601) * 4, warp, keys, number_R, warped=warped, **more).float()
                 for module in (sampling, sampling_reference)

@@ -385,13 +385,13 @@ def sample(
     gumbel: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
     """See sampling_reference.py; logits in float32 or half precision, which stay as they are."""
-    assert warp.own_2R is not None and gumbel is None, "a kernel gets each row's settings, and computes its noise"
+    assert warp.own_4R is not None and gumbel is None, "a kernel gets each row's settings, and computes its noise"
     assert mask_id >= 0 or "scores" not in wanted, "scores leave out the mask"
     assert logits_RV.stride(1) == 1, "the logits of a row follow each other"
     (num_rows, vocab_size), top_k = logits_RV.shape, warp.job.top_k
     fields_AFR = torch.empty(1 + ahead, 2 + len(wanted), num_rows, dtype=torch.float64, device=logits_RV.device)
     if num_rows:
-        asked = (warp.own_2R, key_R2, position_R, draw_R, scored_R)
+        asked = (warp.own_4R, key_R2, position_R, draw_R, scored_R)
         sample_rows[(num_rows, 1 + ahead)](
             logits_RV, warp.suppressed_V.view(torch.int8),
             *(None if tensor is None else tensor.contiguous() for tensor in asked),

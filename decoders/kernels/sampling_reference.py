@@ -31,41 +31,70 @@ WANTED: Final[tuple[Wanted, ...]] = ("top1", "margin", "entropy", "squares", "sc
 
 @dataclass(frozen=True, slots=True)
 class Warp:
-    """How each row's distribution is changed: by the job's settings, or by temperature and top-p of its own.
+    """How each row's distribution is changed: by the job's settings, or by settings of its own, and by what it knows of its text.
 
-    `job` are the job's settings, `uncut` the same without top-p. `own_2R` are temperature (0 takes the maximum) and top-p (1 or
-    more cuts nothing) of each row, float64; None where all rows have the job's. Kernels need them. A row has the same bits either
-    way. `cuts` says whether any row has a top-p below 1. `suppressed` are ids that are never generated, which `suppressed_V`
-    marks. Where a row may not draw every token, which `limited_R1` marks, `floor_RV` is -inf for those that it may not, else 0;
-    the model's own distribution has them all.
+    `job` are the job's settings. `own_4R` are temperature (0 takes the maximum), top-p (1 or more cuts nothing), min-p and top-k
+    (0: they cut nothing) of each row, float64; None where all rows have the job's. Kernels need the first two. A row has the same
+    bits either way. `cuts` says whether any row has a top-p below 1, `has_min_p` whether any has a min-p, `most_k` is the largest
+    top-k, where rows have other ones than the job, else 0. `suppressed` are ids that are never generated; `suppressed_V` marks
+    them.
+
+    A logit x of the token `token_ER` becomes penalty(x + before) + after, by `change_3ER` (before, factor, after): a penalty
+    divides what is positive by the factor, and multiplies what is negative. A token that a row names twice has one change.
+    Where a row may not draw every token, which `limited_R1` marks, `floor_RV` is -inf for those that it may not, else 0. Both are
+    no matter of the model's own distribution.
     """
 
     job: Sampling
-    uncut: Sampling
-    own_2R: Tensor | None
+    own_4R: Tensor | None
     cuts: bool
     suppressed: Tensor
     suppressed_V: Tensor
+    has_min_p: bool = False
+    most_k: int = 0
+    token_ER: Tensor | None = None
+    change_3ER: Tensor | None = None
     floor_RV: Tensor | None = None
     limited_R1: Tensor | None = None
 
     @property
     def greedy(self) -> bool:
         """Whether every row takes the maximum."""
-        return self.own_2R is None and self.job.temperature == 0.0
+        return self.own_4R is None and self.job.temperature == 0.0
 
     @property
     def is_plain(self) -> bool:
         """Whether every distribution is the model's own, but for top-p."""
-        return self.is_whole and self.own_2R is None and self.job.temperature == 1.0 and self.job.top_k is None
+        usual = self.job.temperature == 1.0 and self.job.top_k is None and not self.job.min_p
+        return self.is_whole and self.own_4R is None and usual
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row may draw any token."""
-        return self.floor_RV is None
+        """Whether every row draws from the model's logits as they are."""
+        return self.floor_RV is None and self.token_ER is None
 
-    def allow(self, logits_RV: Tensor) -> Tensor:
-        """Logits in which what a row may not draw is impossible."""
+    @property
+    def fits_kernels(self) -> bool:
+        """Whether kernels know all that is asked for."""
+        return self.is_whole and not self.has_min_p and not self.most_k
+
+    @property
+    def shaped_R1(self) -> Tensor:  # noqa: N802 - a tensor is named with its axes
+        """Which rows draw from other logits than the model's, [R, 1]."""
+        if self.change_3ER is None:
+            assert self.limited_R1 is not None, "a warp of rows with constraints or penalties"
+            return self.limited_R1
+        before_ER, factor_ER, after_ER = self.change_3ER
+        changed_R1 = ((before_ER != 0) | (factor_ER != 1) | (after_ER != 0)).any(0).unsqueeze(1)
+        return changed_R1 if self.limited_R1 is None else changed_R1 | self.limited_R1
+
+    def shape(self, logits_RV: Tensor) -> Tensor:
+        """The logits that rows draw from."""
+        if self.token_ER is not None and self.change_3ER is not None:
+            token_RE, change_3RE = self.token_ER.T, self.change_3ER.transpose(1, 2).to(logits_RV.dtype)
+            logit_RE = logits_RV.gather(1, token_RE) + change_3RE[0]
+            logit_RE = torch.where(logit_RE < 0, logit_RE * change_3RE[1], logit_RE / change_3RE[1]) + change_3RE[2]
+            logits_RV = logits_RV.scatter(1, token_RE, logit_RE)
         return logits_RV if self.floor_RV is None else logits_RV + self.floor_RV
 
     def suppress(self, logits_RV: Tensor) -> Tensor:
@@ -73,18 +102,29 @@ class Warp:
         return logits_RV.index_fill_(-1, self.suppressed, -torch.inf) if len(self.suppressed) else logits_RV
 
     def law(self, logits_RV: Tensor, *, cut: bool) -> Tensor:
-        """The log-probabilities of suppressed logits, [R, V], of what rows may draw; `cut` to their nuclei or not."""
-        logits_RV = self.allow(logits_RV)
-        if self.own_2R is None:
-            return log_law(logits_RV, self.job if cut else self.uncut)
-        top_p_R1 = self.own_2R[1].unsqueeze(1) if cut and self.cuts else None
-        return log_laws(logits_RV, self.own_2R[0].unsqueeze(1), top_k=self.job.top_k, top_p_R1=top_p_R1)
+        """The log-probabilities of suppressed logits, [R, V], of what rows may draw; `cut` to their nuclei or not (`log_law`)."""
+        return self.law_of(self.shape(logits_RV), cut=cut)
+
+    def law_of(self, logits_RV: Tensor, *, cut: bool) -> Tensor:
+        """The same of logits that were shaped."""
+        if self.own_4R is None:
+            return log_law(logits_RV, self.job, cut=cut)
+        temperature_R1, top_p_R1, min_p_R1, own_k_R1 = self.own_4R.unsqueeze(2)
+        return log_laws(
+            logits_RV,
+            temperature_R1,
+            top_k=self.most_k or self.job.top_k,
+            top_p_R1=top_p_R1 if self.cuts else None,
+            own_k_R1=own_k_R1 if self.most_k else None,
+            min_p_R1=min_p_R1 if self.has_min_p else None,
+            cut=cut,
+        )
 
     def draw(self, uncut_RV: Tensor, gumbel_RV: Tensor) -> Tensor:
         """The token of each row by its noise, [R], from a distribution that is not cut to its nucleus yet."""
-        if self.own_2R is None:
+        if self.own_4R is None:
             return nucleus_draw(uncut_RV, gumbel_RV, self.job.top_p if self.cuts else None)
-        return nucleus_draw(uncut_RV, gumbel_RV, self.own_2R[1].unsqueeze(1) if self.cuts else None)
+        return nucleus_draw(uncut_RV, gumbel_RV, self.own_4R[1].unsqueeze(1) if self.cuts else None)
 
 
 def sample(
@@ -112,13 +152,13 @@ def sample(
     """
     scores_R = _log_scores(logits_RV, mask_id) if "scores" in wanted else None
     logits_RV = warp.suppress(logits_RV)
-    uncut_RV = None if warp.greedy else warp.law(logits_RV, cut=False)
-    own_RV = None if warp.limited_R1 is None else torch.log_softmax(logits_RV, dim=-1)
-    logits_RV = warp.allow(logits_RV)
+    own_RV = None if warp.is_whole else torch.log_softmax(logits_RV, dim=-1)
+    logits_RV = warp.shape(logits_RV)
+    uncut_RV = None if warp.greedy else warp.law_of(logits_RV, cut=False)
     plain_RV, law_RV = _laws(logits_RV, uncut_RV, warp, is_noted=bool(wanted), warped=warped)
-    if own_RV is not None and warp.limited_R1 is not None:
-        # Where a row may not draw everything, the model's own distribution is another one.
-        plain_RV = torch.where(warp.limited_R1, own_RV.to(plain_RV.dtype), plain_RV)
+    if own_RV is not None:
+        # Where a row draws from other logits, the model's own distribution is another one.
+        plain_RV = torch.where(warp.shaped_R1, own_RV.to(plain_RV.dtype), plain_RV)
     draw_R = torch.zeros_like(position_R) if draw_R is None else draw_R
     fields = []
     for step in range(1 + ahead):
@@ -150,9 +190,9 @@ def _laws(
         plain_RV = torch.log_softmax(logits_RV, dim=-1)
     if not (is_noted and of_warped):
         return plain_RV, plain_RV
-    law_RV = warp.law(logits_RV, cut=True)
-    if warp.own_2R is not None:
-        exact_RV, greedy_R1 = torch.log_softmax(logits_RV.to(torch.float64), -1), warp.own_2R[0].unsqueeze(1) == 0.0
+    law_RV = warp.law_of(logits_RV, cut=True)
+    if warp.own_4R is not None:
+        exact_RV, greedy_R1 = torch.log_softmax(logits_RV.to(torch.float64), -1), warp.own_4R[0].unsqueeze(1) == 0.0
         law_RV, plain_RV = (torch.where(greedy_R1, exact_RV, each_RV) for each_RV in (law_RV, plain_RV))
     return plain_RV, law_RV
 

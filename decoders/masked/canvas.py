@@ -55,9 +55,10 @@ Pick = tuple[float, int, int, float]
 
 class Canvas(Sample):
     """One request at work. `tokens` are those of the positions, HOLE at masks; `holes` are the positions of the masks,
-    ascending. `canvas` are the tokens as an array; `size` is the length of a block, by default of the whole canvas."""
+    ascending. `canvas` are the tokens as an array, of which `given` were no masks in the beginning; `size` is the length of a
+    block, by default of the whole canvas."""
 
-    __slots__ = ("canvas", "holes", "keep", "log_p_at", "origin", "size", "uniform")
+    __slots__ = ("canvas", "given", "holes", "keep", "log_p_at", "origin", "size", "uniform")
 
     def __init__(self, *args: Any, block_length: int | None, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -65,6 +66,7 @@ class Canvas(Sample):
         self.origin = self.holes[0] if self.holes else 0
         self.size = block_length or max(self.length, 1)
         self.canvas: NDArray[np.int64] = np.array(self.tokens, dtype=np.int64)
+        self.given = self.canvas != HOLE
         self.uniform: NDArray[np.float64] | None = None
         self.log_p_at: dict[int, float] = {}
         # How many tokens are kept of a completion that has ended.
@@ -107,8 +109,8 @@ class Canvas(Sample):
         count = self._until_end(picks)
         for _, position, token, log_p in picks[:count]:
             self.tokens[position] = self.canvas[position] = token
-            if self.tracker is not None:
-                self.tracker.decide(position, token)
+            if self.is_shaped:
+                self.decide(position, token)
             self.log_p_at[position] = log_p
             self.logprob += log_p
         if count == 1:
@@ -155,9 +157,10 @@ class Canvas(Sample):
 
 class CanvasAsk:
     """Collects rows of canvases, and stretches of masks of which the surest are wanted. A row speaks of the position `shift`
-    after its own."""
+    after its own. With `given` each canvas runs once more, masked where this is true: the rows of that one are partners."""
 
-    def __init__(self, shift: int) -> None:
+    def __init__(self, shift: int, given: NDArray[np.bool_] | None = None) -> None:
+        self._given = given
         self._shift, self._spans, self._num_rows = shift, list[int](), 0
         self._tokens, self._stretches = list[Ints](), list[int]()
         # Of each stretch of masks: what their rows were run as, their positions, the number of their draws, how many are wanted.
@@ -168,10 +171,12 @@ class CanvasAsk:
     ) -> int:
         """Run the positions [low, high) of a canvas, which see the columns `below`, or these stretches; returns what to `read` of
         them with."""
-        self._spans += Span(high - low, column, low, below, FAR, node=node)
-        self._stretches += sees
-        self._tokens.append(canvas[low:high])
-        first, self._num_rows = self._num_rows - low, self._num_rows + high - low
+        canvases = [canvas] if self._given is None else [canvas, np.where(self._given, HOLE, canvas)]
+        for number, each in enumerate(canvases):
+            self._spans += Span(high - low, column, low, below, FAR, node=len(canvases) * node + number)
+            self._stretches += sees
+            self._tokens.append(each[low:high])
+        first, self._num_rows = self._num_rows - low, self._num_rows + len(canvases) * (high - low)
         return first
 
     def read(self, first: int, positions: Sequence[int], *, best: int, draw: int) -> None:
@@ -187,8 +192,9 @@ class CanvasAsk:
         position_R, sizes = np.concatenate(self._positions), [len(each) for each in self._positions]
         row_R = np.repeat(self._firsts, sizes) + np.maximum(position_R - self._shift, 0)
         runs = runs_of(row_R, position_R, TARGET, np.repeat(self._draws, sizes))
-        drafts = np.full(len(row_R), NO_DRAFT)
-        return Ask(np.concatenate(self._tokens), self._spans, runs, drafts, stretches=self._stretches, sigmas=sigmas)
+        drafts, partners = np.full(len(row_R), NO_DRAFT), () if self._given is None else row_R + len(self._given)
+        tokens, stretches = np.concatenate(self._tokens), self._stretches
+        return Ask(tokens, self._spans, runs, drafts, stretches=stretches, partners=partners, sigmas=sigmas)
 
     def picks(self, answer: Answer, sure_AR: NDArray[np.float64]) -> list[list[list[Pick]]]:
         """The picks of each draw, stretch by stretch: the surest first, among equals the one asked about first.
@@ -210,13 +216,15 @@ class CanvasAsk:
             draws.append([picks[first:end] for first, end in pairwise(ends)])
         return draws
 
-    def sure(self, s: Canvas, kind: str, answer: Answer) -> NDArray[np.float64]:
-        """How sure each token is, for each draw; `random`: a uniform number of the position."""
+    def sure(self, s: Canvas, kind: str, answer: Answer, *, ends_last: bool = False) -> NDArray[np.float64]:
+        """How sure each token is, for each draw; `random`: a uniform number of the position. With `ends_last` no token is less
+        sure than one that ends the text."""
         if kind == "random":
             uniform_R: NDArray[np.float64] = s.order_uniforms[np.concatenate(self._positions)]
-            return np.broadcast_to(uniform_R, np.shape(answer.tokens))
-        sure_AR: NDArray[np.float64] = -answer.notes[0] if kind == "entropy" else answer.notes[0]
-        return sure_AR
+            sure_AR = np.broadcast_to(uniform_R, np.shape(answer.tokens))
+        else:
+            sure_AR = -answer.notes[0] if kind == "entropy" else answer.notes[0]
+        return np.where(np.isin(answer.tokens, list(s.stop_ids)), -np.inf, sure_AR) if ends_last else sure_AR
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -325,10 +333,18 @@ class NodeLayout:
     surest masks in each of the first blocks that hold `count` of its masks."""
 
     def __init__(
-        self, s: Canvas, drafts: Sequence[tuple[int, int]], shift: int, *, count: int, best: int, fresh: bool
+        self,
+        s: Canvas,
+        drafts: Sequence[tuple[int, int]],
+        shift: int,
+        *,
+        count: int,
+        best: int,
+        fresh: bool,
+        guided: bool,
     ) -> None:
         self._s, self._drafts, self._count, self._best, self._fresh = s, drafts, count, best, fresh
-        self._shift, self.asked = shift, CanvasAsk(shift)
+        self._shift, self.asked = shift, CanvasAsk(shift, s.given if guided else None)
         self._column = s.length  # nodes stand beside the canvas
 
     def place(self, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, cached: bool) -> None:

@@ -22,6 +22,9 @@ class MaskedSettings(DecoderChoice):
     `ssd` only: its drafts continue where the cache would be rebuilt, which is lossy. With `draws: fresh` each step draws all
     masks anew, as the public samplers do; with `kept` a position keeps its random numbers until it is revealed, which is another
     distribution where the order depends on the tokens drawn (`top1` above temperature 0), and the same elsewhere.
+
+    With a `guidance_scale` w each forward also runs the canvas without what was given, and tokens are drawn from the logits
+    u + (w + 1) (c - u), of the canvas c and that other one u. With `suppress_end` masks whose token is an end are revealed last.
     """
 
     runs_on: ClassVar[ModelKind] = "masked"
@@ -36,6 +39,11 @@ class MaskedSettings(DecoderChoice):
     refresh: _Count | None = Field(default=None, description="refresh the cache after N tokens; null: once a block")
     draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
 
+    guidance_scale: float = Field(
+        default=0.0, ge=0.0, le=100.0, allow_inf_nan=False, description="classifier-free guidance (LLaDA); doubles nfe"
+    )
+    suppress_end: bool = Field(default=False, description="end tokens come last, as if their confidence was 0 (LLaDA)")
+
     @property
     def draws_anew(self) -> bool:
         """Whether each step has random numbers of its own; needless where what is drawn does not decide what is revealed."""
@@ -46,6 +54,11 @@ class MaskedSettings(DecoderChoice):
         if self.refresh is not None and self.cache == "none":
             raise ValueError(
                 f"decoder.refresh: {self.refresh}, but cache 'none' has nothing to refresh; allowed with it: null"
+            )
+        if self.guidance_scale and self.cache != "none":
+            raise ValueError(
+                f"decoder.guidance_scale: {self.guidance_scale:g} runs two canvases, and a cache holds one; allowed with cache "
+                f"{self.cache!r}: 0"
             )
         return self
 

@@ -120,10 +120,12 @@ def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
         drafts = candidates(s, tree, windows, known)
         nodes = build_tree(s.holes, drafts, mixed=tree.mixed)
         near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0)
-        placed = NodeLayout(s, drafts, tree.caching.shift, count=near, best=tree.drafts + 1, fresh=reading.fresh)
+        placed = NodeLayout(
+            s, drafts, tree.caching.shift, count=near, best=tree.drafts + 1, fresh=reading.fresh, guided=reading.guided
+        )
         placed.place(nodes, windows, runs, cached=tree.cached)
         answer = yield placed.asked.ask()
-        picks_A = placed.asked.picks(answer, placed.asked.sure(s, reading.confidence, answer))
+        picks_A = placed.asked.picks(answer, reading.sure(placed.asked, s, answer))
         node_picks_A = [by_node(picks, nodes) for picks in picks_A]
         news, last = walk(nodes, node_picks_A[0], drafts, mixed=tree.mixed)
         for number in {0, last} if last else (0,):
@@ -216,4 +218,8 @@ def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
     tree = Tree(k, settings.tree == "mixed", reading.caching, settings.block_length)
     base = algorithm_of(partial(ssd, tree=tree, reading=reading), setup, settings, knows_logprob=True)
     base = replace(base, ahead=min(k, MOST_AHEAD) if anew else 0)
-    return replace(base, columns=tree.columns) if tree.cached else replace(base, num_slots=tree.most_nodes)
+    return (
+        replace(base, columns=tree.columns)
+        if tree.cached
+        else replace(base, num_slots=tree.most_nodes * base.num_slots)
+    )

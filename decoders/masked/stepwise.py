@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draftmill.decoders.engine.algorithm import Algorithm, Wanted, no_prompt
 from draftmill.decoders.engine.asks import Answer, Ask, Decoding
@@ -39,11 +40,18 @@ _LAST_TIME: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How masks are read: through which cache, how sure a token is (Algorithm.notes, or `random`), whether steps draw anew."""
+    """How masks are read: through which cache, how sure a token is (Algorithm.notes, or `random`), whether steps draw anew,
+    whether a second canvas guides the logits, and whether end tokens come last."""
 
     caching: Caching
     confidence: str
     fresh: bool
+    guided: bool = False
+    ends_last: bool = False
+
+    def sure(self, asked: CanvasAsk, s: Canvas, answer: Answer) -> NDArray[np.float64]:
+        """How sure each token of an answer is."""
+        return asked.sure(s, self.confidence, answer, ends_last=self.ends_last)
 
 
 Quota = Callable[[int], int]
@@ -71,13 +79,13 @@ def by_confidence(s: Canvas, reading: Reading, count: Count) -> Decoding:
 def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Generator[Ask, Answer, list[Pick]]:
     """Run the canvas, or what the cache leaves to run; the surest of the masks that may come next."""
     _, high, masks = s.next_masks()
-    asked = CanvasAsk(windows.shift)
+    asked = CanvasAsk(windows.shift, s.given if reading.guided else None)
     for low, end in windows.next_runs(s.block(s.holes[0])):
         first = asked.run(s.canvas, low, end, column=low, below=s.length)
         if low < high <= end:
             asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * reading.fresh)
     answer = yield asked.ask()
-    return asked.picks(answer, asked.sure(s, reading.confidence, answer))[0][0]
+    return asked.picks(answer, reading.sure(asked, s, answer))[0][0]
 
 
 # ---- how many at once ------------------------------------------------------------------------------------------------
@@ -162,7 +170,8 @@ def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
 def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
     """How the settings ask for masks to be read."""
     caching = Caching(settings.cache, settings.refresh, setup.info.shift)
-    return Reading(caching, settings.confidence, settings.draws_anew)
+    guided = settings.guidance_scale > 0.0
+    return Reading(caching, settings.confidence, settings.draws_anew, guided, settings.suppress_end)
 
 
 def algorithm_of(
@@ -178,6 +187,8 @@ def algorithm_of(
         sample=partial(Canvas, block_length=settings.block_length),
         has_prompt=no_prompt,
         keeps=cached,
+        num_slots=2 if settings.guidance_scale else 1,
+        guidance=settings.guidance_scale,
         nodes=cached,
         notes=notes,
         warped=setup.info.family == "dream",

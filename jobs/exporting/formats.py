@@ -201,7 +201,7 @@ def _field(value: Any) -> str:
 
 OPENAI_COLUMNS = (
     "id", "sample", "status", "error_kind", "error", "text", "prompt_tokens", "new_tokens", "finish", "model", "key",
-    "started_at", "endpoint", "token_logprobs", "token_texts", "request_model",
+    "started_at", "endpoint", "token_logprobs", "token_texts", "request_model", "top_logprobs",
 )  # fmt: skip
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "filled": "stop", "length": "length"}
@@ -292,14 +292,20 @@ def _choice(row: Mapping[str, Any], chat: bool) -> dict[str, Any]:
 
 def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
     """The log-probabilities of the generated tokens in the endpoint's format; None if the request did not ask for them."""
-    scores, texts = row.get("token_logprobs"), row.get("token_texts")
+    scores, texts, tops = row.get("token_logprobs"), row.get("token_texts"), row.get("top_logprobs")
     if scores is None or texts is None:
         return None
     if chat:
         content = [
-            {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, score in zip(texts, scores, strict=True)
+            {**_scored(text, score), "top_logprobs": [_scored(each["text"], each["logprob"]) for each in best]}
+            for text, score, best in zip(texts, scores, tops or [[]] * len(texts), strict=True)
         ]
         return {"content": content, "refusal": None}
     offsets = [0, *accumulate(map(len, texts))][: len(texts)]
-    return {"tokens": texts, "token_logprobs": scores, "top_logprobs": None, "text_offset": offsets}
+    # Of two tokens with one text (bytes that form no character) the better one is told.
+    best = tops and [{each["text"]: each["logprob"] for each in reversed(one)} for one in tops]
+    return {"tokens": texts, "token_logprobs": scores, "top_logprobs": best, "text_offset": offsets}
+
+
+def _scored(text: str, score: float) -> dict[str, Any]:
+    return {"token": text, "logprob": score, "bytes": list(text.encode())}

@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from draftmill.actors.checkpoints.generation import HONOURED
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.text import Tokenizer
@@ -71,9 +72,23 @@ def header(prepared: Prepared) -> Iterator[str]:
     mask = "" if chosen is None else f", mask {chosen.kind}"
     yield f"job       {spec.name}: {spec.task.kind}{mask}, decoder {spec.decoder.kind}"
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
+    yield from generation_lines(prepared)
     yield f"input     {spec.input.shown}: {counted(len(prepared.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
     planned = f", planned already: {prepared.plan.rows:,} samples" if prepared.plan is not None else ""
     yield f"output    {spec.output.path}{planned}"
+
+
+def generation_lines(prepared: Prepared) -> Iterator[str]:
+    """What the checkpoint recommends for sampling, and whether it is used."""
+    from draftmill.decoders.backbones.checkpoint import GENERATION_FILE, read_generation
+
+    given = {
+        key: value for key, value in read_generation(prepared.folder).items() if key in HONOURED and value is not None
+    }
+    if given:
+        is_used = prepared.spec.sampling.from_checkpoint
+        use = "where the spec leaves them out" if is_used else "not used: sampling.from_checkpoint is false"
+        yield f"sampling  {GENERATION_FILE}: {', '.join(f'{key} {value}' for key, value in given.items())} ({use})"
 
 
 def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[str]:

@@ -13,7 +13,7 @@ text has one begin token. Source: TemplateLM and HFLM of lm_eval 0.4.13.
 
     max_gen_toks (max_new_tokens, max_tokens, max_completion_tokens)    task.max_new_tokens
     until                                                               task.stop
-    do_sample, temperature, top_k, top_p                                sampling
+    do_sample, temperature, top_k, top_p, OTHERS                        sampling
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
+
+from pydantic import ValidationError
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
@@ -96,16 +98,15 @@ MOST: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_t
 DEFAULT_MOST: Final = 256
 """Maximum number of tokens of a task that gives none, as in lm_eval."""
 
-KNOWN: Final = (*MOST, "until", "do_sample", "temperature", "top_k", "top_p")
+OTHERS: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
+"""Keys that are those of `sampling`, with its bounds."""
+
+KNOWN: Final = (*MOST, "until", "do_sample", "temperature", "top_k", "top_p", *OTHERS)
 
 WITHOUT_EFFECT: Final[Mapping[str, tuple[Any, ...]]] = {
     "num_beams": (1,),
     "num_return_sequences": (1,),
-    "repetition_penalty": (1, None),
     "length_penalty": (1, None),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "min_p": (0, None),
     "use_cache": (True, False, None),
     "seed": (None,),
 }
@@ -121,6 +122,7 @@ class Generation:
     temperature: float
     top_k: int | None = None
     top_p: float | None = None
+    others: tuple[tuple[str, float], ...] = ()
 
 
 def generation_of(
@@ -137,6 +139,7 @@ def generation_of(
                 task, key, value, ", ".join(map(str, WITHOUT_EFFECT.get(key, (*KNOWN, *WITHOUT_EFFECT))))
             )
     generation = Generation(_most(given, task, most), _stops(given, task), _temperature(given, task, temperature))
+    generation = replace(generation, others=_others(given, task))
     if generation.temperature == 0:
         return generation
     top_k, top_p = given.get("top_k", sampling.top_k), given.get("top_p", sampling.top_p)
@@ -157,6 +160,17 @@ def _most(given: Mapping[str, Any], task: str, most: int | None) -> int:
     if not _is_number(value) or value != int(value) or value < 1:
         raise _unsupported(task, key, value, "a whole number from 1")
     return int(value)
+
+
+def _others(given: Mapping[str, Any], task: str) -> tuple[tuple[str, float], ...]:
+    """The task's values of other keys of `sampling`, which count in place of the spec's."""
+    found = {key: given[key] for key in OTHERS if given.get(key) is not None}
+    for key, value in found.items():
+        try:
+            Sampling.model_validate({key: value}, strict=True)
+        except ValidationError as error:
+            raise _unsupported(task, key, value, error.errors()[0]["msg"].removeprefix("Input should be ")) from None
+    return tuple(found.items())
 
 
 def _stops(given: Mapping[str, Any], task: str) -> tuple[str, ...]:

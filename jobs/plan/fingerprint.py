@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.decoders.common_settings import Sampling
+from draftmill.jobs.spec.job_spec import NEWER_DECODER_KEYS, JobSpec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import SCHEMA_VERSION
 
@@ -83,7 +84,10 @@ def identity(file: InputFile) -> dict[str, Any]:
     return known
 
 
-LEFT_OUT: Final = {"sampling.n": 1}
+LEFT_OUT: Final = {
+    **{f"sampling.{name}": value for name, value in Sampling().defaults_left_out().items()},
+    **{f"decoder.{name}": value for name, value in NEWER_DECODER_KEYS},
+}
 """Defaults that a plan does not have, so that plans of earlier versions stay the same."""
 
 

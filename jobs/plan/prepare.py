@@ -16,6 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from draftmill.actors.checkpoints.generation import from_checkpoint
 from draftmill.actors.checkpoints.models import (
     adapter_hash,
     fetch_model,
@@ -27,6 +28,7 @@ from draftmill.actors.checkpoints.models import (
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import fills_in_middle, template_of
+from draftmill.actors.rows.penalties import penalties_of
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.requests import body_of
 from draftmill.actors.rows.row_settings import RowRules
@@ -34,6 +36,7 @@ from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Complete, ConstraintSettings, Examples, Infill, Task, today
 from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.settings import DECODERS, check_model
@@ -53,6 +56,7 @@ from draftmill.jobs.plan.plan import (
 from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.rules import sampling_problem
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.inputs.kept import plain
@@ -98,13 +102,15 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     """
     loaders = loaders or Loaders()
     spec = with_examples(with_schemas(spec))
-    plan = load_plan(store)
+    plan, asked = load_plan(store), spec.sampling
     if plan is not None:
-        spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
+        spec = as_planned(spec, plan)
         compare_settings(plan, spec)
     model = spec.model
     folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=spec.s3.options())
     info = inspect(spec, folder)
+    if asked.from_checkpoint:
+        spec = with_sampling(spec, recommended(asked, folder))
     tokenizer = loaders.tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
     planned = None if plan is None else plan.results["input"].get("run")
@@ -133,8 +139,8 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         fim=fim_key(spec.task, tokenizer, info),
         run=run,
     )
-    check_stop(spec, tokenizer, hashes.ends)
-    check_constraint(spec, tokenizer, info, hashes.ends)
+    for check in (check_stop, check_constraint, check_penalties):
+        check(spec, tokenizer, info, hashes.ends)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
@@ -182,6 +188,39 @@ def check_constraint(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo
                     raise UserError(problem, field="task.max_new_tokens")
         except RowError as error:
             raise UserError(error.message.removeprefix("constraint: "), field="task.constraint") from None
+
+
+def as_planned(spec: JobSpec, plan: Plan) -> JobSpec:
+    """The spec with what its plan has found out: the date of a chat template, and the sampling settings of the checkpoint."""
+    spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
+    if not spec.sampling.from_checkpoint:
+        return spec
+    own = spec.sampling.model_dump(exclude_unset=True)
+    return with_sampling(spec, plan.spec.sampling.model_copy(update=own))
+
+
+def with_sampling(spec: JobSpec, sampling: Sampling) -> JobSpec:
+    """The spec with other sampling settings; UserError if they do not fit it."""
+    try:
+        spec.decoder.check_sampling(sampling)
+        problem = sampling_problem(
+            spec.task, sampling, spec.input.columns, has_tokenizer=spec.model.tokenizer != "none"
+        )
+        if problem is not None:
+            raise ValueError(problem)
+    except ValueError as error:
+        raise user_error(error, "sampling.from_checkpoint") from None
+    return spec.model_copy(update={"sampling": sampling})
+
+
+def recommended(sampling: Sampling, folder: Path) -> Sampling:
+    """The settings with those of the model's generation_config.json for the keys that are left out."""
+    from draftmill.decoders.backbones.checkpoint import GENERATION_FILE, read_generation
+
+    try:
+        return from_checkpoint(sampling, read_generation(folder), folder / GENERATION_FILE)
+    except ValueError as error:
+        raise UserError(str(error), field="sampling.from_checkpoint") from None
 
 
 def with_examples(spec: JobSpec) -> JobSpec:
@@ -374,13 +413,22 @@ def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[st
     return template_of(task.fim, tokenizer, info).key()
 
 
-def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, ends: tuple[int, ...]) -> None:
+def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: tuple[int, ...]) -> None:
     """Raise UserError if a stop string of the task can never occur."""
     if isinstance(spec.task, Complete) and spec.task.stop:
         rules = RowRules(spec.task, spec.input.columns, spec.decoder.kind, spec.sampling, tokenizer, ends)
         problem = rules.unseen_stop(spec.task.stop)
         if problem is not None:
             raise UserError(problem, field="task.stop")
+
+
+def check_penalties(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: tuple[int, ...]) -> None:
+    """Raise UserError if sampling settings name tokens that the model does not have."""
+    try:
+        penalties_of(spec.sampling, tokenizer, vocab_size=info.vocab_size, ends=ends)
+    except ValueError as error:
+        key, _, problem = str(error).partition(": ")
+        raise UserError(problem, field=f"sampling.{key}") from None
 
 
 def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:

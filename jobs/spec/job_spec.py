@@ -21,10 +21,12 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
 from draftmill.jobs.spec.places import place_problem
+from draftmill.jobs.spec.presets import PRESETS, with_preset
 from draftmill.jobs.spec.rules import (
     kept_names,
     metric_problem,
     reference_of,
+    sampling_problem,
     task_problem,
     template_problem,
     truncate_problem,
@@ -188,14 +190,23 @@ def _printable(name: str) -> str:
     return name
 
 
+NEWER_DECODER_KEYS = (("guidance_scale", 0.0), ("suppress_end", False))
+"""Later keys of `decoder`, with their defaults, which the fingerprint lacks, too."""
+
 NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe", "where")
 """Later keys of `input`: in the fingerprint only if set, so that fingerprints of jobs without them stay the same."""
 
-NEWER_COLUMNS = ("constraint", "system", "template_kwargs")
+NEWER_COLUMNS = ("top_k", "constraint", "system", "template_kwargs")
 """Later keys of `input.columns`, likewise."""
 
 NEWER_SECTIONS = ("prompt", "chat")
 """Later sections of a job, likewise; their defaults are not in the fingerprint either."""
+
+
+def _preset(name: str) -> str:
+    if name not in PRESETS:
+        raise ValueError(f"{name!r} is not a preset; allowed: {', '.join(PRESETS)}")
+    return name
 
 
 class JobSpec(Settings):
@@ -206,6 +217,9 @@ class JobSpec(Settings):
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
         default=0, description="gives, with a sample's id, the sample's key and so all its randomness"
+    )
+    preset: Annotated[str, AfterValidator(_preset)] | None = Field(
+        default=None, description="published settings by name, for the keys that the spec leaves out"
     )
     task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings
@@ -266,6 +280,8 @@ class JobSpec(Settings):
         problem = problem or task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
         if problem is None and self.input.truncate is not None:
             problem = truncate_problem(self.task, self.input.columns, has_template=self.prompt.template is not None)
+        if problem is None:
+            problem = sampling_problem(self.task, self.sampling, self.input.columns, has_tokenizer=has_tokenizer)
         if problem:
             raise ValueError(problem)
         return self
@@ -316,6 +332,9 @@ class JobSpec(Settings):
         if self.task.kind == "infill" and self.decoder.runs_on != "causal":
             # Only decoders of causal models use these keys, and runs of earlier versions lack them.
             full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
+        full["decoder"] = {
+            key: value for key, value in full["decoder"].items() if (key, value) not in NEWER_DECODER_KEYS
+        }
         if full["task"].get("chat_date") is None:
             full["task"].pop("chat_date", None)  # the plan of a chat whose template has no date lacks it
         if full["task"].get("constraint") is None:
@@ -327,7 +346,7 @@ class JobSpec(Settings):
             "seed": self.seed,
             "task": full["task"],
             "decoder": full["decoder"],
-            "sampling": {key: value for key, value in full["sampling"].items() if (key, value) != ("n", 1)},
+            "sampling": self.sampling.key(),
             "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")}
             | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
             "model": {"dtype": self.model.dtype}
@@ -409,6 +428,7 @@ def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
 
 def check_spec(data: dict[str, Any]) -> JobSpec:
     """Return the spec for a mapping; raises UserError as `load_spec` does."""
+    data = with_preset(data)
     try:
         return JobSpec.model_validate(data, strict=True)
     except ValidationError as error:

@@ -28,12 +28,12 @@ from draftmill.actors.task import (
     Spans,
     Task,
 )
-from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.settings import DECODERS, DecoderSettings, decoders_for, decoders_of
 
 _READ_BY_ALL = ("id", "reference", "seed", "tokens")
 _COMPLETE_COLUMNS = ("prompt", "text", "messages")
-_OWN_SETTINGS = ("temperature", "top_p", "max_new_tokens", "constraint", "stop")
+_OWN_SETTINGS = ("temperature", "top_p", "top_k", "max_new_tokens", "constraint", "stop")
 _SCORE_COLUMNS = ("prompt", "text", "completion", "messages")
 _INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
 _CHAT_COLUMNS = ("system", "template_kwargs")
@@ -49,7 +49,12 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
         problem = mask_problem(mask, columns)
     elif problem is None and not isinstance(task, Infill):
         problem = prompt_problem(task, columns, has_tokenizer=has_tokenizer)
-    problem = problem or decoder_problem(task, decoder) or _own_settings_problem(task, columns, decoder)
+    problem = (
+        problem
+        or decoder_problem(task, decoder)
+        or ends_problem(task, decoder)
+        or _own_settings_problem(task, columns, decoder)
+    )
     if problem is None and isinstance(task, Score):
         problem = score_problem(task, columns, decoder)
     if problem is None and isinstance(task, Infill):
@@ -84,6 +89,15 @@ def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
     return f"decoder.kind: {decoder.kind!r} does not run the task {task.kind!r}; allowed: {', '.join(allowed)}"
 
 
+def ends_problem(task: Task, decoder: DecoderSettings) -> str | None:
+    """Why no end tokens can come last in this task; None if they can, or need not."""
+    if getattr(decoder, "suppress_end", False) and (not isinstance(task, Complete) or task.ignore_eos):
+        return (
+            "decoder.suppress_end: true, but only completions without task.ignore_eos have end tokens; allowed: false"
+        )
+    return None
+
+
 def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings) -> str | None:
     """Why this decoder can't use the rows' own settings; None if it can, or if the rows have none."""
     if isinstance(task, Infill) and columns.max_new_tokens is not None and decoder.runs_on != "causal":
@@ -91,7 +105,7 @@ def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings
             f"input.columns.max_new_tokens: the decoder {decoder.kind!r} does not use it, since the mask fixes the lengths of "
             f"its holes; used by: {', '.join(decoders_of('causal'))}"
         )
-    for name in ("temperature", "top_p"):
+    for name in ("temperature", "top_p", "top_k"):
         if getattr(columns, name) is not None and not decoder.draws_by_row:
             allowed = sorted(kind for kind, choice in DECODERS.items() if choice.draws_by_row)
             return (
@@ -101,10 +115,26 @@ def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings
     return None
 
 
+def sampling_problem(task: Task, sampling: Sampling, columns: Columns, *, has_tokenizer: bool) -> str | None:
+    """Why these sampling settings don't fit the task and its rows; None if they do."""
+    if sampling.min_new_tokens and not isinstance(task, Complete):
+        return f"sampling.min_new_tokens: {sampling.min_new_tokens}, but only completions have end tokens to wait for; allowed: 0"
+    if sampling.bans and (getattr(task, "constraint", None) or getattr(columns, "constraint", None)):
+        return (
+            f"sampling.{sampling.bans[0]}: bans tokens by what is known of the text, and task.constraint allows few: together "
+            "they could leave none; allowed: only one of them"
+        )
+    for key in ("logit_bias", "bad_words", "suppress_tokens"):
+        texts = [given for given in getattr(sampling, key) if isinstance(given, str)]
+        if texts and not has_tokenizer:
+            return f"sampling.{key}: {texts[0]!r} is a text, and model.tokenizer is 'none'; allowed: ids"
+    return None
+
+
 def _stray_column(task: Task, named: dict[str, str]) -> str | None:
     """The problem with a named column that the task does not use; None if it uses all."""
     used = {
-        "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:4]),
+        "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:-1]),
         "complete": (*_COMPLETE_COLUMNS, *_OWN_SETTINGS, *_CHAT_COLUMNS),
         "score": (*_SCORE_COLUMNS, *_CHAT_COLUMNS),
         "score with task.mask": _INFILL_COLUMNS,

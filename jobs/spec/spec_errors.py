@@ -169,9 +169,8 @@ def _range(item: Any) -> str:
 
 
 UNSUPPORTED = {
-    "bad_words", "echo", "frequency_penalty", "guided_json", "guided_regex", "logit_bias", "logprobs",
-    "min_p", "min_tokens", "num_beams", "presence_penalty", "prompt_logprobs", "repetition_penalty", "response_format",
-    "stop_token_ids", "structured_outputs", "tools", "top_logprobs",
+    "echo", "guided_json", "guided_regex", "logprobs", "min_tokens", "num_beams", "prompt_logprobs", "response_format",
+    "stop_token_ids", "structured_outputs", "tools", "typical_p",
 }  # fmt: skip
 """Keys of other software that a user may expect."""
 

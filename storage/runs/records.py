@@ -37,7 +37,13 @@ def _fields(kind: pa.DataType, names: str, *, nullable: bool = True) -> list[pa.
 
 
 _NFE_KINDS = pa.struct(_fields(pa.int32(), "prefill draft verify commit"))
-_LIKELY = pa.struct([*_fields(pa.int32(), "token", nullable=False), *_fields(pa.float32(), "logprob", nullable=False)])
+_LIKELY = pa.struct(
+    [
+        *_fields(pa.int32(), "token", nullable=False),
+        *_fields(pa.float32(), "logprob", nullable=False),
+        pa.field("text", pa.string()),
+    ]
+)
 _FILL = pa.struct([*_fields(pa.int32(), "start end", nullable=False), pa.field("text", pa.string())])
 
 SCHEMA: pa.Schema = pa.schema(

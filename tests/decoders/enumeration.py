@@ -144,7 +144,8 @@ class ChosenSampler(Sampler):
                 yield line, row, sample, chooser
 
     def _cut(self, law_V: Tensor, slot: int) -> Tensor:
-        return in_nucleus(law_V, float(self._slots.top_p_S[slot]))
+        cut_V = in_nucleus(law_V, float(self._slots.top_p_S[slot]))
+        return cut_V - cut_V.logsumexp(0) if self._slots.min_p_S[slot] else cut_V
 
     # ---- by the noise of a position ------------------------------------------------------------------------------
 

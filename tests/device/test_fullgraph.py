@@ -105,8 +105,8 @@ def test_a_step_of_every_family_is_one_graph(family: str) -> None:
     prompt, step = make([5, 3, 4], [0, 0, 0]), make([1, 2, 1], [5, 3, 4])
     asked_R = torch.tensor([0, 2, 3])
     ids, job = torch.tensor([0]), Sampling()
-    own_2R = torch.tensor([[0.8, 0.0, 1.5], [1.0, 1.0, 1.0]], dtype=torch.float64)
-    warp = Warp(job, job, own_2R, False, ids, torch.arange(backbone.vocab_size) == 0)
+    own_4R = torch.tensor([[0.8, 0.0, 1.5], [1.0] * 3, [0.0] * 3, [0.0] * 3], dtype=torch.float64)
+    warp = Warp(job, own_4R, False, ids, torch.arange(backbone.vocab_size) == 0)
     work = asked_R, noise.key_words([11, 12, 13]), warp
     with torch.no_grad():
         backbone.forward(prompt)

@@ -91,8 +91,9 @@ def results_of(spec: JobSpec) -> dict[str, dict[str, Any]]:
 def run_here(spec: JobSpec, *, only: int | None = None) -> dict[str, dict[str, Any]]:
     """Plan the job and decode all of its units, or one, by one worker in this process; returns the result rows by id."""
     store = open_store(spec.output.path)
-    plan = make_plan(prepare(spec, store), store, Silence())
-    runner = build_runner(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
+    prepared = prepare(spec, store)
+    plan = make_plan(prepared, store, Silence())
+    runner = build_runner(make_job(prepared.spec, plan, conditional=True), name="w", node="n", threads=1)
     for size in (size for size in plan.sizes() if only in {None, size.unit}):
         runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))
         while runner.held:

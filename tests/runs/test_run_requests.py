@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from draftmill.jobs.cli import main
+from draftmill.jobs.forecasting.validate import validate
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import TOKENIZER, job_spec, run_here, save_model
 from tests.runs.jobs_here import run, without_ray
 
@@ -31,7 +34,17 @@ OWN: list[dict[str, Any]] = [
     {"temperature": 0.7, "seed": 11},
     {"stop": [" ", "e"], "max_completion_tokens": 12},
     {"stop": "\n", "temperature": 0.9},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.5, "bad_words": ["e", "self."]},
+    {"top_k": 3, "min_p": 0.1, "logit_bias": {"50": 4.0, "51": -100}, "min_tokens": 4},
 ]
+SAMPLED = {
+    **{
+        key: key
+        for key in ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "top_k", "min_p")
+    },
+    **{"logit_bias": "logit_bias", "min_tokens": "min_new_tokens", "top_p": "top_p"},
+}
+"""Keys of a body, and those of `sampling`."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +93,8 @@ def test_each_request_is_answered_as_by_a_job_with_its_settings(folder: Path, de
             bare,
             f"{decoder}-{number}",
             task=task | {"stop": settings.get("stop", [])},
-            sampling={"temperature": settings.get("temperature", 0.8), "top_p": settings.get("top_p")},
+            sampling={"temperature": settings.get("temperature", 0.8)}
+            | {SAMPLED[key]: value for key, value in settings.items() if key in SAMPLED},
             **({"seed": settings["seed"]} if "seed" in settings else {}),
         )
         for name, row in run_here(spec).items():
@@ -128,8 +142,10 @@ def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(
         {"custom_id": "no body", "url": COMPLETIONS, "method": "POST"},
     ]
     silent = {"custom_id": "silent", "url": COMPLETIONS, "body": {"prompt": "x = ", "max_tokens": 3}}
+    best = requests_of([{"max_tokens": 6}])
+    best[1]["body"]["top_logprobs"], best[2]["body"]["logprobs"] = 5, 5
     place = folder / "both"
-    spec = spec_of(folder, [*requests_of([{"max_tokens": 6}]), silent, *bad], "both").model_dump(mode="json")
+    spec = spec_of(folder, [*best, silent, *bad], "both").model_dump(mode="json")
     assert run(spec | {"errors": {"max_rate": 1.0}}, place / "job.yaml") == 0
     out = place / "answers.jsonl"
     assert main(["export", str(place / "run"), "--format", "openai", "--out", str(out)]) == 0
@@ -152,13 +168,17 @@ def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(
             assert len(told["content"]) == count <= 6
             for token in told["content"]:
                 assert token["logprob"] < 0 and bytes(token["bytes"]).decode() == token["token"]
+                scores = [one["logprob"] for one in token["top_logprobs"]]
+                assert len(scores) == 5 * (name == "r1") and scores == sorted(scores, reverse=True)
+                assert not scores or max(scores) >= token["logprob"] - 1e-6
             if choice["finish_reason"] == "length":
                 assert "".join(token["token"] for token in told["content"]).startswith(choice["message"]["content"])
         else:
             assert body["object"] == "text_completion" and "message" not in choice
             assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["text_offset"]) == count
             joined = np.cumsum([0, *map(len, told["tokens"])])[:-1]
-            assert told["text_offset"] == joined.tolist() and told["top_logprobs"] is None
+            assert told["text_offset"] == joined.tolist()
+            assert [len(one) for one in told["top_logprobs"] or []] == [5] * count * (name == "r2")
 
 
 def test_a_changed_column_of_settings_is_another_job(folder: Path) -> None:
@@ -181,3 +201,33 @@ def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_wr
         prepare(spec, open_store(spec.output.path))
     shown = check_spec(spec.model_dump(mode="json") | {"task": task | {"skip_special_tokens": False}})
     assert prepare(shown, open_store(shown.output.path)).plan is None
+
+
+def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    recommended = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "eos_token_id": 2}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
+    rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(PROMPTS)]
+
+    def job(out: str, sampling: dict[str, Any]) -> JobSpec:
+        spec = job_spec(tmp_path, rows, sampling=sampling)
+        return spec.model_copy(update={"output": spec.output.model_copy(update={"path": str(tmp_path / out)})})
+
+    asked = {"from_checkpoint": True, "temperature": 0.9}
+    used = run_here(job("used", asked))
+    said = run_here(job("said", {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3}))
+    plain = run_here(job("plain", {"temperature": 0.9}))
+    texts = [{name: row["text"] for name, row in found.items()} for found in (used, said, plain)]
+    assert texts[0] == texts[1] != texts[2]
+    assert validate(job("used", asked)) == 0, "the same job again"
+    assert "top_k 5, repetition_penalty 1.3 (where the spec leaves them out)" in capsys.readouterr().out
+    assert validate(job("plain", {"temperature": 0.9})) == 0
+    assert "(not used: sampling.from_checkpoint is false)" in capsys.readouterr().out
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended | {"top_k": 6}))
+    with pytest.raises(UserError, match=r"sampling\.top_k was 5, is 6"):
+        validate(job("used", asked))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended | {"num_beams": 4}))
+    with pytest.raises(UserError, match="num_beams = '4', which is not supported"):
+        validate(job("other", asked))

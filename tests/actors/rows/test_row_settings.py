@@ -15,6 +15,7 @@ from draftmill.actors.task import Columns, Complete, Infill, Score, Task
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import NeverStops
+from draftmill.decoders.engine.penalties import Penalties
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.lines import openai_request
 from tests.actors.rows.test_prompts import chat_folder, chatting  # noqa: F401 - fixtures
@@ -91,8 +92,6 @@ NEUTRAL: dict[str, Any] = {
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
-    "top_k": -1,
-    "min_p": 0,
     "ignore_eos": False,
     "skip_special_tokens": True,
     "reasoning_effort": None,
@@ -112,16 +111,8 @@ CHANGING: dict[str, Any] = {
     "tool_choice": "required",
     "functions": [{}],
     "response_format": {"type": "json_object"},
-    "logit_bias": {"5": 1},
-    "presence_penalty": 0.1,
-    "frequency_penalty": -1,
-    "repetition_penalty": 1.2,
-    "top_k": 5,
-    "min_p": 0.1,
-    "min_tokens": 2,
     "ignore_eos": True,
     "skip_special_tokens": False,
-    "top_logprobs": 2,
     "reasoning_effort": "low",
     "messages": [{"role": "user", "content": "x"}],
     "a key that nobody knows": 0,
@@ -146,10 +137,9 @@ def test_all_refused_keys_of_a_body_are_named_together() -> None:
 
 def test_what_the_whole_job_says_may_be_said_again() -> None:
     task = Complete(kind="complete", ignore_eos=True, skip_special_tokens=False)
-    made = rules(task, sampling=Sampling(top_k=5))
-    body: dict[str, Any] = {"top_k": 5, "ignore_eos": True, "skip_special_tokens": False}
+    made = rules(task)
+    body: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
     assert made.own_settings(request(**body)) == OwnSettings(endpoint=COMPLETIONS)
-    assert "sampling.top_k" in refusal(made, request(top_k=-1)), "the job's top_k would be used all the same"
 
 
 @pytest.mark.parametrize(
@@ -168,14 +158,86 @@ def test_what_the_whole_job_says_may_be_said_again() -> None:
         ({"stop": [1]}, ["bad_setting stop"]),
         ({"stop": "\ufffd"}, ["bad_setting stop", "U+FFFD"]),
         ({"stop": "<sep>"}, ["unsupported stop: '<sep>'", "special token", "skip_special_tokens: false"]),
-        ({"logprobs": 2}, ["unsupported logprobs: 2", "chosen tokens"]),
+        ({"logprobs": 21}, ["bad_setting logprobs: '21'", "from 0 to 20"]),
         ({"logprobs": True}, ["bad_setting logprobs"]),
+        ({"top_logprobs": 2}, ["unsupported top_logprobs", CHAT]),
+        ({"top_k": 2.5}, ["bad_setting top_k"]),
+        ({"top_k": -2}, ["bad_setting top_k", "0 or -1"]),
+        ({"min_p": 1.5}, ["bad_setting min_p"]),
+        ({"presence_penalty": 3}, ["bad_setting presence_penalty: '3'", "from -2 to 2"]),
+        ({"frequency_penalty": "x"}, ["bad_setting frequency_penalty"]),
+        ({"repetition_penalty": 0}, ["bad_setting repetition_penalty", "above 0"]),
+        ({"min_tokens": -1}, ["bad_setting min_tokens", "from 0 to"]),
+        ({"logit_bias": [1]}, ["bad_setting logit_bias"]),
+        ({"logit_bias": {"x": 1}}, ["bad_setting logit_bias", "token ids"]),
+        ({"logit_bias": {"5": 101}}, ["bad_setting logit_bias.5", "from -100 to 100"]),
+        ({"bad_words": "x"}, ["bad_setting bad_words", "list"]),
+        ({"bad_words": [""]}, ["bad_setting bad_words"]),
+        ({"stop_token_ids": ["x"]}, ["bad_setting stop_token_ids"]),
+        ({"stop_token_ids": [True]}, ["bad_setting stop_token_ids"]),
     ],
     ids=str,
 )
 def test_a_value_that_can_not_be_is_refused_by_name(body: dict[str, Any], words: list[str]) -> None:
     said = refusal(rules(), request(**body))
     assert all(word in said for word in words), said
+
+
+PENALTIES: dict[str, Any] = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "min_tokens": 3,
+    "logit_bias": {"5": 1, "6": -100},
+    "bad_words": ["x"],
+}
+
+
+def test_what_a_request_says_of_its_distribution_comes_to_the_decoder() -> None:
+    made = rules(sampling=Sampling(suppress_tokens=(9,), bad_words=((7, 8),)))
+    body = PENALTIES | {"top_k": -1, "min_p": 0.25, "stop_token_ids": [4], "logprobs": 3}
+    settings, _ = made.settings(made.own_settings(request(**body)))
+    x = byte_level().encode("x")[0], byte_level().encode_behind(" x")
+    assert settings.penalties == Penalties(
+        1.5, 0.5, -0.5, biases=((5, 1.0), (6, -100.0)), banned=((9,), (x[0],), tuple(x[1])), min_new=3, ends=(2, 4)
+    )
+    assert (settings.top_k, settings.min_p, settings.stop_ids) == (0, 0.25, (4,))
+    assert settings.token_logprobs and settings.top_logprobs == 3
+    usual, _ = made.settings(made.own_settings(request()))
+    assert usual.penalties == Penalties(banned=((9,), (7, 8))) == made.job_penalties
+    settings, _ = made.settings(made.own_settings(request(CHAT, logprobs=True, top_logprobs=20)))
+    assert settings.top_logprobs == 20
+
+
+def test_a_neutral_value_takes_the_jobs_penalty_away() -> None:
+    made = rules(sampling=Sampling(presence_penalty=1.0, top_k=5, min_p=0.5, bad_words=("x",), min_new_tokens=2))
+    body: dict[str, Any] = {"presence_penalty": 0, "top_k": 0, "min_p": 0, "bad_words": [], "min_tokens": 0}
+    settings, _ = made.settings(made.own_settings(request(**body)))
+    assert (settings.penalties, settings.top_k, settings.min_p) == (None, 0, 0.0)
+
+
+@pytest.mark.parametrize("key", PENALTIES)
+def test_penalties_that_a_decoder_can_not_have_for_one_row_are_refused_by_name(key: str) -> None:
+    ratio = rules(sampling=Sampling(acceptance="rejection"))
+    assert "acceptance" in refusal(ratio, request(**{key: PENALTIES[key]}))
+    both = rules(sampling=Sampling(acceptance="rejection", presence_penalty=0.1))
+    assert both.own_settings(request(**{key: PENALTIES[key]})).penalties
+    editing = RowRules(COMPLETE, Columns(), "block_diffusion", Sampling(), byte_level(), (2,), edits=True)
+    if key != "logit_bias":
+        assert "tau_edit" in refusal(editing, request(**{key: PENALTIES[key]}))
+
+
+@pytest.mark.parametrize("body", [{"bad_words": ["x"]}, {"min_tokens": 2}, {"stop_token_ids": [4]}], ids=str)
+def test_what_could_leave_no_token_beside_a_constraint_is_refused(body: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}, "name": "n"}}
+    assert rules().own_settings(request(CHAT, response_format=form)).constraint
+    assert "constraint allows" in refusal(rules(), request(CHAT, response_format=form, **body))
+
+
+def test_ids_that_the_model_lacks_fail_their_row() -> None:
+    made = RowRules(COMPLETE, Columns(), "autoregressive", Sampling(), byte_level(), (2,), vocab_size=50)
+    with pytest.raises(RowError, match="logit_bias: 50 is not an id of the model; allowed: 0 to 49"):
+        made.settings(made.own_settings(request(logit_bias={"50": 1})))
 
 
 def test_a_stop_string_that_spells_an_end_token_is_harmless_since_that_ends_the_text_anyway() -> None:
@@ -223,22 +285,22 @@ def test_what_only_a_generation_has_leaves_a_score_as_it_is() -> None:
 
 # ---- columns -----------------------------------------------------------------------------------------------------
 
-NAMES = {"max_new_tokens": "m", "temperature": "t", "top_p": "p", "stop": "s"}
+NAMES = {"max_new_tokens": "m", "temperature": "t", "top_p": "p", "top_k": "k", "stop": "s"}
 
 
 def test_columns_hold_the_same_for_other_inputs() -> None:
     made = rules(columns=NAMES)
-    row: dict[str, Any] = {"m": 5, "t": 0.25, "p": 1.0, "s": ["a", "b"]}
-    assert made.own_settings(row) == OwnSettings(5, 0.25, 1.0, ("a", "b"))
-    assert made.own_settings(dict.fromkeys("mtps")) == OwnSettings(), "null is the job's own value"
-    assert made.own_settings({"m": "5", "t": "0.25", "p": "", "s": "a"}) == OwnSettings(5, 0.25, None, ("a",)), (
-        "csv has only texts"
-    )
-    assert made.own_settings({"m": 5.0, "t": float("nan"), "p": None, "s": []}) == OwnSettings(5, None, None, ()), (
-        "pandas has NaN"
-    )
+    row: dict[str, Any] = {"m": 5, "t": 0.25, "p": 1.0, "k": 3, "s": ["a", "b"]}
+    assert made.own_settings(row) == OwnSettings(5, 0.25, 1.0, ("a", "b"), top_k=3)
+    assert made.own_settings(dict.fromkeys("mtpks")) == OwnSettings(), "null is the job's own value"
+    assert made.own_settings({"m": "5", "t": "0.25", "p": "", "k": "0", "s": "a"}) == OwnSettings(
+        5, 0.25, None, ("a",), top_k=0
+    ), "csv has only texts"
+    assert made.own_settings({"m": 5.0, "t": float("nan"), "p": None, "k": None, "s": []}) == OwnSettings(
+        5, None, None, ()
+    ), "pandas has NaN"
     with pytest.raises(RowError, match="missing_column"):
-        made.own_settings({"m": 5, "t": 1.0, "p": 1.0})
+        made.own_settings({"m": 5, "t": 1.0, "p": 1.0, "k": 2})
     assert "bad_setting t: 'warm'" in refusal(made, row | {"t": "warm"})
 
 

@@ -106,10 +106,10 @@ def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, windo
 def sample(*, top_k=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32):
     def call(module):
         job, zeros, ids = Sampling(top_k=top_k), torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        own = torch.full((2, 4), 0.5, dtype=torch.float64)
+        own = torch.full((4, 4), 0.5, dtype=torch.float64)
         module.sample(
             torch.zeros(4, 50000, dtype=dtype),
-            Warp(job, job, own, top_k is not None, ids, torch.zeros(50000, dtype=torch.bool)),
+            Warp(job, own, top_k is not None, ids, torch.zeros(50000, dtype=torch.bool)),
             torch.zeros(4, 2, dtype=torch.int64),
             zeros,
             wanted=wanted,

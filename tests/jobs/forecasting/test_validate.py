@@ -38,7 +38,7 @@ def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "batch.jsonl"
-    bodies = [{"prompt": "x"} | ({"min_p": 0.1} if number % 4 == 0 else {}) for number in range(20)]
+    bodies = [{"prompt": "x"} | ({"best_of": 2} if number % 4 == 0 else {}) for number in range(20)]
     url = "/v1/completions"
     lines = [{"custom_id": f"r{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
     file.write_text("\n".join(json.dumps(line) for line in lines))
@@ -52,7 +52,7 @@ def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
     }
     assert validate(check_spec(spec)) == 0
     said = capsys.readouterr().out
-    assert said.count("  unsupported  r") == 3 and "  unsupported  r0: min_p: '0.1' is not supported" in said
+    assert said.count("  unsupported  r") == 3 and "  unsupported  r0: best_of: '2' is not supported" in said
     assert "and 2 more of status failed and error_kind unsupported" in said
     assert "5 failed samples: more than `errors` allows (1); the run will end with exit code 3" in said
     assert validate(check_spec(spec | {"errors": {"max_rate": 0.5}})) == 0

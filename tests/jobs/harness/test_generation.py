@@ -8,6 +8,7 @@ import pytest
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.jobs.harness.requests import Generation, generation_of
+from draftmill.jobs.harness.spec import EvalSpec
 from draftmill.storage.errors import UserError
 
 PLAIN = Sampling(temperature=1.0, top_k=None, top_p=None)
@@ -59,7 +60,8 @@ def test_the_specs_cuts_of_the_distribution_count_where_the_task_has_none() -> N
     ("given", "key"),
     [
         ({"num_beams": 4}, "num_beams"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"repetition_penalty": -1}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
         ({"max_length": 100}, "max_length"),
         ({"max_gen_toks": 0}, "max_gen_toks"),
         ({"max_gen_toks": "many"}, "max_gen_toks"),
@@ -76,4 +78,21 @@ def test_what_no_decoder_does_is_refused_by_task_and_key(given: dict[str, Any], 
 
 
 def test_settings_that_change_nothing_pass() -> None:
-    assert of({"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "min_p": 0.0}) == of({})
+    assert of({"num_beams": 1, "use_cache": True, "min_p": None}) == of({})
+
+
+def test_penalties_of_a_task_count_in_place_of_the_specs() -> None:
+    given = of({"repetition_penalty": 1.0, "frequency_penalty": 0.5})
+    assert given.others == (("repetition_penalty", 1.0), ("frequency_penalty", 0.5))
+    spec = EvalSpec(
+        {
+            "name": "e",
+            "model": {"path": "builtin:ar-tiny"},
+            "decoder": {"kind": "autoregressive"},
+            "sampling": {"repetition_penalty": 1.2, "presence_penalty": 0.1},
+            "output": {"path": "runs/e"},
+        },
+        {},
+    )
+    sampling = spec.completing(given, "x.jsonl").sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.1, 0.5)

@@ -25,8 +25,8 @@ MODEL_S, PLAIN, WARPED = 1e-12, 1e-5, 2e-5
 def warp_of(temperatures, top_ps, *, vocab_size, top_k=None, suppressed=()):
     """The settings of rows of their own."""
     job, ids = Sampling(top_k=top_k), torch.tensor(suppressed, dtype=torch.int64)
-    own = torch.tensor([temperatures, top_ps], dtype=torch.float64)
-    return Warp(job, job, own, min(top_ps) < 1, ids, torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True))
+    own = torch.tensor([temperatures, top_ps, *[[0.0] * len(top_ps)] * 2], dtype=torch.float64)
+    return Warp(job, own, min(top_ps) < 1, ids, torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True))
 
 
 def drawn(rows, vocab_size, *, temperatures=(1.0,), top_ps=(1.0,), spread=3.0, **more):
@@ -231,7 +231,7 @@ def test_no_rows_and_what_must_be_given():
     for module in (sampling, sampling_reference):
         with pytest.raises(AssertionError, match="scores leave out the mask"):
             module.sample(logits, warp, keys, positions, wanted=("scores",))
-    for settings, gumbel in ((replace(warp, own_2R=None), None), (warp, lambda step: logits)):
+    for settings, gumbel in ((replace(warp, own_4R=None), None), (warp, lambda step: logits)):
         with pytest.raises(AssertionError, match="gets each row's settings, and computes its noise"):
             sampling.sample(logits, settings, keys, positions, gumbel=gumbel)
 
@@ -253,7 +253,7 @@ def test_half_precision_logits_rows_of_a_larger_matrix_and_numbers_in_columns(dt
     columns = torch.stack([positions, positions], 1)
     wide = torch.zeros(4, 512, dtype=dtype)
     wide[:, :300] = logits
-    warp = replace(warp, own_2R=warp.own_2R.T.contiguous().T)
+    warp = replace(warp, own_4R=warp.own_4R.T.contiguous().T)
     found = sampling.sample(wide[:, :300], warp, keys.T.contiguous().T, columns[:, 0], wanted=wanted)
     expected = sampling_reference.sample(wide[:, :300].float(), warp, keys, positions, wanted=wanted)
     torch.testing.assert_close(found, expected, rtol=MODEL_S, atol=MODEL_S if wanted else PLAIN)
