@@ -168,6 +168,7 @@ class World:
             shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S),),
             errors=ErrorSettings(attempts=self.job.attempts),
             model=SimpleNamespace(device="cpu"),
+            input=SimpleNamespace(run=None),
             process=(self, process),
         )
         plan = SimpleNamespace(
@@ -178,6 +179,7 @@ class World:
             sizes=self.job.sizes,
             pass_=1,
             is_readable=True,
+            files=(),
         )
         options = SimpleNamespace(ray_address=None, grace_s=5.0, local=True)
         return SimpleNamespace(
