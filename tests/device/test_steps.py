@@ -110,6 +110,7 @@ CUTS: dict[str, Any] = {"temperature": 0.8, "top_k": 30, "top_p": 0.6}
 
 
 # Of each kind of ask one: rows, a window by a head, canvases, chances of being revealed, blocks.
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "name", ["speculative", "assd, fused", "ssd, cached", "ancestral, analytic", "block_diffusion"]

@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 NOTEBOOK = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
 
 
+@pytest.mark.slow
 def test_the_cells_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,12 +63,14 @@ def call(environment: Path, folder: Path, program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_package_is_the_installed_one(environment: Path, folder: Path) -> None:
     assert call(environment, folder, "python", "-c", HERE).strip() == str(packages_of(environment))
     assert "usage: draftmill" in call(environment, folder, "draftmill", "--help")
     assert (packages_of(environment) / "draftmill" / "py.typed").is_file()
 
 
+@pytest.mark.slow
 def test_a_job_runs_beside_a_users_folders_of_the_same_names(environment: Path, folder: Path) -> None:
     call(environment, folder, "draftmill", "run", "job.yaml", "--local", "--quiet")
     assert "4 tokens in " in call(environment, folder, "draftmill", "show", "runs/first")

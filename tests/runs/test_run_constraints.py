@@ -39,6 +39,7 @@ def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: row["text"] for name, row in results.items()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("model", "decoders"),
     [
@@ -79,6 +80,7 @@ def test_a_causal_model_fills_typed_holes_one_after_another(tmp_path):
         assert re.fullmatch(NAMED["int"]["regex"], number) and re.fullmatch(NAMED["sum"]["regex"], summand)
 
 
+@pytest.mark.slow
 def test_block_diffusion_keeps_the_schema_in_every_schedule(tmp_path):
     for decoder in ({"kind": "block_diffusion"}, {"kind": "s2d2"}):
         for text in texts_of(decoded(tmp_path, PROMPTS, "block-tiny", decoder, COMPLETE)).values():

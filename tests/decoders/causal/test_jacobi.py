@@ -76,6 +76,7 @@ def agree(outcomes, expected):
 # ---- the same text -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(11)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("stops", [Stops(), Stops(ids=(2,))], ids=["free", "stopped"])

@@ -127,6 +127,7 @@ def plain_request(canvas: list[int], index: int = 0) -> Request:
     return Request(index, sample_key(0, str(index)), np.array(canvas, dtype=np.int32))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("name", PENALTIES)
 def test_a_causal_text_has_the_law_of_transformers_processors(name, warp):
@@ -211,6 +212,7 @@ def test_a_row_that_knows_tokens_on_both_sides_draws_from_the_logits_written_dow
 # ---- lossless decoders -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "decoder"),
     [case for case in LOSSLESS if case[0] not in {"masked", "cached"} and case[1] not in {"jacobi", "several blocks"}],

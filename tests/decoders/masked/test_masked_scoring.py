@@ -76,6 +76,7 @@ def test_a_single_token_is_scored_exactly_by_one_canvas():
 CASES = [(LLADA, mask_info(), "llada"), (MDLM, ANCESTRAL, "mdlm"), (LLADA, mask_info(), "mdlm")]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("settings", "info", "kind"), CASES)
 def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error(settings, info, kind):

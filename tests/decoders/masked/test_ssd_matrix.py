@@ -77,6 +77,7 @@ def check(case, backbone, info, requests):
     return sum(expected[index].nfe - outcomes[index].nfe for index in expected)
 
 
+@pytest.mark.slow
 def test_on_an_exact_model_whose_every_context_says_something_else():
     models = [TokenTable(vocab_size=4, num_positions=7, seed=seed, spread=1.5) for seed in range(2)]
     saved = 0

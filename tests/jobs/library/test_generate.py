@@ -49,6 +49,7 @@ def test_a_prompt_has_the_same_text_alone_and_by_default_its_number_is_its_id() 
     assert texts(draftmill.generate(MODEL, [PROMPTS[2]], ids=[2], task=TASK, quiet=True)) == [together[2]["text"]]
 
 
+@pytest.mark.slow
 def test_the_model_is_loaded_once_until_its_files_change(tmp_path: Path, loads: list[Path]) -> None:
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "decoders" / "builtin" / "ar-tiny", folder)

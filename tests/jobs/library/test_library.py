@@ -241,6 +241,7 @@ def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url: str, s3_opti
     assert again.path == s3_url and list(again.rows()) == list(run.rows()) and again.summary["samples"]["ok"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_run_on_ray_has_the_rows_of_a_local_one(ray_session: ModuleType, tmp_path: Path) -> None:
     columns = ["id", "text", "tokens", "nfe", "key"]

@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 PROMPTS = "id,question,level\na,def is_prime(n):,1\nb,import os,2\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
 def test_the_examples_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
