@@ -21,7 +21,7 @@ Level = Literal["info", "warning", "error"]
 
 
 def event_line(event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> str:
-    """The event as one line of JSON. Secrets, control characters and facts that are None are left out."""
+    """The event as one line of JSON, without secrets, control characters and facts of None."""
     head: dict[str, Any] = {"time": now_text(), "level": level}
     rest = {"event": event, "message": message, **facts}
     known = {name: fact for name, fact in rest.items() if fact is not None}
