@@ -138,12 +138,44 @@ Constraints = Annotated[
 """One for all holes; or a list, one a hole, null for none; or names, to which the markers of holes refer."""
 
 
+AUTO_LENGTHS: Final = (1, 32)
+MOST_LENGTHS: Final = 256
+"""The lengths that `auto` tries, and how many may be tried for a hole."""
+
+
+class LengthRange(Settings):
+    """The lengths of a hole of unknown length."""
+
+    min: Count = Field(default=1, description="fewest tokens")
+    max: Count = Field(description="most tokens")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> LengthRange:
+        if not self.min <= self.max < self.min + MOST_LENGTHS:
+            raise ValueError(
+                f"task.mask.length: {{min: {self.min}, max: {self.max}}}; allowed: min up to max, at most {MOST_LENGTHS} lengths"
+            )
+        return self
+
+
 class Marker(Settings):
     """Each occurrence of `marker` in the text is a hole of `length` tokens; with prefix and suffix columns, what is between."""
 
     kind: Literal["marker"]
     marker: str = Field(default="<mask>", min_length=1, description="the text of a hole")
-    length: Count = Field(default=8, description="tokens of a hole")
+    length: Count | Literal["auto"] | LengthRange = Field(
+        default=8, description="tokens of a hole; {min, max}: the model finds how many; auto: 1 to 32"
+    )
+    bias: tuple[float, float, float, float, float] | None = Field(
+        default=None, description="masked models, open lengths: a, b, c, d, e of CAL; null: those published for LLaDA"
+    )
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The fewest and the most tokens of a hole whose marker does not say them."""
+        if isinstance(self.length, LengthRange):
+            return self.length.min, self.length.max
+        return AUTO_LENGTHS if self.length == "auto" else (self.length, self.length)
 
 
 class Random(Settings):

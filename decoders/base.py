@@ -60,6 +60,8 @@ class Request:
     `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
     scored has no holes: its tokens at the positions `scored` (int64, ascending) are scored, by default all from `score_from` on.
 
+    A `probe` generates nothing: its outcome has no tokens, and its `logprob` says how well a canvas fits (Algorithm.probe).
+
     `settings` are the request's own; only some decoders use them (draftmill.actors.rows.row_settings names these).
     """
 
@@ -70,6 +72,7 @@ class Request:
     score_from: int | None = None
     settings: RowSettings = JOB_SETTINGS
     scored: NDArray[np.int64] | None = None
+    probe: bool = False
 
     def to_score(self) -> NDArray[np.int64]:
         """The positions to score, ascending; ValueError if there is none, or if the canvas has a hole."""

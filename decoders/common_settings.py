@@ -150,6 +150,8 @@ class DecoderChoice(Settings):
     log-probability of each token where a row asks for it. Under sampling.acceptance 'rejection' a decoder needs `draft_law`, the
     probabilities with which a draft was drawn.
 
+    With `finds_lengths` it answers the probes by which holes find their lengths (task.mask.length: auto).
+
     If `score` is among the tasks, `scorer` is what scores texts (`module:name`, called with a Setup, these settings and an
     Estimate; it gives an Algorithm). `estimates` are the kinds of estimators that it has, the family's own first, none if its
     scores are exact; with `scores_any` it scores any tokens given all others, else only the end of a text. `scored_with` are the
@@ -162,6 +164,7 @@ class DecoderChoice(Settings):
     draws_by_row: ClassVar[bool] = True
     token_logprobs: ClassVar[bool] = False
     draft_law: ClassVar[bool] = True
+    finds_lengths: ClassVar[bool] = False
     scorer: ClassVar[str] = ""
     estimates: ClassVar[tuple[Literal["llada", "mdlm"], ...]] = ()
     scores_any: ClassVar[bool] = False

@@ -265,7 +265,7 @@ class UnitRunner:
         elif out_of_memory:
             self.limit.ran_out(len(dropped))
             for unit, sample in reversed(dropped):
-                (unit.again if sample.parts else unit.waiting).appendleft(sample)
+                (unit.again if sample.has_begun else unit.waiting).appendleft(sample)
         else:
             self._suspects.extend(dropped)
 

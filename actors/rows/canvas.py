@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from draftmill.actors.rows import masking
 from draftmill.actors.rows.fim import Infilling
+from draftmill.actors.rows.lengths import CAL_BIAS, OpenLengths
 from draftmill.actors.rows.masking import Range
 from draftmill.actors.rows.prompts import Prompter
 from draftmill.actors.rows.row import (
@@ -54,6 +55,7 @@ from draftmill.actors.task import (
     Task,
 )
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
+from draftmill.decoders.settings import DECODERS
 from draftmill.storage.errors import RowError
 
 Piece = str | int | NDArray[np.int32]
@@ -71,6 +73,7 @@ class Canvas:
     If a causal model fills the holes one after another, this is the first hole's canvas, and `infilling` has the whole row.
 
     `settings` and `stops` are the row's own settings and stop strings; `endpoint` is the endpoint of an OpenAI request.
+    With open `lengths` the holes have the greatest ones that fit, until those of a sample are found (`with_lengths`).
     `rules` are the names that markers give to the constraints of holes, and `constraint` is what the results call them.
     """
 
@@ -87,6 +90,12 @@ class Canvas:
     scored: NDArray[np.int64] | None = None
     rules: tuple[str | None, ...] = ()
     constraint: str | None = None
+    lengths: OpenLengths | None = None
+
+    def with_lengths(self, lengths: Sequence[int]) -> Canvas:
+        """The canvas with holes of the lengths that were found."""
+        assert self.lengths is not None, "a canvas whose lengths are open"
+        return replace(self, tokens=self.lengths.canvas(lengths), holes=self.lengths.holes(lengths), lengths=None)
 
     @property
     def num_masked(self) -> int:
@@ -182,7 +191,15 @@ class CanvasMaker(RowMaker):
         if isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
             return self._punch(self._encode(text_of(values, self.columns)), key)
         if isinstance(mask, Marker):
-            pieces, names = self._pieces_of(mask, values)
+            texts, lengths = self._split_at_markers(mask, values, mask.lengths)
+            names = tuple(name for _, name in lengths)
+            if self._hides_reference:
+                holes: Sequence[Piece] = [self._encode(text) for text in self._references(values, len(lengths))]
+            elif any(least < most for (least, most), _ in lengths):
+                return replace(self._open(mask, texts, [pair for pair, _ in lengths], own), rules=names)
+            else:
+                holes = [most for (_, most), _ in lengths]
+            pieces = [texts[0], *(piece for pair in zip(holes, texts[1:], strict=True) for piece in pair)]
             return replace(self._join(pieces), rules=names)
         text, ranges = self._hidden_text(values, key)
         return self._without_ranges(text, ranges)
@@ -257,19 +274,36 @@ class CanvasMaker(RowMaker):
 
     # ---- text
 
-    def _pieces_of(self, mask: Marker, values: Values) -> tuple[list[Piece], tuple[str | None, ...]]:
-        texts, lengths = self._split_at_markers(mask, values, mask.length)
-        holes: Sequence[Piece] = [length for length, _ in lengths]
-        if self._hides_reference:
-            holes = [self._encode(text) for text in self._references(values, len(lengths))]
-        pieces = [texts[0], *(piece for pair in zip(holes, texts[1:], strict=True) for piece in pair)]
-        return pieces, tuple(name for _, name in lengths)
+    def _open(self, mask: Marker, texts: Sequence[str], ranges: Sequence[Range], own: OwnSettings) -> Canvas:
+        """The canvas with the greatest lengths that fit, of holes whose lengths are to be found."""
+        if self.rules is not None and not DECODERS[self.rules.decoder].finds_lengths:
+            raise masking.bad_mask(
+                f"decoder {self.rules.decoder!r} can't find a hole's length; allowed: a number of tokens"
+            )
+        pieces = tuple(self._encode(text) for text in texts)
+        if not all(map(len, pieces[1:-1])):
+            raise masking.bad_mask(
+                "two holes stand side by side, and one is of unknown length; allowed: text between them"
+            )
+        visible, limit, bias = sum(map(len, pieces)), self.info.max_length, None
+        check_length(visible + sum(least for least, _ in ranges), self.info)
+        if self.info.kind == "masked":
+            bias = mask.bias or CAL_BIAS
+        temperature = 1.0 if self.rules is None else self.rules.sampling.temperature
+        found = OpenLengths(
+            pieces,
+            tuple(tuple(range(least, most + 1)) for least, most in ranges),
+            None if limit is None else limit - visible,
+            temperature if own.temperature is None else own.temperature,
+            bias,
+        )
+        return replace(self._canvas(found.canvas(found.longest), None), lengths=found)
 
     def _split_at_markers(
-        self, mask: Marker, values: Values, default: int
-    ) -> tuple[list[str], list[tuple[int, str | None]]]:
-        """The texts around the holes; the tokens of each hole, `default` unless its marker says how many, and the name of its
-        constraint."""
+        self, mask: Marker, values: Values, default: Range
+    ) -> tuple[list[str], list[tuple[Range, str | None]]]:
+        """The texts around the holes; the fewest and the most tokens of each hole, `default` unless its marker says how many, and
+        the name of its constraint."""
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
             return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [(default, None)]

@@ -71,6 +71,8 @@ class ConstraintMaker:
         name = ", ".join(dict.fromkeys(rule.name or rule.kind for rule in rules if rule is not None)) or None
         parts = [(automaton,) for automaton in automata] if row is not None else [tuple(automata)]
         made = [Constraint(part, self._ends) for part in parts]
+        if canvas.lengths is not None:
+            canvas, lengths = self._possible(canvas, automata)
         for constraint, sizes in zip(made, [[each] for each in lengths] if row is not None else [lengths], strict=True):
             problem = constraint.problem(sizes)
             if problem:
@@ -78,6 +80,23 @@ class ConstraintMaker:
         if row is not None:
             return replace(canvas, infilling=replace(row, constraints=tuple(made)), constraint=name)
         return replace(canvas, settings=replace(canvas.settings, constraint=made[0]), constraint=name)
+
+    def _possible(self, canvas: Canvas, automata: Sequence[Automaton | Grammar | None]) -> tuple[Canvas, list[int]]:
+        """The canvas without lengths of which no text matches, and the greatest lengths left; RowError if none are."""
+        assert canvas.lengths is not None, "lengths are open"
+        choices = []
+        for automaton, own in zip(automata, canvas.lengths.choices, strict=True):
+            constraint = Constraint((automaton,), self._ends)
+            left = tuple(length for length in own if constraint.problem([length]) is None)
+            if not left:
+                raise RowError("unsatisfiable", "tokenize", f"{_FIELD}: {constraint.problem([own[-1]])}")
+            choices.append(left)
+        found = replace(canvas.lengths, choices=tuple(choices))
+        if found.room is not None and sum(each[0] for each in choices) > found.room:
+            reason = f"{_FIELD}: no lengths that match it fit into the model's longest text"
+            raise RowError("unsatisfiable", "tokenize", reason)
+        canvas = replace(canvas.with_lengths(found.longest), lengths=found)
+        return canvas, list(found.longest)
 
     def automaton(self, rule: ConstraintSettings) -> Automaton:
         """The automaton of a constraint that is no grammar; RowError as `compiled` raises it."""

@@ -231,14 +231,23 @@ def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:
     return before[len(before) - front :], after[: room - front]
 
 
-_SUMMED: Final = (
-    *("nfe", "nfe_draft", "iterations", "proposed", "accepted"),
-    *("wait_s", "prefill_s", "decode_s", "total_s", "device_s"),
-)
+_COSTS: Final = ("nfe", "nfe_draft", "wait_s", "prefill_s", "decode_s", "total_s", "device_s")
+_DRAFTS: Final = ("iterations", "proposed", "accepted")
+
+
+def costs(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Forwards and times of several requests of a row: sums; `batch_rows` and `pad_fraction` are means over forwards."""
+    forwards = max(1, sum(outcome.nfe for outcome in outcomes))
+    return {
+        **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in _COSTS},
+        "batch_rows": sum(outcome.batch_rows * outcome.nfe for outcome in outcomes) / forwards,
+        "pad_fraction": sum(outcome.pad_fraction * outcome.nfe for outcome in outcomes) / forwards,
+        "started_at_s": outcomes[0].started_at_s,
+    }
 
 
 def together(parts: Sequence[TextPart]) -> Outcome:
-    """One outcome for all holes so far. Counts and times are sums; `batch_rows` and `pad_fraction` are means over forwards.
+    """One outcome for all holes so far. Counts and times are sums.
 
     `finish` is `eos` if every hole ended so, else `length`. If a hole failed, so did the row.
     """
@@ -246,18 +255,15 @@ def together(parts: Sequence[TextPart]) -> Outcome:
     last = outcomes[-1]
     if len(outcomes) == 1:
         return last
-    forwards = max(1, sum(outcome.nfe for outcome in outcomes))
     failed = last.error_kind is not None
     return replace(
         last,
         tokens=last.tokens if failed else np.concatenate([outcome.tokens for outcome in outcomes]),
         finish="eos" if all(outcome.finish == "eos" for outcome in outcomes) else "length",
         logprob=_sum([outcome.logprob for outcome in outcomes]),
-        **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in _SUMMED},
+        **costs(outcomes),
+        **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in _DRAFTS},
         accept_hist=list(map(sum, zip_longest(*(outcome.accept_hist for outcome in outcomes), fillvalue=0))),
-        batch_rows=sum(outcome.batch_rows * outcome.nfe for outcome in outcomes) / forwards,
-        pad_fraction=sum(outcome.pad_fraction * outcome.nfe for outcome in outcomes) / forwards,
-        started_at_s=outcomes[0].started_at_s,
         trace=_traces(outcomes),
         token_logprobs=None if failed else _scores(outcomes),
         top_logprobs=None if failed else _tops(outcomes),

@@ -417,8 +417,8 @@ class FimMaker(CanvasMaker):
             return [ids[start:end] for start, end in _visible(ranges, len(ids))], [self._limit] * len(ranges), ()
         names: tuple[str | None, ...] = ()
         if isinstance(mask, Marker):
-            texts, said = self._split_at_markers(mask, values, self._limit)
-            limits, names = [length for length, _ in said], tuple(name for _, name in said)
+            texts, said = self._split_at_markers(mask, values, (self._limit, self._limit))
+            limits, names = [most for (_, most), _ in said], tuple(name for _, name in said)
         else:
             text, ranges = self._hidden_text(values, key)
             texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [self._limit] * len(ranges)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.rows.row import token_error
-from draftmill.actors.task import Lines, Random, Sentences, SpanFraction, Spans
+from draftmill.actors.task import AUTO_LENGTHS, MOST_LENGTHS, Lines, Random, Sentences, SpanFraction, Spans
 from draftmill.decoders.draws.keys import MASK, uniforms
 from draftmill.storage.errors import RowError
 
@@ -136,10 +136,11 @@ def merge(ranges: Iterable[Range], size: int) -> list[Range]:
 def marker_pattern(marker: str, *, named: bool = False) -> re.Pattern[str]:
     """A pattern for the marker; its one group is what it says of its hole.
 
-    `<mask>` may say a length, as in `<mask:12>`, if it ends in a closing bracket; where constraints have names (`named`) also
-    one of these, as in `<mask:int>` or `<mask:int:4>`. In `{{...}}` the dots stand for a label before that: `{{age:int:4}}`.
+    `<mask>` may say a length, as in `<mask:12>`, `<mask:4-12>` or `<mask:auto>`, if it ends in a closing bracket; where
+    constraints have names (`named`) also one of these, as in `<mask:int>` or `<mask:int:4>`. In `{{...}}` the dots stand for a
+    label before that: `{{age:int:4}}`.
     """
-    says = r"(?::\w+){0,2}" if named else r"(?::\d+)?"
+    says = r"(?::\w+(?:-\d+)?){0,2}" if named else r"(?::\d+(?:-\d+)?|:auto)?"
     head, dots, tail = marker.partition("...")
     if dots:
         return re.compile(rf"{re.escape(head)}(\w*{says}){re.escape(tail)}")
@@ -148,14 +149,24 @@ def marker_pattern(marker: str, *, named: bool = False) -> re.Pattern[str]:
     return re.compile(f"{re.escape(marker)}()")
 
 
-def hole_of(written: str, default: int) -> tuple[int, str | None]:
-    """Tokens of a hole, and the name of its constraint; `written` is what its marker says: '', ':12', ':int', 'age:int:12'."""
-    length, name = default, None
+def hole_of(written: str, default: Range) -> tuple[Range, str | None]:
+    """The fewest and the most tokens of a hole, and the name of its constraint; `written` is what its marker says: '', ':12',
+    ':4-12', ':auto', ':int', 'age:int:12'."""
+    lengths, name = default, None
     for part in written.split(":")[1:]:
-        if not part.isdecimal():
+        least, dash, most = part.partition("-")
+        if part == "auto":
+            lengths = AUTO_LENGTHS
+        elif not least.isdecimal():
             name = part
-        elif len(part) > 9 or int(part) == 0:
-            raise bad_mask(f"a marker says {part}: a hole has at least one token")
         else:
-            length = int(part)
-    return length, name
+            lengths = _length(least), _length(most if dash else least)
+            if not lengths[0] <= lengths[1] < lengths[0] + MOST_LENGTHS:
+                raise bad_mask(f"a marker says {part}; allowed: the fewer first, at most {MOST_LENGTHS} lengths")
+    return lengths, name
+
+
+def _length(written: str) -> int:
+    if len(written) > 9 or int(written) == 0:
+        raise bad_mask(f"a marker says {written}: a hole has at least one token")
+    return int(written)

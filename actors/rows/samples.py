@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.actors.rows.fim import AskedHole, Infilling, TextPart, together
+from draftmill.actors.rows.lengths import LengthSearch
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
 from draftmill.decoders.draws.keys import hole_key
 from draftmill.storage.errors import RowError
@@ -25,7 +26,8 @@ class Sample:
     `index` is its place in the unit. `score_from` is the first position to score, None if tokens are generated; `scored` are all
     of them, if not all from there on.
     `settings` are the row's own; `note` is the UnitIO's data. With an `infilling`, holes are filled one after another:
-    `canvas` is the current hole's canvas, `parts` are the holes decoded so far, and `outcome` is their combined outcome.
+    `canvas` is the current hole's canvas, `parts` are the holes decoded so far, and `outcome` is their combined outcome. With a
+    `search`, canvases of several lengths are tried first.
     """
 
     index: int
@@ -38,6 +40,7 @@ class Sample:
     outcome: Outcome | None = None
     note: Any = None
     infilling: Infilling | None = None
+    search: LengthSearch | None = None
     asked: AskedHole | None = None
     parts: list[TextPart] = field(default_factory=list)
     queued_at_s: float | None = None
@@ -45,15 +48,19 @@ class Sample:
     def request(self, handle: int) -> Request:
         """The request for a decoder; its outcome has the index `handle`."""
         assert self.canvas is not None, "a row without a canvas is not decoded"
+        if self.search is not None and not self.search.is_over:
+            return self.search.request(handle)
         key = hole_key(self.key, len(self.parts))
         return Request(handle, key, self.canvas, score_from=self.score_from, settings=self.settings, scored=self.scored)
 
     def take(self, outcome: Outcome) -> bool:
-        """Store the outcome of a request; returns True if the sample has another request, for its next hole.
+        """Store the outcome of a request; returns True if the sample has another request: for its next hole, or another length.
 
         That request depends only on the row, the key and the fills so far, so it is the same after any failure or retry.
         """
         self.outcome = outcome
+        if self.search is not None and outcome.error_kind is None:
+            return self._search(self.search, outcome)
         if self.infilling is None or not self.infilling.limits:
             return False
         assert self.asked is not None, "an outcome without a request"
@@ -64,6 +71,22 @@ class Sample:
         self.ask()
         self.queued_at_s = time.perf_counter()
         return True
+
+    def _search(self, search: LengthSearch, outcome: Outcome) -> bool:
+        if search.is_over:  # a masked canvas of the length that was taken
+            self.outcome = search.result(outcome)
+            return False
+        goes_on = search.take(outcome)
+        self.canvas, self.queued_at_s = search.canvas, time.perf_counter()
+        if not goes_on and search.row.bias is None:
+            self.outcome = search.result()
+            return False
+        return True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some of its requests have ended."""
+        return bool(self.parts) or (self.search is not None and self.outcome is not None)
 
     def ask(self) -> None:
         """Make the canvas of the next hole."""

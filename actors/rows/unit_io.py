@@ -23,6 +23,7 @@ from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.rows.canvas import Canvas, finish_row
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import TextPart
+from draftmill.actors.rows.lengths import LengthSearch
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.requests import model_of
@@ -309,6 +310,9 @@ class RowUnitIO:
             sample.note.canvas = canvas
             sample.canvas, sample.score_from, sample.settings = canvas.tokens, canvas.score_from, canvas.settings
             sample.scored = canvas.scored
+            if canvas.lengths is not None:
+                sample.search = LengthSearch(canvas.lengths, sample.key, canvas.settings)
+                sample.canvas = sample.search.canvas
             if canvas.infilling is not None:
                 sample.infilling = canvas.infilling
                 sample.ask()
@@ -378,7 +382,11 @@ class RowUnitIO:
             task = self._job.task
             assert isinstance(task, Infill), "only holes are filled one after another"
             return infilled_columns(task, canvas, sample.parts, outcome, self._tokenizer)
-        return decoded_columns(self._job.task, canvas, outcome, self._tokenizer, self._stops)
+        found: dict[str, Any] = {}
+        if sample.search is not None:
+            canvas = canvas.with_lengths(sample.search.taken)
+            found = {"length_logprob": sample.search.logprob, "lengths_tried": sample.search.num_tried}
+        return decoded_columns(self._job.task, canvas, outcome, self._tokenizer, self._stops) | found
 
 
 def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:

@@ -36,6 +36,7 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any, Final
 
+from draftmill.decoders.any_subset.sequential import joint
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.engine.algorithm import Algorithm, any_subset_model
 from draftmill.decoders.engine.asks import (
@@ -197,6 +198,7 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         # Content and query rows of an iteration in the middle of a sample whose windows have e drafts.
         stale = [sum(count for _, count in stale_rows(e, e, ends=ends)) for e in range(k + 1)]
         return any_subset_model(
+            probe=joint,
             decode=partial(one_pass, k=k, head=head, ends=ends, auto=is_auto),
             window=k + 1,
             most_auto=k * is_auto,
@@ -204,6 +206,7 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
             keeps_laws=True,
         )
     return any_subset_model(
+        probe=joint,
         decode=partial(assd, k=k, ngram=ngram, head=head, auto=is_auto),
         window=k,
         most_auto=(k - 1) * is_auto,

@@ -23,6 +23,7 @@ decoding, parallel sampling and density estimation.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, ParallelSettings
@@ -61,9 +62,16 @@ def score(s: Sample) -> Decoding:
     s.grade(log_ps, first_choices)
 
 
+def joint(s: Sample) -> Decoding:
+    """Answers a probe: the joint log-probability of the tokens from Request.score_from on, given those before them."""
+    scored = s.tokens[s.prompt :]
+    _, _, log_ps, _ = yield s.two_stream(s.length - 1, fresh_queries(s.prompt, len(scored)), SCORE, scored)
+    s.logprob = math.fsum(log_ps)
+
+
 def any_subset_algorithm(setup: Setup, settings: AnySubsetSettings) -> Algorithm:
     """How the engine runs `any_subset`."""
-    return any_subset_model(decode=any_subset)
+    return any_subset_model(decode=any_subset, probe=joint)
 
 
 def parallel_algorithm(setup: Setup, settings: ParallelSettings) -> Algorithm:

@@ -16,6 +16,7 @@ class AnySubsetSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "any_subset"
     tasks: ClassVar = ("infill", "score")
     token_logprobs: ClassVar = True
+    finds_lengths: ClassVar = True
     scorer: ClassVar = "draftmill.decoders.any_subset.sequential:scorer"
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.any_subset.sequential:any_subset_algorithm"
@@ -37,6 +38,7 @@ class AssdSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "any_subset"
     tasks: ClassVar = ("infill",)
     token_logprobs: ClassVar = True
+    finds_lengths: ClassVar = True
     runs: ClassVar = "draftmill.decoders.any_subset.assd:algorithm"
     kind: Literal["assd"]
     k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(

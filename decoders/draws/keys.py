@@ -22,6 +22,7 @@ JACOBI: Final = 6
 MASK: Final = 7
 SCORE_SHARE: Final = 8
 SCORE_MASK: Final = 9
+LENGTH: Final = 10
 
 MASK32: Final = 0xFFFFFFFF
 MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)

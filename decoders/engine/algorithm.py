@@ -43,6 +43,7 @@ class Algorithm:
 
     Lengths `auto`: `most_auto` is the most drafts of a sample if their number is chosen by time, else 0; `auto_rows` and
     `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` those of a drafting model (budget.py).
+    `probe` makes the generator of a probe (Request.probe); None if the decoder answers none.
     With a `guidance` w the logits of a row are u + (w + 1) (c - u), its own c and its partner's u, and a forward counts as two.
     `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full.
     """
@@ -78,6 +79,7 @@ class Algorithm:
     draft_forwards: Sequence[int] | None = None
     windows: Literal["short", "full"] | None = None
     guidance: float = 0.0
+    probe: Callable[[Any], Decoding] | None = None
 
 
 any_subset_model: Final = partial(

@@ -387,7 +387,7 @@ def add_sampled(
         b.has_min_p = bool(min_p_R.any())
         b.most_k = slots.most_k(top_k_R)
     if (kind_R == SCORE).any():
-        b.scored_R = draft_R
+        b.scored_R = np.where(kind_R == SCORE, draft_R, NO_DRAFT)
     b.once = bool((kind_R == TARGET_ONCE).all())
     if layout.notes_drafts:
         b.note_R = note_cells(b.slot_R, b.rank_R)
@@ -415,7 +415,7 @@ def _num_verified(b: Batch, kind_R: Ints, owner_R: Ints) -> int:
 def _add_judging(b: Batch, kind_R: Ints, owner_R: Ints, when_B: Ints, bank_R: Ints) -> None:
     """What the rejection rule needs: every draw has a random number of its own, new in every draw of a sample (`when_B`)."""
     rule, draft_R = b.rule, b.draft_R
-    assert _BY_RATIO_K[kind_R].all(), "a decoder that judges has no other rows"
+    assert (_BY_RATIO_K[kind_R] | (kind_R == SCORE)).all(), "a decoder that judges has no other rows"
     assert len(set(kind_R[b.judges_R].tolist())) <= 1, "a decoder judges drawn drafts or certain ones, not both"
     b.is_sure = bool((kind_R == SURE).any())
     b.size_B = np.bincount(owner_R[b.judges_R], minlength=b.num_samples)

@@ -210,7 +210,7 @@ class Engine:
             self._place(sample)
 
     def _sample_of(self, request: Request, times: Times) -> Sample:
-        scores, masked = self.algorithm.scores, request.canvas
+        scores, masked = self.algorithm.scores or (request.probe and request.score_from is not None), request.canvas
         if scores:
             # A score has no settings of its own, and its tokens stand where others have holes.
             request, masked = replace(request, settings=JOB_SETTINGS), without_scored(request)
@@ -262,7 +262,9 @@ class Engine:
         self.sampler.start(sample)
         if self.budget is not None:
             self.budget.survival.start(slot)
-        sample.decoding = self.algorithm.decode(sample)
+        decode = self.algorithm.probe if sample.request.probe else self.algorithm.decode
+        assert decode is not None, "this decoder answers no probes"
+        sample.decoding = decode(sample)
         self.scheduler.start(sample)
 
     def clear(self) -> list[int]:
@@ -495,7 +497,7 @@ class Engine:
         if sample.tracker is not None and outcome.error_kind is None and not sample.tracker.is_met:
             outcome.error_kind, outcome.error = "bad_constraint", "the text does not match its constraint"
             outcome.tokens = outcome.tokens[:0]
-        if not self.algorithm.knows_logprob:
+        if not (self.algorithm.knows_logprob or sample.request.probe):
             outcome.logprob = None
         self.slots.release(sample.slot)
         self._slots[sample.slot] = None

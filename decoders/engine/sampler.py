@@ -360,7 +360,10 @@ class Sampler:
         p_RV = self._judging(logits_RV, law_RV, warp)
         token_R, uniform_R = b.draft_R[part], b.uniform_R[part]
         if not alone:
-            token_R = torch.where(b.judged_R[part] > 0, token_R, self._draw_from(law_RV, uniform_R))
+            is_given_R = b.judged_R[part] > 0
+            if b.scored_R is not None:
+                is_given_R = is_given_R | (b.scored_R[part] >= 0)
+            token_R = torch.where(is_given_R, token_R, self._draw_from(law_RV, uniform_R))
         elif b.row_D.shape[0]:
             token_R = token_R.index_copy(0, b.row_D, self._draw_from(law_RV[b.row_D], uniform_R[b.row_D]))
         fields = [token_R, torch.zeros_like(uniform_R)]

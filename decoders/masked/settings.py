@@ -29,6 +29,7 @@ class MaskedSettings(DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar[Tasks] = ("infill", "complete")
+    finds_lengths: ClassVar[bool] = True
     block_length: _Count | None = Field(default=32, description="positions of a block; null: the canvas is one block")
     confidence: Literal["top1", "margin", "entropy", "random"] = Field(
         default="top1", description="which position comes next: by probability, lead, negative entropy, or at random"

@@ -20,6 +20,7 @@ section 3.3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +87,16 @@ def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Gener
             asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * reading.fresh)
     answer = yield asked.ask()
     return asked.picks(answer, reading.sure(asked, s, answer))[0][0]
+
+
+def first_confidence(s: Canvas, shift: int, *, guided: bool) -> Decoding:
+    """Answers a probe: the mean probability of the best tokens of the masks at Request.scored, in one forward; its logarithm. The
+    request's temperature is 0. Source: CAL (actors/rows/lengths.py)."""
+    asked = CanvasAsk(shift, s.given if guided else None)
+    assert s.request.scored is not None, "a probe names the masks that it asks about"
+    asked.read(asked.run(s.canvas, 0, s.length, column=0, below=s.length), s.request.scored.tolist(), best=1, draw=0)
+    answer = yield asked.ask()
+    s.logprob = math.log(max(float(np.exp(answer.log_ps[0]).mean()), 1e-300))
 
 
 # ---- how many at once ------------------------------------------------------------------------------------------------
@@ -190,6 +201,7 @@ def algorithm_of(
         num_slots=2 if settings.guidance_scale else 1,
         guidance=settings.guidance_scale,
         nodes=cached,
+        probe=partial(first_confidence, shift=setup.info.shift, guided=settings.guidance_scale > 0.0),
         notes=notes,
         warped=setup.info.family == "dream",
         fresh=settings.draws_anew,

@@ -245,6 +245,8 @@ def pieces_of(
         for fill, text in zip(fills, given[1:], strict=False):
             yield from (Piece(fill or "", made=True), Piece(text))
         return
+    if canvas.lengths is not None and row["fills"] is not None:
+        canvas = canvas.with_lengths([fill["end"] - fill["start"] for fill in row["fills"]])
     tokens, where = canvas.tokens.copy(), made_positions(canvas)
     new = row["tokens"] or []
     tokens[where[: len(new)]] = new[: len(where)]

@@ -119,6 +119,8 @@ def work_text(task: Task, canvas: Canvas) -> str:
     if canvas.infilling is not None:
         holes = len(canvas.infilling.limits)
         return f"up to {canvas.num_masked} to generate in {holes} holes (the first is shown)"
+    if canvas.lengths is not None:
+        return f"up to {canvas.num_masked} to generate in {len(canvas.holes)} holes whose lengths are to be found"
     if isinstance(task, Infill):
         return f"{canvas.num_masked} to generate in {len(canvas.holes)} holes"
     return f"{canvas.holes[0][0]} of them the prompt, up to {canvas.num_masked} to generate"

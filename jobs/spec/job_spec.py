@@ -339,6 +339,8 @@ class JobSpec(Settings):
             full["task"].pop("chat_date", None)  # the plan of a chat whose template has no date lacks it
         if full["task"].get("constraint") is None:
             full["task"].pop("constraint", None)
+        if (full["task"].get("mask") or {}).get("bias", 0) is None:
+            full["task"]["mask"].pop("bias")
         columns = full["input"]["columns"]
         full["input"]["columns"] = {key: columns[key] for key in columns if key not in NEWER_COLUMNS or columns[key]}
         newer = {key: getattr(self, key).model_dump(mode="json", exclude_defaults=True) for key in NEWER_SECTIONS}

@@ -58,7 +58,7 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
     if problem is None and isinstance(task, Score):
         problem = score_problem(task, columns, decoder)
     if problem is None and isinstance(task, Infill):
-        problem = fim_problem(task, decoder, has_tokenizer=has_tokenizer)
+        problem = fim_problem(task, decoder, has_tokenizer=has_tokenizer) or length_problem(task, decoder)
     return problem or constraint_problem(task, columns, decoder, has_tokenizer=has_tokenizer)
 
 
@@ -245,6 +245,19 @@ def _surplus_column(mask: Mask, named: dict[str, str]) -> str | None:
             return "task.mask: count and length are for random spans, but input.columns.spans gives each row its own"
         if "tokens" in named:
             return "input.columns.spans: ranges of characters need text, but the rows give tokens"
+    return None
+
+
+def length_problem(task: Infill, decoder: DecoderSettings) -> str | None:
+    """Why this decoder can't find the lengths of holes; None if it can, or need not."""
+    mask = task.mask
+    if not isinstance(mask, Marker) or decoder.runs_on == "causal":
+        return None
+    if mask.lengths[0] < mask.lengths[1] and not decoder.finds_lengths:
+        allowed = ", ".join(kind for kind, choice in DECODERS.items() if choice.finds_lengths)
+        return f"task.mask.length: decoder {decoder.kind!r} can't find lengths; allowed: a number, or a decoder among {allowed}"
+    if mask.bias is not None and decoder.runs_on != "masked":
+        return f"task.mask.bias: decoder {decoder.kind!r} finds lengths without it; allowed: null"
     return None
 
 

@@ -16,11 +16,11 @@ from draftmill.storage.parquet import read_parquet
 from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.parallel import parallel_map
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 _ADDED = {
     **{"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4},
     **{"sample": 5, "is_greedy": 5, "logprob_stderr": 5, "request_model": 6},
-    **{"top_logprobs": 7, "length_logprob": 7, "constraint": 7},
+    **{"top_logprobs": 7, "length_logprob": 7, "constraint": 7, "lengths_tried": 8},
 }
 """The version that added a column; the other columns are in every version."""
 
@@ -78,6 +78,7 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("top_logprobs", pa.list_(pa.list_(_LIKELY))),
         pa.field("length_logprob", pa.float64()),
         pa.field("constraint", pa.string()),
+        pa.field("lengths_tried", pa.int32()),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""

@@ -1,0 +1,224 @@
+"""Holes whose lengths are not known: which lengths are tried for a row, and which one is taken. Pure.
+
+    row      t0 [1-3] t1 [2-4] t2     each hole at each of its lengths, those after it at a length in the middle
+    tried    t0 _ t1 ___ t2
+             t0 __ t1 ___ t2          the first hole takes 2
+             t0 ___ t1 ___ t2
+             t0 __ t1 __ t2           then the second, beside what the first one took
+             t0 __ t1 ____ t2         (3 was tried already)
+
+Any-subset models. Each canvas is filled by the job's decoder, and a probe gives the joint probability of its tokens from left to
+right. That joint is p(visible | L) p(fill | visible, L), and the decoder knows the second factor: so the weight of a length
+
+    w(L) = log p(fill, after | before) - log p(fill | visible) = log p(after | before, L)
+
+does not depend on the fill, if the model's orders agree. The posterior of L is proportional to prior x exp(w), with a uniform
+prior over the lengths that are tried, and one of them is drawn with the sample's own noise. It comes with its fill: together they
+are a draw from p(L, fill | visible). In a trained model the orders differ a little, and w depends on the fill as well.
+
+Masked diffusion. Each canvas has one probe, the confidence c(L) of its first step, and is not filled. That has a peak near the
+true length, hidden by a bias b(L) that depends on the length alone. The length with the greatest c(L) / b(L) is taken, then filled.
+
+A text is the one that a job with these lengths gives: the noise of a position does not depend on what was tried before.
+
+Sources: Chib, "Marginal likelihood from the Gibbs output" (1995), for the ratio; Liu, Yang, Su, "Diffusion LMs can approximate
+optimal infilling lengths implicitly" (CAL, 2026), sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftmill.actors.rows.fim import costs
+from draftmill.decoders.base import HOLE, Outcome, Request, RowSettings
+from draftmill.decoders.draws.keys import LENGTH, uniforms
+
+IDS = NDArray[np.int32]
+Lengths = tuple[int, ...]
+Bias = tuple[float, float, float, float, float]
+
+CAL_BIAS: Final[Bias] = (1.0, 1.77, 0.56, 0.06, 0.24)
+"""The bias that the public code of CAL has for LLaDA-8B, DiffuCoder and DreamCoder (see `bias_at`)."""
+
+
+def bias_at(bias: Bias, length: int) -> float:
+    """b(L) = a exp(-b L) + c exp(-d L) + e."""
+    a, b, c, d, e = bias
+    return a * math.exp(-b * length) + c * math.exp(-d * length) + e
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLengths:
+    """A row's visible `pieces`, one more than its holes; the lengths that each hole may have, ascending; the tokens that fit into
+    all holes together, None without a limit. Lengths are drawn at this `temperature`. `bias` is that of a masked-diffusion model;
+    None: an any-subset one."""
+
+    pieces: tuple[IDS, ...]
+    choices: tuple[Lengths, ...]
+    room: int | None = None
+    temperature: float = 1.0
+    bias: Bias | None = None
+
+    def canvas(self, lengths: Sequence[int]) -> IDS:
+        """The canvas with holes of these lengths, int32."""
+        parts = [self.pieces[0]]
+        for length, piece in zip(lengths, self.pieces[1:], strict=True):
+            parts += [np.full(length, HOLE, dtype=np.int32), piece]
+        return np.concatenate(parts)
+
+    def holes(self, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The [start, end) ranges of the holes on that canvas."""
+        ranges, end = [], 0
+        for length, piece in zip(lengths, self.pieces, strict=False):
+            start = end + len(piece)
+            end = start + length
+            ranges.append((start, end))
+        return tuple(ranges)
+
+    def options(self, taken: Lengths) -> list[Lengths]:
+        """The lengths of all holes that are tried for the first hole without one, after those that were taken."""
+        own, later = self.choices[len(taken)], self.choices[len(taken) + 1 :]
+        for rest in (tuple(each[len(each) // 2] for each in later), tuple(each[0] for each in later)):
+            room = math.inf if self.room is None else self.room - sum(taken) - sum(rest)
+            if own[-1] <= room or rest == tuple(each[0] for each in later):
+                return [(*taken, length, *rest) for length in own if length <= room]
+        raise AssertionError("the shortest lengths fit")
+
+    @property
+    def longest(self) -> Lengths:
+        """The greatest lengths that fit, the first holes before the others."""
+        taken: Lengths = ()
+        for index, own in enumerate(self.choices):
+            least = sum(each[0] for each in self.choices[index + 1 :])
+            room = math.inf if self.room is None else self.room - sum(taken) - least
+            taken = (*taken, max([length for length in own if length <= room], default=own[0]))
+        return taken
+
+
+@dataclass(slots=True)
+class Tried:
+    """What came of a canvas: its fill (any-subset models), and its weight, None until its probe has run."""
+
+    fill: Outcome | None = None
+    weight: float | None = None
+
+
+@dataclass(slots=True)
+class LengthSearch:
+    """Finds the lengths of one sample's holes, request by request. `taken` are those of the first holes; `logprob` is the
+    log-probability of all that were taken under their posteriors, None in masked diffusion."""
+
+    row: OpenLengths
+    key: int
+    settings: RowSettings
+    taken: Lengths = ()
+    logprob: float | None = 0.0
+    _tried: dict[Lengths, Tried] = field(default_factory=dict)
+    _outcomes: list[Outcome] = field(default_factory=list)
+    _now: Lengths = ()
+
+    def __post_init__(self) -> None:
+        self._next()
+
+    @property
+    def num_tried(self) -> int:
+        """How many lengths were tried, of all holes together."""
+        return len(self._tried)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all holes have their lengths."""
+        return len(self.taken) == len(self.row.choices)
+
+    @property
+    def canvas(self) -> IDS:
+        """The canvas that runs now; at the end the one with the lengths that were taken."""
+        return self.row.canvas(self.taken if self.is_over else self._now)
+
+    def request(self, handle: int) -> Request:
+        """The next request, while the search is not over."""
+        canvas, fill = self.canvas, self._tried[self._now].fill
+        if self.row.bias is not None:
+            start, end = self.row.holes(self._now)[len(self.taken)]
+            certain = RowSettings(temperature=0.0)
+            return Request(
+                handle, self.key, canvas, settings=certain, probe=True, scored=np.arange(start, end, dtype=np.int64)
+            )
+        if fill is None:
+            return Request(handle, self.key, canvas, settings=self.settings)
+        first = self.row.holes(self._now)[0][0]
+        filled = canvas.copy()
+        filled[canvas == HOLE] = fill.tokens
+        return Request(handle, self.key, filled, score_from=first, probe=True)
+
+    def take(self, outcome: Outcome) -> bool:
+        """Store an outcome, not a failed one; returns True if there is another request."""
+        self._outcomes.append(outcome)
+        tried = self._tried[self._now]
+        if self.row.bias is None and tried.fill is None:
+            tried.fill = outcome
+            return True
+        assert outcome.logprob is not None, "a probe has an answer"
+        if self.row.bias is not None:
+            start, end = self.row.holes(self._now)[len(self.taken)]
+            tried.weight = outcome.logprob - math.log(bias_at(self.row.bias, end - start))
+        else:
+            assert tried.fill is not None and tried.fill.logprob is not None, "a fill has a log-probability"
+            tried.weight = outcome.logprob - tried.fill.logprob
+        self._next()
+        return not self.is_over
+
+    def result(self, last: Outcome | None = None) -> Outcome:
+        """The row's outcome: the fill of the lengths that were taken, or the `last` one, with the forwards and times of all that
+        was tried. Drafts are those of the fill alone."""
+        kept = self._tried[self.taken].fill if last is None else last
+        assert kept is not None, "masked canvases are filled at the end"
+        return replace(kept, **costs([*self._outcomes, *([] if last is None else [last])]))
+
+    def _next(self) -> None:
+        """Go on to the next canvas that was not tried; where there is none, take a length, and go on to the next hole."""
+        while not self.is_over:
+            options = self.row.options(self.taken)
+            is_last = len(self.taken) + 1 == len(self.row.choices)
+            # An only length needs no weight, but the last canvas of an any-subset model is the one that is filled.
+            if len(options) > 1 or (is_last and self.row.bias is None):
+                self._now = next((each for each in options if each not in self._tried), ())
+                if self._now:
+                    self._tried[self._now] = Tried()
+                    return
+            self._choose(options)
+
+    def _choose(self, options: Sequence[Lengths]) -> None:
+        hole = len(self.taken)
+        weights = [self._tried[lengths].weight if len(options) > 1 else 0.0 for lengths in options]
+        weights_L = np.array(weights, dtype=np.float64)
+        if self.row.bias is not None:
+            self.logprob, best = None, int(np.argmax(weights_L))
+        else:
+            log_p_L = log_posterior(weights_L)
+            lengths = [each[hole] for each in options]
+            best = drawn(log_p_L, lengths, key=self.key, hole=hole, temperature=self.row.temperature)
+            assert self.logprob is not None, "an any-subset model has a posterior"
+            self.logprob += float(log_p_L[best])
+        self.taken = options[best][: hole + 1]
+
+
+def log_posterior(weights_L: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log p(L | visible) of the lengths that were tried, under a uniform prior."""
+    shifted_L = weights_L - weights_L.max()
+    return shifted_L - math.log(math.fsum(np.exp(shifted_L).tolist()))
+
+
+def drawn(log_p_L: NDArray[np.float64], lengths: Sequence[int], *, key: int, hole: int, temperature: float) -> int:
+    """The index of a length drawn from p^(1/temperature); at temperature 0 of the most probable one, ties to the shortest. Each
+    length has its own noise, whichever others are tried."""
+    if temperature == 0.0:
+        return int(np.argmax(log_p_L))
+    uniform_L = uniforms(key, np.asarray(lengths, dtype=np.int64), LENGTH, hole)
+    return int(np.argmax(log_p_L / temperature - np.log(-np.log(uniform_L))))
