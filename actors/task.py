@@ -166,7 +166,7 @@ class Marker(Settings):
     length: Count | Literal["auto"] | LengthRange = Field(
         default=8, description="tokens of a hole; {min, max}: the model finds how many; auto: 1 to 32"
     )
-    bias: tuple[float, float, float, float, float] | None = Field(
+    bias: Annotated[tuple[float, float, float, float, float], BeforeValidator(as_tuple)] | None = Field(
         default=None, description="masked models, open lengths: a, b, c, d, e of CAL; null: those published for LLaDA"
     )
 

@@ -17,7 +17,8 @@ prior over the lengths that are tried, and one of them is drawn with the sample'
 are a draw from p(L, fill | visible). In a trained model the orders differ a little, and w depends on the fill as well.
 
 Masked diffusion. Each canvas has one probe, the confidence c(L) of its first step, and is not filled. That has a peak near the
-true length, hidden by a bias b(L) that depends on the length alone. The length with the greatest c(L) / b(L) is taken, then filled.
+true length, hidden by a bias b(L) that depends on the length alone. The length with the greatest c(L) / b(L) is taken,
+then filled.
 
 A text is the one that a job with these lengths gives: the noise of a position does not depend on what was tried before.
 

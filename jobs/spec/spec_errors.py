@@ -112,16 +112,19 @@ def _path(item: Any, data: Any) -> str:
     return ".".join(keys)
 
 
+_OF_WORDS: Final = ("literal_error", "int_type")
+
+
 def _without_consequences(errors: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Drop errors that follow from another error.
 
     If a `kind` is wrong, other errors in its section are meaningless. If keys of a mapping are wrong, the error that the
-    mapping is not a word such as `auto` is meaningless.
+    mapping is not a number, or a word such as `auto`, is meaningless.
     """
     bad = [path.removesuffix("kind") for path in errors if path.rpartition(".")[2] == "kind"]
 
     def follows(path: str, items: list[Any]) -> bool:
-        is_no_word = all(item["type"] == "literal_error" and isinstance(item["input"], Mapping) for item in items)
+        is_no_word = all(item["type"] in _OF_WORDS and isinstance(item["input"], Mapping) for item in items)
         if is_no_word and any(other.startswith(f"{path}.") for other in errors):
             return True
         return path.rpartition(".")[2] != "kind" and any(path.startswith(section) for section in bad)
@@ -130,7 +133,8 @@ def _without_consequences(errors: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _problem(model: type[BaseModel], path: str, items: list[Any]) -> tuple[str, str]:
-    item = items[0]
+    # Of the members of a union, one that knows the value's form says what is wrong with it.
+    item = next((each for each in items if each["type"] == "value_error" and isinstance(each["input"], Mapping)), items[0])
     match item["type"]:
         case "extra_forbidden":
             return path, _unknown(model, item["loc"], path)
