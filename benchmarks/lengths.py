@@ -16,6 +16,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +53,19 @@ def spans(texts: Sequence[str], tokenizer: Any, count: int, *, lines: bool) -> l
     """Texts of about `SIDE` tokens on each side of a hole: random spans of tokens, or whole lines."""
     rng, found = np.random.default_rng(0), list[Hidden]()
     while len(found) < count:
-        text = texts[rng.integers(len(texts))]
+        text = texts[int(rng.integers(len(texts)))]
         rows = text.split("\n")
         if lines and len(rows) > 8:
             index = int(rng.integers(4, len(rows) - 3))
-            pieces = "\n".join([*rows[:index], ""]), rows[index], "\n".join(["", *rows[index + 1 : index + 40]])
+            before, after = "\n".join([*rows[:index], ""]), "\n".join(["", *rows[index + 1 : index + 40]])
+            inside = rows[index]
         else:
             ids, length = encode(tokenizer, text), int(rng.integers(1, LONGEST + 1))
             if lines or len(ids) < 2 * SIDE + LONGEST + 2:
                 continue
             start = int(rng.integers(SIDE, len(ids) - SIDE - length))
-            cut = (
-                slice(start - SIDE, start),
-                slice(start, start + length),
-                slice(start + length, start + length + SIDE),
-            )
-            pieces = tuple(tokenizer.decode(ids[part]) for part in cut)  # type: ignore[assignment]
-        before, inside, after = pieces
+            edges = (start - SIDE, start, start + length, start + length + SIDE)
+            before, inside, after = (tokenizer.decode(ids[low:high]) for low, high in pairwise(edges))
         before = tokenizer.decode(encode(tokenizer, before)[-SIDE:])
         after = tokenizer.decode(encode(tokenizer, after)[:SIDE])
         length = len(encode(tokenizer, inside))
@@ -138,7 +135,7 @@ def fitted(texts: Sequence[Hidden], tokenizer: Any) -> Bias:
     """The bias of mdm-tiny, by least squares: a, c, e >= 0 for each pair of decays b and d on a grid."""
     folder = BUILTIN.parent / "mdm-tiny"
     setup = Setup(
-        backbone=load_backbone(folder, device="cpu"),  # type: ignore[arg-type]
+        backbone=load_backbone(folder, device="cpu"),
         info=inspect_model(folder),
         sampling=Sampling(temperature=0.0),
         max_rows=64,
@@ -168,7 +165,8 @@ def fitted(texts: Sequence[Hidden], tokenizer: Any) -> Bias:
             if min(a, c, e) >= 0 and (best is None or error < best[0]):
                 best = error, (float(a), float(b), float(c), float(d), float(e))
     assert best is not None, "some bias fits"
-    return tuple(round(each, 4) for each in best[1])  # type: ignore[return-value]
+    a, b, c, d, e = (round(each, 4) for each in best[1])
+    return a, b, c, d, e
 
 
 def main() -> None:

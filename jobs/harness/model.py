@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -101,6 +101,8 @@ class Draftmill(LM):  # type: ignore[misc]
                     "--gen_kwargs max_gen_toks=N changes it",
                     field=f"{task}: generation_kwargs.max_gen_toks",
                 )
+            if generation.constraint or own.task.get("constraint"):
+                generation = replace(generation, stop=())  # a text ends where it matches; `until` could cut it before
             self._generations[name] = generation
         return self._generations[name]
 

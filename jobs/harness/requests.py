@@ -14,6 +14,7 @@ text has one begin token. Source: TemplateLM and HFLM of lm_eval 0.4.13.
     max_gen_toks (max_new_tokens, max_tokens, max_completion_tokens)    task.max_new_tokens
     until                                                               task.stop
     do_sample, temperature, top_k, top_p, OTHERS                        sampling
+    guided_regex, guided_choice, guided_json, guided_grammar            task.constraint, and then `until` has no effect
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from draftmill.actors.rows.constraints import constraint_of_body
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
-from draftmill.storage.errors import UserError
+from draftmill.storage.errors import RowError, UserError
 
 Ids = tuple[int, ...]
 
@@ -101,7 +103,10 @@ DEFAULT_MOST: Final = 256
 OTHERS: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
 """Keys that are those of `sampling`, with its bounds."""
 
-KNOWN: Final = (*MOST, "until", "do_sample", "temperature", "top_k", "top_p", *OTHERS)
+GUIDED: Final = ("guided_regex", "guided_choice", "guided_json", "guided_grammar")
+"""A task's own constraint, as vLLM names it."""
+
+KNOWN: Final = (*MOST, *GUIDED, "until", "do_sample", "temperature", "top_k", "top_p", *OTHERS)
 
 WITHOUT_EFFECT: Final[Mapping[str, tuple[Any, ...]]] = {
     "num_beams": (1,),
@@ -115,7 +120,8 @@ WITHOUT_EFFECT: Final[Mapping[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How one job generates; `temperature` 0 takes the most probable token, and then there is no top_k and no top_p."""
+    """How one job generates; `temperature` 0 takes the most probable token, and then there is no top_k and no top_p. The
+    `constraint` is JSON text."""
 
     max_new_tokens: int
     stop: tuple[str, ...]
@@ -123,6 +129,7 @@ class Generation:
     top_k: int | None = None
     top_p: float | None = None
     others: tuple[tuple[str, float], ...] = ()
+    constraint: str | None = None
 
 
 def generation_of(
@@ -139,7 +146,7 @@ def generation_of(
                 task, key, value, ", ".join(map(str, WITHOUT_EFFECT.get(key, (*KNOWN, *WITHOUT_EFFECT))))
             )
     generation = Generation(_most(given, task, most), _stops(given, task), _temperature(given, task, temperature))
-    generation = replace(generation, others=_others(given, task))
+    generation = replace(generation, others=_others(given, task), constraint=_constraint(given, task))
     if generation.temperature == 0:
         return generation
     top_k, top_p = given.get("top_k", sampling.top_k), given.get("top_p", sampling.top_p)
@@ -171,6 +178,14 @@ def _others(given: Mapping[str, Any], task: str) -> tuple[tuple[str, float], ...
         except ValidationError as error:
             raise _unsupported(task, key, value, error.errors()[0]["msg"].removeprefix("Input should be ")) from None
     return tuple(found.items())
+
+
+def _constraint(given: Mapping[str, Any], task: str) -> str | None:
+    try:
+        found = constraint_of_body({key: given[key] for key in GUIDED if given.get(key) is not None})
+    except RowError as error:
+        raise UserError(error.message, field=f"{task}: generation_kwargs") from None
+    return None if found is None else str(found.model_dump_json(exclude_none=True))
 
 
 def _stops(given: Mapping[str, Any], task: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ loglikelihood, loglikelihood_rolling    task score, the spec's decoder if it sco
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -84,6 +85,9 @@ class EvalSpec:
         own = self.task if self.task.get("kind") == "complete" else {}
         task = {**own, "kind": "complete", "max_new_tokens": settings.pop("max_new_tokens")}
         task |= {"stop": list(settings.pop("stop")), "skip_special_tokens": not special}
+        own_constraint = settings.pop("constraint")
+        if own_constraint is not None:
+            task["constraint"] = json.loads(own_constraint)
         job = self._job(task, {"tokens": "tokens"}, path, out)
         sampling = {**(self.data.get("sampling") or {}), **settings}
         return check_spec(job | {"sampling": sampling, "input": job["input"] | {"truncate": "left"}})

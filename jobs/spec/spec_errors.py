@@ -134,7 +134,9 @@ def _without_consequences(errors: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def _problem(model: type[BaseModel], path: str, items: list[Any]) -> tuple[str, str]:
     # Of the members of a union, one that knows the value's form says what is wrong with it.
-    item = next((each for each in items if each["type"] == "value_error" and isinstance(each["input"], Mapping)), items[0])
+    item = next(
+        (each for each in items if each["type"] == "value_error" and isinstance(each["input"], Mapping)), items[0]
+    )
     match item["type"]:
         case "extra_forbidden":
             return path, _unknown(model, item["loc"], path)

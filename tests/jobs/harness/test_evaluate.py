@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -279,6 +280,15 @@ def test_masked_and_block_models_generate_up_to_a_stop_string(
         seed=7,
     )
     assert found == {name: row["text"] for name, row in run_here(spec).items()}
+
+
+def test_answers_match_a_constraint_and_are_not_cut_by_until(world: World, tmp_path: Path) -> None:
+    """The task ends texts at a line end, which the constraint asks for in the middle."""
+    task = {"kind": "complete", "constraint": {"regex": r"a\n[0-9]{3}\nb"}}
+    write_eval_spec(tmp_path, task=task)
+    assert evaluated(tmp_path, world.tasks, ["gen"], "--limit", "3") == 0
+    for sample in samples_of(tmp_path, "gen"):
+        assert re.fullmatch(r"a\n[0-9]{3}\nb", sample["resps"][0][0])
 
 
 def test_a_chat_has_the_examples_as_turns_and_may_begin_the_answer(world: World, tmp_path: Path) -> None:

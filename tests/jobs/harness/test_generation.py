@@ -81,6 +81,13 @@ def test_settings_that_change_nothing_pass() -> None:
     assert of({"num_beams": 1, "use_cache": True, "min_p": None}) == of({})
 
 
+def test_a_task_may_have_a_constraint_of_its_own() -> None:
+    assert of({"guided_choice": ["yes", "no"]}).constraint == '{"choice":["yes","no"]}'
+    assert of({"guided_regex": None}).constraint is None
+    with pytest.raises(UserError, match=r"task: generation_kwargs: constraint: "):
+        of({"guided_regex": "[0-9]+", "guided_choice": ["a"]})
+
+
 def test_penalties_of_a_task_count_in_place_of_the_specs() -> None:
     given = of({"repetition_penalty": 1.0, "frequency_penalty": 0.5})
     assert given.others == (("repetition_penalty", 1.0), ("frequency_penalty", 0.5))

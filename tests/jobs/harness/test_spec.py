@@ -50,6 +50,14 @@ def test_a_task_section_may_hold_settings_that_all_tasks_share(tmp_path: Path) -
     assert spec.max_new_tokens == 64 and job.task.ignore_eos and job.task.max_new_tokens == 16
 
 
+def test_a_tasks_own_constraint_comes_before_the_specs(tmp_path: Path) -> None:
+    spec = read(tmp_path, task={"kind": "complete", "constraint": {"regex": "[a-z]+"}})
+    for own, expected in ((None, "regex"), ('{"choice":["yes","no"]}', "choice")):
+        job = spec.completing(Generation(16, (), 0.0, constraint=own), "r.jsonl")
+        assert isinstance(job.task, Complete) and job.task.constraint is not None
+        assert job.task.constraint.kind == expected
+
+
 def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_path: Path) -> None:
     estimate = {"kind": "score", "estimate": {"samples": 16}}
     spec = read(tmp_path, decoder={"kind": "ssd", "draft_length": 2}, sampling={}, task=estimate)
