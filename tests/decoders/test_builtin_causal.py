@@ -157,6 +157,7 @@ def test_the_text_is_the_autoregressive_text(run, requests, baseline, stops, kin
     assert sum(times for count, times in committed.items() if count >= 3) >= 20
 
 
+@pytest.mark.slow
 def test_the_batch_does_not_change_a_bit_of_the_autoregressive_text(run, requests, baseline):
     for rows in (1, 64):
         found = texts(run(AR, 2, requests[:20], rows=rows))

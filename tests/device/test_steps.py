@@ -64,6 +64,7 @@ def test_a_decoder_runs_on_a_device_and_gives_the_same_texts_there(name):
         assert all(count <= limit for count, limit in zip(counts, LIMITS[name], strict=True)), (counts, found.places)
 
 
+@pytest.mark.one_in(23)
 @pytest.mark.parametrize("name", LIMITS)
 def test_samples_come_and_go_without_further_waits(name):
     """One that comes sends its order or canvas at most; memory is allocated for the first ones alone."""

@@ -111,6 +111,7 @@ def test_an_outage_ends_with_a_code_that_is_retried_and_the_next_start_completes
     bucket.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["403", *soak(KINDS[1:])])
 @pytest.mark.parametrize("phase", ["input", *soak(PHASES.keys() - {"input"})])
 def test_an_outage_of_some_seconds_is_borne_or_retried(

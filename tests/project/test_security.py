@@ -70,6 +70,7 @@ def stage(s3_url: str, s3_server: S3Server, s3_options: S3Options) -> tuple[str,
     return s3_url, s3_server, s3_options
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
     tmp_path: Path,

@@ -79,6 +79,7 @@ def test_a_job_runs_beside_a_users_folders_of_the_same_names(environment: Path, 
     assert call(environment, folder, "python", "-c", code) == "a\n"
 
 
+@pytest.mark.slow
 def test_a_users_own_folder_is_imported_under_its_own_name(environment: Path, folder: Path) -> None:
     code = "import draftmill.storage.errors\ntry:\n    import storage\nexcept RuntimeError as error:\n    print(error)"
     assert call(environment, folder, "python", "-c", code) == "storage.py is the user's\n"

@@ -423,6 +423,7 @@ def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(
 PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "class A:\n    def f("}]
 
 
+@pytest.mark.slow
 def test_the_decoders_of_block_diffusion_run_on_the_written_folder(written: tuple[Path, Path], tmp_path: Path) -> None:
     def completed(name: str, decoder: dict[str, Any]) -> dict[str, Any]:
         sections: dict[str, Any] = {

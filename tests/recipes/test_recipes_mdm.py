@@ -243,6 +243,7 @@ INFILL = [{"id": str(n), "text": f"def f{n}(x):\n    return <mask:{n + 2}> + x<m
 PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "class A:\n    def f("}]
 
 
+@pytest.mark.slow
 def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written: tuple[Path, Path], tmp_path: Path) -> None:
     def filled(kind: str) -> dict[str, Any]:
         sections: dict[str, Any] = {"task": {"kind": "infill", "mask": {"kind": "marker"}}}

@@ -69,6 +69,7 @@ def test_forwards_count_for_all_lengths_that_were_tried(tmp_path):
         assert row["nfe"] == 6 + sum(lengths_of(row))
 
 
+@pytest.mark.slow
 def test_a_bias_of_ones_own_decides_which_confidence_wins(tmp_path):
     """A bias that grows with the length leaves the shortest, one that falls steeply the longest."""
     for bias, first in (([0.0, 0.0, 1.0, -0.9, 0.0], 1), ([0.0, 0.0, 1.0, 0.9, 0.0], 4)):
@@ -77,6 +78,7 @@ def test_a_bias_of_ones_own_decides_which_confidence_wins(tmp_path):
         assert {lengths_of(row)[0] for row in results.values()} == {first}
 
 
+@pytest.mark.slow
 def test_slots_units_and_samples_change_no_length(tmp_path):
     decoder = {"kind": "assd", "k": 3}
     plain = decoded(tmp_path, ROWS, "asarm-tiny", decoder, OPEN)

@@ -162,6 +162,7 @@ def test_a_run_that_changes_and_one_that_can_not_be_read_are_refused(
     assert run(judge(world, "moved", "exact_match >= 1", run=str(tmp_path / "elsewhere")), tmp_path / "spec.yaml") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_both_runs_may_be_on_s3(world: Path, s3_url: str, s3_options: S3Options) -> None:
     (world / "two.jsonl").write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "y"}')

@@ -37,6 +37,7 @@ def test_a_local_run_has_the_rows_and_the_fingerprint_of_any_other(tmp_path: Pat
     assert fingerprints[0] == fingerprints[1]
 
 
+@pytest.mark.slow
 def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_row_comes_back_once_for_each_sample_with_a_key_and_a_text_of_its_own(done: Path) -> None:
     many, one = (rows_of(done / out).to_pylist() for out in ("many", "one"))
     names = [(row["id"], row["sample"]) for row in many]

@@ -86,6 +86,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_case_equals_a_run_of_its_spec_alone(finished: Path, tmp_path: Path):
     for name, changes in CASES.items():
         spec = base(finished / "rows.jsonl")

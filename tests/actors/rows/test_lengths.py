@@ -81,6 +81,7 @@ def test_lengths_have_their_exact_posterior_whatever_is_filled_in():
         assert search.logprob == pytest.approx(math.log(masses(search.taken[0]) / total), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_lengths_and_fills_are_drawn_together_from_their_posterior():
     """A chi-square over all 14 pairs of length and fill; it fails by chance once in 10,000 runs of other seeds."""
     row = OpenLengths(pieces(BEFORE, AFTER), ((1, 2, 3),))

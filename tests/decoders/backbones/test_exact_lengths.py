@@ -227,6 +227,7 @@ def test_a_block_has_the_same_bits_beside_any_longer_text(golden):
             assert torch.equal(apart[slot], together[slot]), f"{lengths[slot]} tokens"
 
 
+@pytest.mark.slow
 def test_any_subset_samples_have_the_same_bits_beside_any_longer_one(tmp_path):
     save_random_xlnet(tmp_path)
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")

@@ -145,6 +145,7 @@ def test_graphs_of_two_engines_that_make_room_for_each_other_give_what_others_gi
     assert recorder.num_dropped > (name != "parallel")
 
 
+@pytest.mark.slow
 def test_all_other_decoders_run_as_they_did(monkeypatch: Any) -> None:
     """Where nothing is kept forwards run whole canvases, which keep a device busy: they are not captured."""
     name, others = "ancestral, analytic", CASES.keys() - CAPTURED.keys()
@@ -159,6 +160,7 @@ CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
 
 
 # Drafts that wait in cells, or made by a head from rows of the same graph, under every setting.
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("name", "more"),
     [*((name, {}) for name in RATIO), *itertools.product(("speculative, model", "assd"), CUTS)],
@@ -175,6 +177,7 @@ def test_captured_forwards_judge_by_ratio_as_others_do(name: str, more: dict[str
     assert all(replayed(engine))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("more", [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}])
 def test_captured_draws_follow_the_sampling_settings(more: dict[str, Any], monkeypatch: Any) -> None:
     name = "autoregressive"
@@ -187,6 +190,7 @@ def test_captured_draws_follow_the_sampling_settings(more: dict[str, Any], monke
     assert all(replayed(engine))
 
 
+@pytest.mark.slow
 def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch: Any) -> None:
     """Blocks of five positions: no forward over them has the size of a captured one."""
     name = "stepwise, cached"
@@ -201,6 +205,7 @@ def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch: 
     assert all(replayed(engine))
 
 
+@pytest.mark.slow
 def test_forwards_that_are_too_large_run_as_they_did(monkeypatch: Any) -> None:
     """Prompts are, and forwards with many drafts; their sampled rows are few enough to be filled up all the same."""
     name = "speculative"
@@ -211,6 +216,7 @@ def test_forwards_that_are_too_large_run_as_they_did(monkeypatch: Any) -> None:
     assert recorder.num_captured <= 16 and 0 < engine.target.graphs.num_replayed < engine.stats.steps
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset", "block_diffusion"])
 def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name: str, monkeypatch: Any) -> None:
     requests = toy_canvases(2, name)

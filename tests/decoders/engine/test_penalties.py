@@ -212,7 +212,7 @@ def test_a_row_that_knows_tokens_on_both_sides_draws_from_the_logits_written_dow
 # ---- lossless decoders -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "decoder"),
     [case for case in LOSSLESS if case[0] not in {"masked", "cached"} and case[1] not in {"jacobi", "several blocks"}],
@@ -228,6 +228,7 @@ def test_under_rejection_every_decoder_has_the_law_of_its_baseline(kind, decoder
         assert total_variation(*laws) < 1e-12
 
 
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), WARPS["all"]], ids=str)
 @pytest.mark.parametrize(("kind", "decoder"), LOSSLESS)
 def test_coupled_every_decoder_gives_the_texts_of_its_baseline_in_mixed_batches(kind, decoder, sampling):
@@ -243,6 +244,7 @@ def run(kind: str, name: str, requests: list[Request], sampling: Sampling, *, ro
     return texts(decode_with(setup(kind, sampling, rows=rows), DECODERS[kind][name], requests))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind in LOSSY for place in range(len(LOSSY[kind]))])
 def test_decoders_that_reveal_several_tokens_at_once_keep_the_bans(kind, place):
     penalties = Penalties(banned=((0, 1), (1, 1), (2, 0)))  # whatever stands around a place, a token is left
@@ -269,6 +271,7 @@ def test_log_probabilities_are_those_of_the_model_itself():
 # ---- what is told of the model ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize(("kind", "decoder"), [case for case in ALL if case[0] in {"causal", "any_subset"}])
 def test_the_best_tokens_of_a_place_are_the_models_own_whatever_is_drawn(kind, decoder, acceptance):

@@ -53,6 +53,7 @@ def probes(count: int, first: int) -> list[Request]:
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("name", ANY_SUBSET)
 def test_a_probe_is_the_exact_score_and_its_neighbours_texts_are_what_they_are_alone(name, acceptance):
@@ -85,6 +86,7 @@ def test_rows_in_parts_score_what_they_are_asked_for_under_the_rejection_rule():
         assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -161,6 +161,7 @@ def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
     assert len(cases) / 2 < same <= len(cases)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CACHES)
 def test_ragged_batches_and_refilled_slots_change_nothing(golden, kind):
     folder, backbone = golden / "llada", load(golden / "llada")

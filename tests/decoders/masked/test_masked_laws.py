@@ -416,6 +416,7 @@ def test_three_tokens_have_the_law_of_stepwise_too():
     assert total_variation(*laws) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_walk_that_takes_a_draft_for_right_because_of_its_position_alone_is_found(monkeypatch: pytest.MonkeyPatch):
     walk, expected = ssd.walk, baseline(0, "middle")
 
@@ -432,6 +433,7 @@ def test_a_walk_that_takes_a_draft_for_right_because_of_its_position_alone_is_fo
     assert total_variation(law, expected) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_cache_that_keeps_the_masks_of_a_finished_block_is_found(monkeypatch: pytest.MonkeyPatch):
     shared, own = CASES[5]
     expected = baseline(5, "middle")

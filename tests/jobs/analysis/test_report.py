@@ -168,6 +168,7 @@ def test_a_report_is_the_same_bytes_every_time(sweep: Path, sweep_page: str, tmp
     assert out.read_text() == sweep_page
 
 
+@pytest.mark.slow
 def test_a_report_says_what_was_run_and_what_came_of_it(sweep_page: str) -> None:
     words = Page(sweep_page).text
     for said in (

@@ -32,6 +32,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return loaded
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_a_job_with_the_same_ids(tmp_path: Path) -> None:
     ids = [f"row-{number}" for number in range(len(PROMPTS))]
     rows = [{"id": name, "prompt": prompt, "level": 0} for name, prompt in zip(ids, PROMPTS, strict=True)]
@@ -43,6 +44,7 @@ def test_texts_are_those_of_a_job_with_the_same_ids(tmp_path: Path) -> None:
     assert texts(drafted) == expected
 
 
+@pytest.mark.slow
 def test_a_prompt_has_the_same_text_alone_and_by_default_its_number_is_its_id() -> None:
     together = draftmill.generate(MODEL, PROMPTS, task=TASK, quiet=True)
     assert [row["id"] for row in together] == ["0", "1", "2", "3"]
@@ -75,6 +77,7 @@ def test_holes_are_filled_by_the_baseline_of_the_models_family() -> None:
     assert row["fills"][0]["text"] in row["text"]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fails_is_a_row_with_the_reason() -> None:
     good, bad = draftmill.generate(MODEL, [PROMPTS[0], "x = 1\n" * 2000], task=TASK, quiet=True)
     assert good["status"] == "ok" and (bad["status"], bad["error_kind"], bad["text"]) == ("failed", "too_long", None)

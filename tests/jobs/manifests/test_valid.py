@@ -99,6 +99,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "right", "wrong", "said"),
     [(kind, *mistake) for kind, mistakes in MISTAKES.items() for mistake in mistakes],

@@ -222,6 +222,7 @@ def test_what_can_not_be_is_refused_with_the_key(
     assert not (tmp_path / "nightly").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_incremental_runs_over_a_bucket(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], s3_url: str, s3_options: S3Options

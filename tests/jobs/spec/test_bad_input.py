@@ -145,6 +145,7 @@ def outcome(
     return code, results, folder
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("number", "kind", "stage"), [(n, *row[1:]) for n, row in enumerate(BAD_ROWS.values(), 1)], ids=BAD_ROWS

@@ -40,6 +40,7 @@ def spec_blocks(page: Path) -> list[Any]:
     return [block for block in blocks if isinstance(block, dict) and {"output", "task"} <= block.keys() | {"task"}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("words", [[], ["job"], ["sweep"]], ids=str)
 def test_the_command_prints_a_valid_schema(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", *words]) == 0
@@ -48,6 +49,7 @@ def test_the_command_prints_a_valid_schema(words: list[str], capsys: pytest.Capt
     assert schema == (sweep_schema() if words == ["sweep"] else json_schema())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_example_conforms(file: Path) -> None:
     assert problems(yaml.safe_load(file.read_text())) == []

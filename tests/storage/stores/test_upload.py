@@ -132,6 +132,7 @@ def test_more_parts_than_s3_takes_are_refused(s3_store: S3Store, monkeypatch: py
 PASSING = [(kind, request) for kind in ("503", "500", "409", "reset", "lost") for request in (BEGIN, SECOND, END)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "request_of"), [*PASSING, ("hidden", END)])
 def test_a_passing_fault_is_tried_again(
     s3_store: S3Store, s3_server: S3Server, kind: str, request_of: tuple[str, str]
