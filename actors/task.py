@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from draftmill.decoders.common_settings import Estimate, Settings
 
@@ -169,6 +169,13 @@ class Marker(Settings):
     bias: Annotated[tuple[float, float, float, float, float], BeforeValidator(as_tuple)] | None = Field(
         default=None, description="masked models, open lengths: a, b, c, d, e of CAL; null: those published for LLaDA"
     )
+
+    @field_validator("bias")
+    @classmethod
+    def _positive(cls, bias: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if bias is not None and (min(bias[0], bias[2], bias[4]) < 0 or not any(bias[::2])):
+            raise ValueError(f"task.mask.bias: {list(bias)}; allowed: a, c and e of at least 0, not all of them 0")
+        return bias
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@
              t0 __ t1 ___ t2          the first hole takes 2
              t0 ___ t1 ___ t2
              t0 __ t1 __ t2           then the second, beside what the first one took
-             t0 __ t1 ____ t2         (3 was tried already)
+             t0 __ t1 ____ t2         (3 was tried already; in masked diffusion not for this hole)
 
 Any-subset models. Each canvas is filled by the job's decoder, and a probe gives the joint probability of its tokens from left to
 right. That joint is p(visible | L) p(fill | visible, L), and the decoder knows the second factor: so the weight of a length
@@ -120,7 +120,7 @@ class LengthSearch:
     settings: RowSettings
     taken: Lengths = ()
     logprob: float | None = 0.0
-    _tried: dict[Lengths, Tried] = field(default_factory=dict)
+    _tried: dict[tuple[int, Lengths], Tried] = field(default_factory=dict)
     _outcomes: list[Outcome] = field(default_factory=list)
     _now: Lengths = ()
 
@@ -142,9 +142,13 @@ class LengthSearch:
         """The canvas that runs now; at the end the one with the lengths that were taken."""
         return self.row.canvas(self.taken if self.is_over else self._now)
 
+    def _key(self, lengths: Lengths) -> tuple[int, Lengths]:
+        """What tells canvases apart. A joint weighs all holes of a canvas, a confidence is that of one hole."""
+        return (0 if self.row.bias is None else len(self.taken)), lengths
+
     def request(self, handle: int) -> Request:
         """The next request, while the search is not over."""
-        canvas, fill = self.canvas, self._tried[self._now].fill
+        canvas, fill = self.canvas, self._tried[self._key(self._now)].fill
         if self.row.bias is not None:
             start, end = self.row.holes(self._now)[len(self.taken)]
             certain = RowSettings(temperature=0.0)
@@ -161,7 +165,7 @@ class LengthSearch:
     def take(self, outcome: Outcome) -> bool:
         """Store an outcome, not a failed one; returns True if there is another request."""
         self._outcomes.append(outcome)
-        tried = self._tried[self._now]
+        tried = self._tried[self._key(self._now)]
         if self.row.bias is None and tried.fill is None:
             tried.fill = outcome
             return True
@@ -178,7 +182,7 @@ class LengthSearch:
     def result(self, last: Outcome | None = None) -> Outcome:
         """The row's outcome: the fill of the lengths that were taken, or the `last` one, with the forwards and times of all that
         was tried. Drafts are those of the fill alone."""
-        kept = self._tried[self.taken].fill if last is None else last
+        kept = self._tried[0, self.taken].fill if last is None else last
         assert kept is not None, "masked canvases are filled at the end"
         return replace(kept, **costs([*self._outcomes, *([] if last is None else [last])]))
 
@@ -189,15 +193,15 @@ class LengthSearch:
             is_last = len(self.taken) + 1 == len(self.row.choices)
             # An only length needs no weight, but the last canvas of an any-subset model is the one that is filled.
             if len(options) > 1 or (is_last and self.row.bias is None):
-                self._now = next((each for each in options if each not in self._tried), ())
+                self._now = next((each for each in options if self._key(each) not in self._tried), ())
                 if self._now:
-                    self._tried[self._now] = Tried()
+                    self._tried[self._key(self._now)] = Tried()
                     return
             self._choose(options)
 
     def _choose(self, options: Sequence[Lengths]) -> None:
         hole = len(self.taken)
-        weights = [self._tried[lengths].weight if len(options) > 1 else 0.0 for lengths in options]
+        weights = [self._tried[self._key(lengths)].weight if len(options) > 1 else 0.0 for lengths in options]
         weights_L = np.array(weights, dtype=np.float64)
         if self.row.bias is not None:
             self.logprob, best = None, int(np.argmax(weights_L))

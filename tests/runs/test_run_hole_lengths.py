@@ -65,8 +65,8 @@ def test_forwards_count_for_all_lengths_that_were_tried(tmp_path):
         assert row["nfe"] == sum(first + 2 for first in (1, 2, 3, 4)) + 2 * first + 1 + 3 + 6
         assert row["iterations"] == first + second == len(row["tokens"])
     for row in decoded(tmp_path, ROWS, "mdm-tiny", {"kind": "stepwise"}, OPEN).values():
-        assert row["lengths_tried"] == 6 and row["length_logprob"] is None
-        assert row["nfe"] == 6 + sum(lengths_of(row))
+        assert row["lengths_tried"] == 7 and row["length_logprob"] is None
+        assert row["nfe"] == 7 + sum(lengths_of(row))
 
 
 @pytest.mark.slow

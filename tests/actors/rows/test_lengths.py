@@ -131,6 +131,19 @@ def test_the_forwards_of_all_that_was_tried_count_and_drafts_are_those_of_the_fi
     assert result.iterations == len(result.tokens) == search.taken[0]
 
 
+def test_a_masked_hole_is_weighed_by_its_own_confidence_alone():
+    """Both holes may have 1 or 2 tokens. The first is surer with 1, the second with 2, beside whatever the other has."""
+    row = OpenLengths(pieces([0], [1], [0]), ((1, 2), (1, 2)), bias=(0.0, 0.0, 0.0, 0.0, 1.0))
+    search, asked = LengthSearch(row, 0, JOB_SETTINGS), list[tuple[int, int]]()
+    while not search.is_over:
+        request = search.request(0)
+        assert request.scored is not None
+        hole, size = int(request.scored[0] > 1), len(request.scored)
+        asked.append((hole, size))
+        search.take(outcome([], math.log(0.9 if size == 1 + hole else 0.3)))
+    assert asked == [(0, 1), (0, 2), (1, 1), (1, 2)] and search.taken == (1, 2)
+
+
 def test_lengths_that_do_not_fit_are_not_tried():
     row = OpenLengths(pieces([0], [1], [0]), ((1, 2, 3), (1, 2, 3)), room=4)
     assert row.options(()) == [(1, 1), (2, 1), (3, 1)] and row.longest == (3, 1)
