@@ -92,6 +92,7 @@ def decoded(
             "task": {"kind": "infill", "mask": {"kind": "marker", "marker": MARKER, "bias": bias}},
             "input": {"path": str(Path(folder) / "in.jsonl")},
             "output": {"path": str(Path(folder) / "run")},
+            "workers": {"cpus": 1},
         }
         results = {row["id"]: row for row in draftmill.run(spec, local=True).rows()}
     return [results[str(n)] for n in range(len(texts))]

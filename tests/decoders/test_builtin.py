@@ -81,6 +81,7 @@ def test_speculative_text_is_sequential_text_token_for_token(model, requests, ba
         assert found == {request.index: baseline[number][request.index] for request in samples}
 
 
+@pytest.mark.slow
 def test_the_batch_does_not_change_a_bit_of_the_sequential_text(model, requests, baseline):
     backbone, info, _ = model
     for rows in (1, 3, 64):

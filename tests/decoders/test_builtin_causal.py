@@ -164,6 +164,7 @@ def test_the_batch_does_not_change_a_bit_of_the_autoregressive_text(run, request
         assert found == {request.index: baseline(2)[request.index] for request in requests[:20]}
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_generate(requests, baseline):
     theirs = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     for request in requests[:16]:
@@ -175,6 +176,7 @@ def test_greedy_text_is_that_of_transformers_generate(requests, baseline):
         assert found[0, prompt.shape[1] :].tolist() == baseline(0)[request.index]
 
 
+@pytest.mark.slow
 def test_the_small_model_saves_forwards_of_the_large_one(run, requests):
     """At temperature 1, where the text does not repeat itself, and with a fixed number of drafts."""
     outcomes = run(SpeculativeSettings(kind="speculative", k=4, drafter=MODEL), 2, requests, rows=64).values()

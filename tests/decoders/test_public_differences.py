@@ -59,6 +59,7 @@ def ours(backbone, folder, settings, case, mask_id):
 # ---- LLaDA ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CACHES)
 def test_the_older_fast_dllm_spends_a_forward_on_a_block_that_is_done(golden, kind):
     """Its loop asks whether a block is done after the forward; ours, as its newer one, before. Same tokens, same order."""

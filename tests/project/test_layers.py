@@ -143,6 +143,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         return set(archive.namelist())
 
 
+@pytest.mark.slow
 def test_wheel_holds_one_package_with_the_five_folders(wheel_names: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"draftmill"}
@@ -186,6 +187,7 @@ def test_the_map_names_every_file_of_the_product_and_no_other() -> None:
     assert sorted(named) == sorted(files), "run: python -m docs.make_map"
 
 
+@pytest.mark.slow
 def test_every_file_says_what_it_holds() -> None:
     files = [*(path for room in rooms() for path in room.glob("*.py")), *(ROOT / "tests").rglob("*.py")]
     undescribed = [path.relative_to(ROOT).as_posix() for path in files if path.stat().st_size and not first_line(path)]

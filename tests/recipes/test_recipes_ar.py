@@ -58,6 +58,7 @@ def test_windows_depend_on_seed_and_step_only_and_reach_both_ends() -> None:
     assert {int(row[0]) for draw in draws for row in draw} == set(range(4))
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_each_token_given_those_before(prepared: corpus.Prepared) -> None:
     model = causal.new_model(SHAPE, 0)
     ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))

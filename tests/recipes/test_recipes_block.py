@@ -198,6 +198,7 @@ def test_a_steps_batch_depends_on_seed_and_step_only(start: Path, prepared: corp
     assert first["ids"].numel() == 512 and first["visible"].shape == (512 // length, 2 * length, 2 * length)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_weighted_sum_over_masked_tokens(start: Path, prepared: corpus.Prepared) -> None:
     trainer = trainer_of(start, prepared, 9)
     trainer.model, trainer.teach_from = random_model(), 1

@@ -70,6 +70,7 @@ def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet() -> None:
     assert {absorbing.suffix_mask(rng, 6).sum() for _ in range(100)} == {1, 2, 3}
 
 
+@pytest.mark.slow
 def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start: Path, prepared: corpus.Prepared) -> None:
     one, two, other = (trainer_of(start, prepared, 9, seed) for seed in (0, 0, 1))
     for _ in range(3):

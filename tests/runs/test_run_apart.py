@@ -85,6 +85,7 @@ def stalling(place: str, *arguments: str) -> None:
     program()
 
 
+@pytest.mark.slow
 def test_one_sigterm_while_planning_ends_a_driver_with_4_whatever_a_planning_thread_does(tmp_path: Path) -> None:
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     process = forked(stalling, str(tmp_path / "stalled"), "run", str(spec), "--local", "--quiet")

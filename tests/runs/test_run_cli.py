@@ -68,6 +68,7 @@ def test_a_run_joins_a_cluster_by_its_address(ray_session: ModuleType, tmp_path:
     assert "8 ok" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     command = [sys.executable, "-m", "draftmill.jobs.cli", "run", str(spec), "--ray-address", "127.0.0.1:1", "--quiet"]

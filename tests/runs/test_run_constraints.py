@@ -119,6 +119,7 @@ def test_a_constraint_that_no_text_of_the_job_can_keep_ends_it_before_work_start
 LISTS = 'start: "[" item ("," item)* "]"\nitem: NUMBER | start\nNUMBER: /[0-9]{1,2}/\n'
 
 
+@pytest.mark.slow
 def test_causal_models_write_by_a_grammar_and_what_does_not_end_in_time_fails(tmp_path):
     task = {"kind": "complete", "max_new_tokens": 32, "constraint": {"grammar": LISTS}}
     found = [

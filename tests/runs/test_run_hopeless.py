@@ -17,6 +17,7 @@ from tests.runs.local_pool import without_ray
 ROWS = 240
 
 
+@pytest.mark.slow
 def test_a_hopeless_job_is_stopped_early_and_goes_on_when_more_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

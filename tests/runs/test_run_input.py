@@ -71,6 +71,7 @@ def judge(folder: Path, name: str, where: str | None, **more: Any) -> dict[str, 
     return spec_of(folder, name, input=source, prompt={"template": "{{ keep.n }}: {{ text }} {{ exact_match }} good?"})
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_run_with_their_metrics_are_the_input_of_the_next(
     world: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +101,7 @@ def test_the_rows_of_a_run_with_their_metrics_are_the_input_of_the_next(
     assert {row["id"] for row in rows_of(world, "again")} == {"r0", "r2"}
 
 
+@pytest.mark.slow
 def test_the_guide_s_two_jobs_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "prompts.md").read_text()
     monkeypatch.chdir(tmp_path)

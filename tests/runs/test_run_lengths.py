@@ -83,6 +83,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> set[str]:
     return {line[1] for line in lines if line[:1] == ["exact"]}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dtype", "exact"), [("float32", "true:"), ("bfloat16", "false:")])
 def test_validate_the_run_and_status_say_whether_results_are_exact(world, capsys, dtype, exact):
     spec = spec_of(world, "plain", f"said-{dtype}", ROWS[:2], dtype=dtype)

@@ -66,6 +66,7 @@ def test_given_holes_are_filled_by_every_decoder_of_masked_diffusion(world: Path
     assert found["ssd"]["all"]["nfe"] < 9
 
 
+@pytest.mark.slow
 def test_caches_refreshes_and_trees_of_a_job_change_no_text_but_where_it_is_said(world: Path) -> None:
     rows = [{"id": str(index), "ids": [7 * index, 3, *[None] * 14]} for index in range(6)]
     cached: dict[str, Any] = {"block_length": 4, "cache": "dual_strict", "refresh": 6}
@@ -81,6 +82,7 @@ def test_caches_refreshes_and_trees_of_a_job_change_no_text_but_where_it_is_said
     assert [row["tokens"] for row in same.values()] == [row["tokens"] for row in base.values()]
 
 
+@pytest.mark.slow
 def test_a_prompt_is_completed_as_far_as_its_first_end_token(world: Path) -> None:
     rows = [{"id": str(index), "ids": [index, 7, 30 + index]} for index in range(12)]
     task = {"kind": "complete", "max_new_tokens": 10}

@@ -57,6 +57,7 @@ def judged(world: World, tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
+@pytest.mark.slow
 def test_a_judge_gives_the_models_law(world: World, judged: Store) -> None:
     for name in "abd":
         for prefix, before in (("judge", ""), ("after", f"def {name}(x):")):

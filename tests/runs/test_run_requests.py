@@ -203,6 +203,7 @@ def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_wr
     assert prepare(shown, open_store(shown.output.path)).plan is None
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

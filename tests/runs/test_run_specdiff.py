@@ -113,6 +113,7 @@ def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(
         assert all(row["nfe_draft"] for row in found.values() if row["new_tokens"] > 1)
 
 
+@pytest.mark.slow
 def test_a_drafters_own_head_drafts_unless_it_is_turned_off(world: World, tmp_path: Path) -> None:
     save_headed(tmp_path / "masked")
     rows: dict[str, list[tuple[int, int]]] = {}

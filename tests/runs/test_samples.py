@@ -67,6 +67,7 @@ def test_every_row_comes_back_once_for_each_sample_with_a_key_and_a_text_of_its_
     }
 
 
+@pytest.mark.slow
 def test_a_run_of_several_samples_keeps_its_promises(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(done / "many"), "--invariance", "6"]) == 0
     assert "6 equal (100.0%)" in capsys.readouterr().out

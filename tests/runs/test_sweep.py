@@ -350,6 +350,7 @@ def test_a_case_that_another_driver_holds_is_left_to_it_and_the_others_run(
 # ---- wrong cases
 
 
+@pytest.mark.slow
 def test_wrong_cases_are_named_together_before_work_starts_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -169,6 +169,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
     assert runner.limit.rows is None, "nothing ran out: the rows of the others are not halved"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["ar-tiny", "xlnet-tiny"])
 def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name: str):
     from draftmill.actors.checkpoints.models import builtin_models, fetch_model
@@ -226,6 +227,7 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
 
 
+@pytest.mark.slow
 def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: Path):
     rows = [{"id": f"{n}", "prompt": "def f(x):\n    return x\n" * (1 + 3 * n)} for n in range(3)]
     said = {}

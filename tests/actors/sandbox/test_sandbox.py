@@ -133,6 +133,7 @@ def test_a_fork_bomb_is_refused(sandbox: Sandbox) -> None:
     assert not ran.passed and "PermissionError" in ran.output
 
 
+@pytest.mark.slow
 @holds
 def test_a_fork_bomb_ends_with_its_program_where_forks_are_allowed(sandbox: Sandbox) -> None:
     """RLIMIT_NPROC counts all processes of a user: what is left of one bomb would make later programs fail."""
@@ -425,6 +426,7 @@ DENIED = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("machine", sorted(MACHINES))
 @pytest.mark.parametrize("forks", [False, True])
 def test_the_filter_allows_its_list_alone_and_no_call_that_a_later_kernel_brings(machine: str, forks: bool) -> None:

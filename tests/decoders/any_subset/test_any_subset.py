@@ -176,6 +176,7 @@ def test_an_ngrams_draft_reads_the_noise_of_its_position_so_where_the_laws_agree
     assert len({outcome.tokens[0] for outcome in outcomes.values()}) == 3
 
 
+@pytest.mark.slow
 def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
     class Poisoned(TableBackbone):
         """Fills every cell that no row may see with other junk before each forward."""

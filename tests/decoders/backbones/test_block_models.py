@@ -174,6 +174,7 @@ def save_moe(folder, **changes):
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"norm_topk_prob": False, "mlp_only_layers": [1]}, {"decoder_sparse_step": 2, "num_experts_per_tok": 1}],
@@ -301,6 +302,7 @@ def test_a_mixture_in_half_precision_routes_and_sums_in_float32():
 # ---- the self-test where no rules make bits hold -----------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["llada2", "sdar"])
 def test_the_self_test_bears_rounding_of_experts_on_a_gpu_and_nothing_else(golden, family, monkeypatch):
     """A GPU's products round by their numbers of rows: in a mixture they follow the neighbours, in other layers they don't."""

@@ -195,6 +195,7 @@ def test_few_long_slots_are_cut_out_of_the_columns_and_nothing_changes(tmp_path,
         assert all(torch.equal(cut[slot], whole[slot]) for slot in texts)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_canvas_has_the_same_bits_beside_any_longer_one(golden, family):
     backbone = load_masked(golden / family)

@@ -28,6 +28,7 @@ def test_outcomes_are_those_of_the_rectangle(name):
     assert_equal(found, expected, rounding=1e-3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
 def test_scores_are_those_of_the_rectangle(name):
     found, expected = (scored(name, kernels) for kernels in (FLAT, TORCH))
@@ -55,6 +56,7 @@ def test_long_forwards_are_cut_into_parts_of_rows():
     assert [one.slot_N.tolist() for _, one in last] == [[3, 4, 5, 6], [7, 8, 9]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["llada2", "mdlm", "sdar"])
 def test_models_of_masks_and_mixtures_take_the_kernels_of_their_device(golden, monkeypatch, family):
     texts = {0: random_tokens(19, seed=1, vocab_size=40), 2: random_tokens(7, seed=2, vocab_size=40)}

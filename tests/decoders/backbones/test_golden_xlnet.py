@@ -153,6 +153,7 @@ def replayed(folder, case, chooser, **settings):
     return canvas.tolist(), outcome.nfe
 
 
+@pytest.mark.slow
 def test_self_drafted_assd_replays_the_public_code_number_by_number(folder, cases):
     replays = 0
     for case in cases["cases"]:

@@ -156,6 +156,7 @@ def test_the_noise_of_a_time_is_that_of_the_public_schedules(golden, family):
 # ---- company -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_canvases_have_the_same_bits_in_any_batch(golden, family):
     backbone, canvases, sigmas = load(golden / family), random_canvases(family), SIGMAS[family]

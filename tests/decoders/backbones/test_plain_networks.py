@@ -149,6 +149,7 @@ def save_plain(folder, config):
     return weights
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "change"), [(family, change) for family in PLAIN for change in PLAIN[family]])
 def test_logits_are_those_of_the_plain_network(tmp_path, family, change):
     config = PUBLIC[family] | change

@@ -85,6 +85,7 @@ def slightly_more(function):
     return lambda *arguments, **options: function(*arguments, **options) * (1 + 2**-20)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", ["rms_norm", "attend_rows"])
 def test_layers_with_other_bits_are_not_used(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_random(tmp_path)

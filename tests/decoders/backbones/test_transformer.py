@@ -100,6 +100,7 @@ def test_slots_are_refilled_and_grown(tmp_path, norms_in_float64):
         torch.testing.assert_close(ours, expected[-len(ours) :], atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_candidates_for_one_position_see_their_own_branch_alone(tmp_path, norms_in_float64, name):
     model = save_random(tmp_path, name).double()

@@ -251,6 +251,7 @@ def test_the_estimators_are_the_public_ones(golden):
 # ---- the decisions ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sdars_drafts_are_routed_as_in_the_public_runs(golden):
     folder = golden / "s2d2"
     backbone = load_backbone(folder, dtype="float32", device="cpu")

@@ -41,6 +41,7 @@ def by_hand(table, request, sampling):
     return tokens[int((request.canvas >= 0).sum()) :], logprob
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_every_batch_gives_the_tokens_of_the_definition(temperature, rows):

@@ -120,6 +120,7 @@ def test_the_batched_decoder_gives_the_reference_tokens_and_counts(order, window
     assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_stop_id_cuts_an_accepted_run_where_it_stands(acceptance):
     sampling, settings = Sampling(acceptance=acceptance), specdiff(4)

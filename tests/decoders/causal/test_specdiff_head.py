@@ -108,6 +108,7 @@ def test_the_batched_decoder_gives_the_reference_tokens_and_counts(window, accep
     assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 3
 
 
+@pytest.mark.slow
 def test_a_shifted_drafter_and_other_company_change_nothing():
     requests, heads = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=5), toy_heads(WIDTH)
     shifted, counts = drafter(), lambda o: (o.tokens.tolist(), o.nfe, o.nfe_draft, o.proposed, o.accepted)

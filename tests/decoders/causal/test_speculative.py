@@ -102,6 +102,7 @@ def test_coupled_text_is_the_autoregressive_text(drafter, warp):
             assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ALL)
 def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(drafter, monkeypatch):
     monkeypatch.setattr(DraftBudget, "plan", random_lengths)
@@ -327,6 +328,7 @@ class Poisoned(TokenTable):
         return super().forward(rows)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_junk_in_dead_columns_and_freed_slots_changes_nothing(drafter):
     requests = toy_prompts(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
@@ -415,6 +417,7 @@ def test_what_the_target_never_says_is_never_drafted():
     assert len(drafts) > 50 and 1 not in drafts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("vocab_size", [2, 5])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_drafter_whose_vocabulary_is_padded_otherwise_still_drafts(vocab_size, acceptance):

@@ -90,6 +90,7 @@ def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(nu
     assert said(shares[0] | shares[1] | shares[2]) == expected
 
 
+@pytest.mark.slow
 def test_an_index_that_holds_the_texts_saves_most_forwards() -> None:
     decoder = built(SETTINGS[0], 1.0, 5)
     first, second = run_all(decoder, requests()), run_all(decoder, requests())

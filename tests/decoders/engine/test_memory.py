@@ -174,6 +174,7 @@ def test_a_canvas_that_would_cost_the_highest_slot_waits_for_its_sample():
     assert all(slots * columns <= 28 for slots, columns in table.shapes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
 def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)

@@ -122,6 +122,7 @@ def test_a_causal_row_with_its_own_sampling_is_that_of_a_job_with_it(kind, sampl
     check(causal(CAUSAL[kind]), toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=5), sampling)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", RATIOS)
 def test_so_it_is_under_the_rejection_rule(kind):
     requests = toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=6)

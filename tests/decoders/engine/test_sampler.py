@@ -68,6 +68,7 @@ def test_picks_are_those_without_a_kernel(name, warp):
     assert_equal(found, expected, rounding=0.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["ssd, cached", "ancestral, euler"])
 def test_samples_of_masked_diffusion_may_have_settings_of_their_own(name):
     found, expected = (decoded(name, kernels, warp="all", own=True) for kernels in (REFERENCE, TORCH))
@@ -89,6 +90,7 @@ def test_blocks_are_those_without_a_kernel(name, warp):
     assert_equal(found, expected, rounding=ROUNDING)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["model", "ssd", "s2d2"])
 def test_noise_is_kept_for_torch_alone(name, monkeypatch):
     """A kernel computes its own; so does torch on a device, where nothing is kept either."""
@@ -124,6 +126,7 @@ def test_a_kernel_tells_of_one_distribution_and_of_coupled_draws(monkeypatch):
     assert has_kernel("model", acceptance="rejection"), "drafts may be looked up, and scores have no draft"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["stepwise, top1", "ancestral, analytic"])
 @pytest.mark.parametrize("told", [0, 2])
 def test_a_wrong_token_and_a_wrong_note_change_a_text(name, told):

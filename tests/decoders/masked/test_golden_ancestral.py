@@ -129,6 +129,7 @@ def test_reverse_steps_of_sedd_are_the_public_ones(golden, kind):
     assert num_rows > 50
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SEDD_RUNS)
 def test_public_runs_of_sedd_are_those_of_our_steps_and_their_numbers(golden, name):
     cases, arrays = cases_of(golden / "sedd")

@@ -46,6 +46,7 @@ def test_stepwise_is_the_public_llada_by_its_steps(golden, kind):
         assert outcome.nfe == case["nfe"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CACHES)
 def test_threshold_is_the_public_fast_dllm(golden, kind):
     """Forwards as in its newer loop: the older one spends one more where a block's first forward reveals it all."""

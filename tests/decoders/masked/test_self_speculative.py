@@ -120,6 +120,7 @@ def test_a_refresh_costs_a_cached_block_no_forward_of_its_own(draft_length, cach
     assert outcome.nfe == 1 + -(-2 // (draft_length + 1)) + -(-3 // (draft_length + 1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft_length", [1, 2, 3])
 @pytest.mark.parametrize(("block_length", "refresh"), [(None, 3), (2, 3), (3, 4), (7, 2), (2, 7)])
 def test_drafts_end_at_a_refresh_and_not_at_a_block_before_it(block_length, refresh, draft_length):

@@ -89,6 +89,7 @@ def test_no_canvas_and_no_settings_fail_and_the_text_is_that_of_stepwise(chunk):
         check(rng, Hashed(case % 4), info, count=6, words=WORDS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("chunk", [0, *soak(range(1, 41))])
 def test_on_the_public_architectures_every_bit_is_that_of_stepwise(golden, family, chunk):

@@ -286,6 +286,7 @@ def test_histograms_of_lists_add_up_position_by_position() -> None:
     assert len(at_least(np.zeros(0, np.int64))) == 0
 
 
+@pytest.mark.slow
 def test_the_mean_acceptance_length_is_shown_where_it_means_something(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", drafted(30, 3))
     words = Page(written(run, tmp_path / "a.html")).text

@@ -287,6 +287,7 @@ def test_a_damaged_file_behind_the_limit_is_no_error(ray_session: ModuleType, fo
     assert planned_there(spec_for(folder, tmp_path / "there", {"limit": 40})) == here
 
 
+@pytest.mark.slow
 def test_where_tasks_fail_or_get_no_cpu_the_driver_plans_alone(
     ray_session: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_finished_sweep_starts_nothing(tmp_path: Path) -> None:
     check(WATCH.replace('!= "run"', '!= ""'), "sweep", str(path))
 
 
+@pytest.mark.slow
 def test_a_bad_spec_is_refused_without_torch(tmp_path: Path) -> None:
     path = write_job(tmp_path, decoder={"kind": "assd"})
     check(WATCH.replace("if code == 0", "if code == 2"), "run", str(path))

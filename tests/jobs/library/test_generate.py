@@ -69,6 +69,7 @@ def test_each_row_has_its_samples_side_by_side() -> None:
     assert [(row["id"], row["sample"]) for row in rows] == [(name, sample) for name in "01" for sample in range(3)]
 
 
+@pytest.mark.slow
 def test_holes_are_filled_by_the_baseline_of_the_models_family() -> None:
     task = {"kind": "infill", "mask": {"kind": "marker", "length": 3}}
     model = {"path": "builtin:asarm-tiny", "device": "cpu"}

@@ -67,6 +67,7 @@ def test_the_package_alone_imports_neither_torch_nor_ray_nor_arrow() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_reading_a_run_imports_neither_torch_nor_ray(finished: tuple[draftmill.RunResults, Path]) -> None:
     code = (
         "import sys, draftmill; list(draftmill.open_run(sys.argv[1]).rows()); "
@@ -134,6 +135,7 @@ def test_metrics_have_a_column_each_and_their_means_are_in_the_summary(tmp_path:
     assert mean == pytest.approx(sum(table[name].to_pylist()) / 4)
 
 
+@pytest.mark.slow
 def test_a_row_that_a_rerun_mended_is_read_and_shown_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = job_of(tmp_path, errors={"max_rate": 0.5})
     with pytest.MonkeyPatch.context() as patch:
@@ -151,6 +153,7 @@ def test_a_row_that_a_rerun_mended_is_read_and_shown_mended(tmp_path: Path, caps
     assert f"\nclass Point:⌈{text}⌋\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_dict_and_a_file_are_the_same_job_and_a_finished_one_is_only_opened(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +222,7 @@ def test_every_error_of_ours_is_a_draftmill_error() -> None:
     assert all(issubclass(kind, draftmill.Error) for kind in (UserError, StoreError, Ended))
 
 
+@pytest.mark.slow
 def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +237,7 @@ def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(
     assert draftmill.run(spec, local=True, quiet=True).summary["samples"]["ok"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url: str, s3_options: S3Options, tmp_path: Path) -> None:
     s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}

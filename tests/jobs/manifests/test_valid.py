@@ -56,6 +56,7 @@ def command_of(crontab: str) -> str:
 DATED = {"path": "s3://bucket/nightly/{date:%Y-%m-%d}"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rich", [False, True], ids=["defaults", "many options"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "systemd"])
 def test_a_manifest_is_accepted_by_what_reads_it(kind: str, rich: bool, tmp_path: Path) -> None:

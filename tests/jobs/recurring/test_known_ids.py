@@ -42,6 +42,7 @@ def on(spec: Path, day: int) -> int:
     return run(spec, "--logical-date", f"2026-11-{day:02d}")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("since", [None, "last_success"])
 def test_rows_of_a_growing_file_are_decoded_once_and_failed_ones_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], since: str | None

@@ -180,6 +180,7 @@ def test_a_driver_of_an_incremental_job_that_is_killed_leaves_nothing_that_matte
     assert "no run is started" in on(spec, 3, capsys)
 
 
+@pytest.mark.slow
 def test_nothing_new_takes_no_ray_and_writes_no_run_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from draftmill.jobs.cli import main
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "schedules.md"
 
 
+@pytest.mark.slow
 def test_the_walk_prints_what_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_generated_spec_is_taken_or_refused_in_words(folder: Path, text: bytes
         assert clear(str(error)), str(error)
 
 
+@pytest.mark.slow
 @times(RUNS)
 @given(text=spec_texts(str(GOLDEN)))
 def test_a_generated_job_is_planned_or_exits_with_2(folder: Path, text: bytes) -> None:

@@ -63,6 +63,7 @@ def test_every_spec_of_a_page_conforms(page: Path) -> None:
     assert blocks and [problem for block in blocks for problem in problems(block)] == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
@@ -80,6 +81,7 @@ def test_a_wrong_key_or_value_does_not_conform(changes: dict[str, Any], place: s
     assert problem.startswith(f"{place}:") and of_sweep.startswith("base:")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -95,6 +97,7 @@ def test_short_forms_conform(changes: dict[str, Any]) -> None:
     assert problems(JOB | changes) == [] and problems(SWEEP | {"base": JOB | changes}) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("changes", "conforms"),
     [

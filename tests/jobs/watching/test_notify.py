@@ -131,6 +131,7 @@ def test_a_command_that_prints_the_variable_of_a_webhook_does_not_get_it_into_th
     assert message.startswith("notify: command ") and message.endswith(": exit code 1: no: [hidden]")
 
 
+@pytest.mark.slow
 def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     pids, told = tmp_path / "pids", list[str]()
     text = f"""

@@ -137,6 +137,7 @@ def test_what_cannot_be_an_input_is_refused(
     assert str(refused.value).startswith("input.path: ")
 
 
+@pytest.mark.slow
 def test_several_paths_are_read_in_turn_and_their_names_begin_where_they_part(tmp_path: Path) -> None:
     write(tmp_path, "data/en/b.jsonl", "data/en/a.jsonl", "data/de/a.jsonl")
     both = [f"{tmp_path}/data/en/*.jsonl", f"{tmp_path}/data/de", f"{tmp_path}/data/en/a.jsonl"]

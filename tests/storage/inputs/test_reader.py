@@ -295,6 +295,7 @@ def packed(data: bytes, codec: str) -> bytes:
 LINES = b"".join(b'{"n": %d, "text": "row %d"}\n' % (index, index) for index in range(1500))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("ending", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
 def test_compressed_lines_are_the_same_rows(ending: str, codec: str, tmp_path: Path) -> None:
     whole = packed(LINES, codec)
@@ -356,6 +357,7 @@ def test_columnar_rows_are_read_all_or_singly(
     check_again(file, narrow, columns=columns)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kept_bytes", [2**28, 20_000])
 def test_row_groups_that_are_read_in_turn_do_not_disturb_each_other(
     kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
