@@ -36,7 +36,7 @@ from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.kernels.find import Attend, find_attention, find_product
-from draftmill.decoders.kernels.seen import Seen, most_lines
+from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _ATTENTION: Final = "draftmill_slots"
 
@@ -78,7 +78,7 @@ class ModuleBackbone(OnSlots, ABC):
         if mixtures and (product := find_product(self.device, dtype)) is not None:
             for part in mixtures:
                 part.gather(product)
-        self._group, self._most_lines = heads[1], most_lines(heads[2], dtype)
+        self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2])
         self._attend = find_attention(
             self.device, dtype, num_heads=heads[0] * heads[1], key_heads=heads[0], width=heads[2]
         )
@@ -166,15 +166,13 @@ class ModuleBackbone(OnSlots, ABC):
         )
 
     def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
-        seen = Seen.of(
+        seen = Seen(
             rows.slot_N,
             rows.low_IN,
             rows.high_IN,
             position_N=rows.position_N,
             positions_SW=self.cache.positions_SW,
-            rows_at_once=-(-rows.num_rows // rows.shape.num_slots),
-            group=self._group,
-            lines=self._most_lines,
+            tables=rows.tables or self.tiling.tables(rows.line_N),
         )
         places = self.cache.places(rows.slot_N, rows.column_N)
         return FlatLayout(self.cache, places, self.windows, seen, attend)
