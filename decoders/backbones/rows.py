@@ -81,14 +81,13 @@ class TokenRows:
     def of_flat(cls, facts: Sequence[int], arrays: Sequence[Tensor]) -> TokenRows:
         """The rows that these are `flat` of; views, and the noise is float64."""
         num_intervals, num_slots, num_lines, num_columns, first, end, positions = facts
-        *ints, low, high, sigma_B = arrays
+        slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low, high, sigma_B = arrays
         slots, num_positions = None if first < 0 else slice(first, end), None if positions < 0 else positions
+        shape = RowShape(num_slots, num_lines, num_columns, slots, num_positions)
+        low_IN, high_IN = low.view(num_intervals, -1), high.view(num_intervals, -1)
+        noise_B = sigma_B.view(torch.float64) if len(sigma_B) else None
         return cls(
-            *ints,
-            low.view(num_intervals, -1),
-            high.view(num_intervals, -1),
-            RowShape(num_slots, num_lines, num_columns, slots, num_positions),
-            sigma_B.view(torch.float64) if len(sigma_B) else None,
+            slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low_IN, high_IN, shape, sigma_B=noise_B
         )
 
 

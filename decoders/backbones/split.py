@@ -90,7 +90,7 @@ class Summed(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Return the sum, the same bits on every rank."""
         total, *others = gather(self.product(rows).contiguous(), self.count)
-        # Not torch's `sum`: its order may depend on the shape.
+        # Not torch's `sum`: its order depends on the shape.
         for part in others:
             total += part
         return total

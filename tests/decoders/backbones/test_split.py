@@ -3,6 +3,7 @@
 import multiprocessing
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from draftmill.decoders.backbones import split
 from draftmill.decoders.backbones.checkpoint import check_split, read_config
 from draftmill.decoders.backbones.families.shares import COLUMNS, ROWS, SPLIT_FAMILIES, Share
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.rows import RowShape, TokenRows, causal_rows, token_rows
+from draftmill.decoders.backbones.rows import TokenRows, causal_rows, token_rows
 from draftmill.decoders.backbones.split import (
     GroupLostError,
     SplitBackbone,
@@ -162,10 +163,8 @@ class Wire:
 class Heard:
     """A backbone that notes what it is asked to do."""
 
-    device = torch.device("cpu")
-
     def __init__(self):
-        self.calls = []
+        self.device, self.calls = torch.device("cpu"), []
 
     def __getattr__(self, name):
         return lambda *arguments: self.calls.append((name, plain(arguments)))
@@ -182,9 +181,10 @@ def plain(value):
 
 def heard(wire):
     """The calls that a second process repeats."""
-    found, wire.is_second = Heard(), True
-    dismissed = follow(found)
-    assert dismissed is None and not wire.sent
+    found: Any = Heard()
+    wire.is_second = True
+    follow(found)
+    assert not wire.sent
     return found.calls
 
 
@@ -203,7 +203,7 @@ SIGHT = torch.tensor([[0], [3]]).expand(2, 5), torch.stack([torch.full((5,), 2),
         replace(CAUSAL, shape=replace(CAUSAL.shape, num_positions=7)),
         causal_rows([2, 0], [3, 2], [4, 0], TOKENS),
         token_rows([0, 1], [3, 2], TOKENS, COLUMNS_N + 1, COLUMNS_N, SIGHT),
-        TokenRows(*[TOKENS[:0]] * 7, TOKENS[None, :0], TOKENS[None, :0], RowShape(0, 0, 0, slots=None)),
+        TokenRows.of_flat([1, 0, 0, 0, -1, -1, -1], [TOKENS[:0]] * 10),
     ],
     ids=["causal", "no noise", "noise", "positions", "slots apart", "two intervals", "none"],
 )
@@ -248,7 +248,7 @@ def test_on_a_gpu_a_forward_is_told_by_one_kernel_and_nothing_waits_or_comes_bac
         assert isinstance(backbone, SplitBackbone) and not backbone.captures
         backbone.allocate(3, 9)
         rows = causal_rows([1, 2], [3, 2], [4, 0], TOKENS.to("cuda"))
-        rows = replace(rows, sigma_B=rows.sigma_B.double())  # as the engine has it
+        rows = replace(rows, sigma_B=torch.ones(2, dtype=torch.float64, device="cuda"))  # as the engine has it
 
         def counted():
             counts.clear()
