@@ -250,5 +250,5 @@ def why_no_graphs(backbone: Any) -> str:
     if backbone.device.type != "cuda" or torch.version.cuda is None:
         return "they are for NVIDIA GPUs"
     if not getattr(backbone, "captures", False):
-        return "this model's forwards are not captured without the kernels"
+        return "this model's forwards are not captured: it is split, or runs without the kernels"
     return "this decoder's forwards are not captured"
