@@ -114,8 +114,8 @@ def replayed(engine: Any) -> list[int]:
 def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where_it_is(
     name: str, monkeypatch: Any
 ) -> None:
-    """The cache grows while samples run, and slots are refilled. Its pool is allocated once, and graphs stay, but for models whose
-    forwards depend on how many columns there are."""
+    """The cache grows while samples run, and slots are refilled. Its pool is allocated once, and graphs stay, but for models
+    whose forwards depend on how many columns there are."""
     expected, recorder = eager(name), use_graphs(monkeypatch, watches=True)
     engine = engine_of(name)
     engine.fit(1 << 30)
