@@ -248,9 +248,9 @@ def test_the_prompts_of_a_drafting_model_share_one_budget() -> None:
 def test_a_window_is_drafted_with_one_wait(monkeypatch: Any) -> None:
     seen, start, wait = list[str](), ModelRunner.start, Started.wait
 
-    def started(self: ModelRunner, b: Batch) -> Started:
+    def started(self: ModelRunner, b: Batch, **more: Any) -> Started:
         seen.append("verify" if self.is_target else "draft")
-        return start(self, b)
+        return start(self, b, **more)
 
     def waited(self: Started) -> Any:
         seen.append("read")
