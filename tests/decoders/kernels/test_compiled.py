@@ -1,6 +1,5 @@
 """Every kernel compiles ahead of time, as it is launched, for several GPUs, with shared memory that they all have."""
 
-import importlib
 import importlib.util
 
 import pytest
@@ -9,16 +8,8 @@ import torch
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
 from draftmill.decoders.kernels.seen import Seen, most_lines
+from tests.decoders.kernels.compiling import compiled, launched
 
-TYPES = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-}
 SHARED_BYTES = 99 * 1024
 """What a program may have on every GPU since Ampere (8.6 and 8.9 have the least)."""
 
@@ -27,54 +18,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Recorder:
-    """Stands in for a kernel and notes its launches."""
-
-    def __init__(self, kernel):
-        self.kernel, self.launches = kernel, []
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.launches.append((grid, args, kwargs))
-
-
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
-    """Calls a function with one of its module's kernels replaced by a recorder; returns the kernel and its only launch."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-    def launch(module, names, wanted, call):
-        where = importlib.import_module(f"draftmill.decoders.kernels.{module}")
-        recorders = {name: Recorder(getattr(where, name)) for name in names}
-        with monkeypatch.context() as patch:
-            for name, recorder in recorders.items():
-                patch.setattr(where, name, recorder)
-            call(where)
-        (found,) = recorders[wanted].launches
-        return recorders[wanted].kernel, found
-
-    return launch
-
-
-def compiled(kernel, launch, capability):
-    """Compile a kernel for the arguments of a launch."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    _, args, kwargs = launch
-    given = dict(zip(kernel.arg_names, args, strict=False))
-    constants = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-    options = {name: value for name, value in kwargs.items() if name not in constants}
-    constants |= {name: None for name, value in given.items() if value is None}
-    signature = dict.fromkeys(constants, "constexpr")
-    for name in given.keys() - constants.keys():
-        value = given[name]
-        signature[name] = (
-            TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]
-        )
-    assert set(signature) == set(kernel.arg_names)
-    source = ASTSource(kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return launched
 
 
 def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, window=None, relative=False, shares=1):
@@ -103,13 +50,13 @@ def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, windo
     return call
 
 
-def sample(*, top_k=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32):
+def sample(*, top_k=None, top_p=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32):
     def call(module):
         job, zeros, ids = Sampling(top_k=top_k), torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         own = torch.full((4, 4), 0.5, dtype=torch.float64)
         module.sample(
             torch.zeros(4, 50000, dtype=dtype),
-            Warp(job, own, top_k is not None, ids, torch.zeros(50000, dtype=torch.bool)),
+            Warp(job, own, bool(top_k or top_p), ids, torch.zeros(50000, dtype=torch.bool)),
             torch.zeros(4, 2, dtype=torch.int64),
             zeros,
             wanted=wanted,
@@ -128,7 +75,7 @@ def multiply(dtype):
     return lambda module: module.triton_product(rows, weights, torch.zeros(64, dtype=torch.int32))
 
 
-ATTENTION, SAMPLING = ["attend_tiles", "add_shares"], ["sample_rows"]
+ATTENTION, SAMPLING = ["attend_tiles", "add_shares"], ["sample_rows", "read_parts"]
 HALF = torch.bfloat16
 CASES = {
     "attention, an 8B Llama": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=4)),
@@ -144,6 +91,8 @@ CASES = {
     "attention, float32 in shares": ("attention", ATTENTION, "attend_tiles", attend(torch.float32, 9, 3, 20, shares=4)),
     "attention, the sum of shares": ("attention", ATTENTION, "add_shares", attend(HALF, 32, 8, 128, shares=4)),
     "tokens, no warp": ("sampling", SAMPLING, "sample_rows", sample(dtype=HALF)),
+    "tokens, a part of a row": ("sampling", SAMPLING, "read_parts", sample(dtype=HALF)),
+    "tokens, top-p": ("sampling", SAMPLING, "sample_rows", sample(top_p=0.9)),
     "notes, one": ("sampling", SAMPLING, "sample_rows", sample(wanted=("top1",))),
 }  # fmt: skip
 TENSOR_CORES = [
@@ -152,7 +101,7 @@ TENSOR_CORES = [
 EVERYWHERE = list(CASES)[:4]
 
 
-@pytest.mark.one_in(19)
+@pytest.mark.one_in(21)
 @pytest.mark.parametrize(
     ("capability", "name"),
     [(90, name) for name in CASES] + [(other, name) for other in (80, 100) for name in EVERYWHERE],
