@@ -140,9 +140,9 @@ def main():
         made = dict(zip(wanted, pool.map(_make_named, *zip(*wanted, strict=True)), strict=True))
     wide = max(map(len, CASES)) + 2
     print("registers, bytes of spill stores + loads of a thread, shared memory in KiB (in brackets: what there is)")
-    print(" " * wide + "".join(f"sm_{capability} ({kib})".ljust(17) for capability, kib in SHARED_KIB.items()))
+    print(" " * wide + "".join(f"sm_{capability} ({kib})".ljust(18) for capability, kib in SHARED_KIB.items()))
     for name in CASES:
-        print(name.ljust(wide) + "".join(str(made[name, c] or "no bfloat16").ljust(17) for c in SHARED_KIB))
+        print(name.ljust(wide) + "".join(str(made[name, c] or "no bfloat16").ljust(18) for c in SHARED_KIB))
     least = LEAST_CAPABILITY[0] * 10 + LEAST_CAPABILITY[1]
     wrong = [(name, c) for (name, c), one in made.items() if one is not None and not one.fits(c)]
     for name, capability in wrong:
