@@ -22,8 +22,8 @@ So a plain row takes one pass, top-k four, top-p five, and both six. A float32 h
 exp(number - maximum) in units of 2^-40: the sum of integers is the same in any order. No loop's length depends on the data, which
 may be NaN. The noise never touches memory.
 
-Variants that Triton compiles for a job: `read_parts` in one, `sample_rows` in one, or two if rows have a top-p of their own. The
-number of rows and the alignment of all but the logits, which torch aligns, make no others.
+Variants that Triton compiles for a model and its notes: `read_parts` in one, `sample_rows` in one, or two if only some rows of a
+job have a top-p. The number of rows makes no others, nor does the alignment of tensors but the logits, which torch aligns.
 
 Legend: R rows, V vocabulary, F wanted notes, A draws.
 """

@@ -49,7 +49,9 @@ def launched(module, names, wanted, call):
     kernel and its only launch: grid, arguments and keyword arguments."""
     where = importlib.import_module(f"draftmill.decoders.kernels.{module}")
     recorders = {name: Recorder(getattr(where, name)) for name in names}
-    with mock.patch.multiple(where, **recorders):
+    with contextlib.ExitStack() as stack:
+        for name, recorder in recorders.items():
+            stack.enter_context(mock.patch.object(where, name, recorder))
         call(where)
     (found,) = recorders[wanted].launches
     return recorders[wanted].kernel, found
@@ -83,6 +85,17 @@ def compiled(kernel, launch, capability):
     attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def variant(kernel, launch):
+    """What Triton compiles a kernel anew for: types, alignments and constants of a launch's arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    return bind(*launch[1], **launch[2])[1]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
 from draftmill.decoders.kernels.seen import Seen, most_lines
-from tests.decoders.kernels.compiling import compiled, launched
+from tests.decoders.kernels.compiling import compiled, launched, variant
 
 SHARED_BYTES = 99 * 1024
 """What a program may have on every GPU since Ampere (8.6 and 8.9 have the least)."""
@@ -50,14 +50,15 @@ def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, windo
     return call
 
 
-def sample(*, top_k=None, top_p=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32):
+def sample(*, top_k=None, top_p=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32, rows=4):
     def call(module):
-        job, zeros, ids = Sampling(top_k=top_k), torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        own = torch.full((4, 4), 0.5, dtype=torch.float64)
+        job, ids = Sampling(top_k=top_k), torch.zeros(0, dtype=torch.int64)
+        zeros = torch.zeros(rows + 1, dtype=torch.int64)[rows % 2 :][:rows]  # not aligned, where rows are odd
+        own = torch.full((4, rows), 0.5, dtype=torch.float64)
         module.sample(
-            torch.zeros(4, 50000, dtype=dtype),
+            torch.zeros(rows, 50000, dtype=dtype),
             Warp(job, own, bool(top_k or top_p), ids, torch.zeros(50000, dtype=torch.bool)),
-            torch.zeros(4, 2, dtype=torch.int64),
+            torch.zeros(rows, 2, dtype=torch.int64),
             zeros,
             wanted=wanted,
             warped=warped,
@@ -130,3 +131,12 @@ def test_the_largest_tile_of_a_prompt_fits_into_the_least_shared_memory(launches
 def test_a_launch_with_dead_programs_alone_has_the_shape_of_a_full_one(launches):
     _, one = launches(*CASES["attention, an 8B Llama"])
     assert one[0] == (64, 8, 1), "a tile for each row at most, whatever the slots: the launch depends on shapes alone"
+
+
+@pytest.mark.parametrize(("name", "options"), [("sample_rows", {"top_k": 20}), ("sample_rows", {}), ("read_parts", {})])
+def test_rows_and_their_alignment_make_no_variants_of_sampling(launches, name, options):
+    made = [
+        variant(*launches("sampling", SAMPLING, name, sample(number_rows=True, rows=rows, **options)))
+        for rows in (1, 4, 16, 33)
+    ]
+    assert all(one == made[0] for one in made)
