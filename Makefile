@@ -6,7 +6,7 @@
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
 #   make check    ruff, mypy, import layers
-#   make gpu      add Triton to .venv, so that the tests of the GPU's kernels run, too (they need no GPU)
+#   make gpu      add Triton to .venv, so that the tests of the GPU's kernels run, too, and print how the kernels compile (no GPU needed)
 #   make docs     the pages of docs/ as a site in site/, to read from site/index.html
 #   make clean    remove .venv, the caches and site/ (never runs/)
 #   make help     this list
@@ -63,6 +63,7 @@ check: $(READY)
 # The build of torch that is there satisfies its pin and stays.
 gpu: $(READY)
 	@$(INSTALL) --no-build-isolation -e '.[gpu]'
+	.venv/bin/python -m tests.decoders.kernels.compiling
 
 # --strict fails at a page outside of the navigation and at a link or anchor that leads nowhere. The theme is maintained until
 # May 2027; the variable spares each build its note on that.

@@ -137,7 +137,7 @@ def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @lru_cache
 def sampling_problem(device: torch.device) -> str | None:
-    """Why the kernel for tokens and their notes is not used; tried with and without notes and cuts."""
+    """Why the kernel for tokens and their notes is not used; tried with and without notes and cuts, and on rows of two parts."""
 
     def trial() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import sampling
@@ -150,11 +150,13 @@ def sampling_problem(device: torch.device) -> str | None:
         scored: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
         noted: dict[str, Any] = {**scored, "wanted": sampling_reference.WANTED, "mask_id": 5}
         pairs = []
-        for top_k, warped, more in ((None, False, {}), (30, False, scored), (None, False, noted), (30, True, noted)):
+        for size, top_k, warped, more in (
+            (9001, None, False, {}), (601, 30, False, scored), (601, None, False, noted), (601, 30, True, noted)
+        ):  # fmt: skip
             job = Sampling(top_k=top_k)
-            warp = sampling_reference.Warp(job, own_4R, True, number_R[:3], torch.arange(601, device=device) < 3)
+            warp = sampling_reference.Warp(job, own_4R, True, number_R[:3], torch.arange(size, device=device) < 3)
             result, expected = (
-                module.sample(_normal(device, 8, 601) * 4, warp, keys, number_R, warped=warped, **more).float()
+                module.sample(_normal(device, 8, size) * 4, warp, keys, number_R, warped=warped, **more).float()
                 for module in (sampling, sampling_reference)
             )
             pairs += list(zip(result.unbind(1), expected.unbind(1), strict=True))

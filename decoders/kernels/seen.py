@@ -103,10 +103,12 @@ class Tiling:
 
 def tile_bytes(device: torch.device) -> int:
     """Shared memory for the queries of a tile."""
-    is_old = (
-        device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.get_device_capability(device) < _AMPERE
-    )
-    return _TILE_BYTES // 4 if is_old else _TILE_BYTES
+    return _TILE_BYTES // 4 if _is_old(device) else _TILE_BYTES
+
+
+def _is_old(device: torch.device) -> bool:
+    known = device.type == "cuda" and torch.cuda.is_initialized()
+    return known and torch.cuda.get_device_capability(device) < _AMPERE
 
 
 def line_bytes(width: int, dtype: torch.dtype) -> int:

@@ -1,6 +1,5 @@
 """Every kernel compiles ahead of time, as it is launched, for several GPUs, with shared memory that they all have."""
 
-import importlib
 import importlib.util
 
 import pytest
@@ -9,16 +8,8 @@ import torch
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
 from draftmill.decoders.kernels.seen import Seen, Tiling
+from tests.decoders.kernels.compiling import compiled, launched, variant
 
-TYPES = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-}
 SHARED_BYTES = 99 * 1024
 """What a program may have on every GPU since Ampere (8.6 and 8.9 have the least)."""
 
@@ -27,54 +18,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Recorder:
-    """Stands in for a kernel and notes its launches."""
-
-    def __init__(self, kernel):
-        self.kernel, self.launches = kernel, []
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.launches.append((grid, args, kwargs))
-
-
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
-    """Calls a function with one of its module's kernels replaced by a recorder; returns the kernel and its only launch."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-    def launch(module, names, wanted, call):
-        where = importlib.import_module(f"draftmill.decoders.kernels.{module}")
-        recorders = {name: Recorder(getattr(where, name)) for name in names}
-        with monkeypatch.context() as patch:
-            for name, recorder in recorders.items():
-                patch.setattr(where, name, recorder)
-            call(where)
-        (found,) = recorders[wanted].launches
-        return recorders[wanted].kernel, found
-
-    return launch
+    return launched
 
 
-def compiled(kernel, launch, capability):
-    """Compile a kernel for the arguments of a launch."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    _, args, kwargs = launch
-    given = dict(zip(kernel.arg_names, args, strict=False))
-    constants = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-    options = {name: value for name, value in kwargs.items() if name not in constants}
-    constants |= {name: None for name, value in given.items() if value is None}
-    signature = dict.fromkeys(constants, "constexpr")
-    for name in given.keys() - constants.keys():
-        value = given[name]
-        signature[name] = (
-            TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]
-        )
-    assert set(signature) == set(kernel.arg_names)
-    source = ASTSource(kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+HALF = torch.bfloat16
 
 
 def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, window=None, relative=False, shares=1):
@@ -102,14 +52,15 @@ def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, windo
     return call
 
 
-def sample(*, top_k=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32):
+def sample(*, top_k=None, top_p=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32, rows=4):
     def call(module):
-        job, zeros, ids = Sampling(top_k=top_k), torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        own = torch.full((4, 4), 0.5, dtype=torch.float64)
+        job, ids = Sampling(top_k=top_k), torch.zeros(0, dtype=torch.int64)
+        zeros = torch.zeros(rows + 1, dtype=torch.int64)[rows % 2 :][:rows]  # not aligned, where rows are odd
+        own = torch.full((4, rows), 0.5, dtype=torch.float64)
         module.sample(
-            torch.zeros(4, 50000, dtype=dtype),
-            Warp(job, own, top_k is not None, ids, torch.zeros(50000, dtype=torch.bool)),
-            torch.zeros(4, 2, dtype=torch.int64),
+            torch.zeros(rows, 50000, dtype=dtype),
+            Warp(job, own, bool(top_k or top_p), ids, torch.zeros(50000, dtype=torch.bool)),
+            torch.zeros(rows, 2, dtype=torch.int64),
             zeros,
             wanted=wanted,
             warped=warped,
@@ -122,13 +73,23 @@ def sample(*, top_k=None, wanted=(), warped=False, number_rows=False, dtype=torc
     return call
 
 
+def norm(module):
+    states = torch.zeros(4, 4096, dtype=HALF)
+    module.add_norm(states, states, torch.zeros(4096, dtype=HALF), 1e-5)
+
+
+def rotate(module):
+    weight, turn = torch.zeros(128, dtype=HALF), (torch.zeros(64), 1.0)
+    heads, pool, numbers = torch.zeros(4, 48, 128, dtype=HALF), torch.zeros(2, 99, 8, 128, dtype=HALF), torch.arange(4)
+    module.rotate(heads, numbers, numbers, pool, turn, (weight, weight, 1e-5))
+
+
 def multiply(dtype):
     rows, weights = torch.zeros(512, 2048, dtype=dtype), torch.zeros(64, 768, 2048, dtype=dtype)
     return lambda module: module.triton_product(rows, weights, torch.zeros(64, dtype=torch.int32))
 
 
-ATTENTION, SAMPLING = ["attend_tiles", "add_shares"], ["sample_rows"]
-HALF = torch.bfloat16
+ATTENTION, SAMPLING = ["attend_tiles", "add_shares"], ["sample_rows", "read_parts"]
 CASES = {
     "attention, an 8B Llama": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=4)),
     "tokens, all warps": ("sampling", SAMPLING, "sample_rows", sample(top_k=20, number_rows=True)),
@@ -136,6 +97,17 @@ CASES = {
     "notes, all warps": (
         "sampling", SAMPLING, "sample_rows", sample(top_k=20, wanted=WANTED, warped=True, number_rows=True)
     ),
+    "attention, drafts": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=8)),
+    "attention, a prompt": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=64)),
+    "attention, a prompt in float32": (
+        "attention", ATTENTION, "attend_tiles", attend(torch.float32, 32, 8, 128, rows_at_once=64)
+    ),
+    "attention, a prompt in float16": (
+        "attention", ATTENTION, "attend_tiles", attend(torch.float16, 32, 8, 128, rows_at_once=64)
+    ),
+    "layers, norm": ("layers", ["add_norm_rows"], "add_norm_rows", norm),
+    "layers, heads": ("layers", ["rotate_heads"], "rotate_heads", rotate),
+    "layers, gate": ("layers", ["gate_rows"], "gate_rows", lambda module: module.gated(torch.zeros(4, 28672, dtype=HALF))),
     "attention, two intervals and a window": (
         "attention", ATTENTION, "attend_tiles", attend(torch.float16, 32, 8, 96, intervals=2, window=100)
     ),
@@ -143,6 +115,8 @@ CASES = {
     "attention, float32 in shares": ("attention", ATTENTION, "attend_tiles", attend(torch.float32, 9, 3, 20, shares=4)),
     "attention, the sum of shares": ("attention", ATTENTION, "add_shares", attend(HALF, 32, 8, 128, shares=4)),
     "tokens, no warp": ("sampling", SAMPLING, "sample_rows", sample(dtype=HALF)),
+    "tokens, a part of a row": ("sampling", SAMPLING, "read_parts", sample(dtype=HALF)),
+    "tokens, top-p": ("sampling", SAMPLING, "sample_rows", sample(top_p=0.9)),
     "notes, one": ("sampling", SAMPLING, "sample_rows", sample(wanted=("top1",))),
 }  # fmt: skip
 TENSOR_CORES = [
@@ -151,7 +125,7 @@ TENSOR_CORES = [
 EVERYWHERE = list(CASES)[:4]
 
 
-@pytest.mark.one_in(19)
+@pytest.mark.one_in(21)
 @pytest.mark.parametrize(
     ("capability", "name"),
     [(90, name) for name in CASES] + [(other, name) for other in (80, 100) for name in EVERYWHERE],
@@ -180,3 +154,12 @@ def test_the_largest_tile_of_a_prompt_fits_into_the_least_shared_memory(launches
 def test_a_launch_has_a_program_for_each_tile_and_key_head(launches):
     _, one = launches(*CASES["attention, an 8B Llama"])
     assert one[0] == (16, 8, 1)
+
+
+@pytest.mark.parametrize(("name", "options"), [("sample_rows", {"top_k": 20}), ("sample_rows", {}), ("read_parts", {})])
+def test_rows_and_their_alignment_make_no_variants_of_sampling(launches, name, options):
+    made = [
+        variant(*launches("sampling", SAMPLING, name, sample(number_rows=True, rows=rows, **options)))
+        for rows in (1, 4, 16, 33)
+    ]
+    assert all(one == made[0] for one in made)

@@ -5,10 +5,14 @@ Tokens are compared where the best candidate is ahead of the second by more than
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
@@ -18,6 +22,7 @@ from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
 
 MARGIN = 1e-4
 MASK = 2
+NOISE = 1.1e-6  # of any of the 2^32 words: the numbers at which it is largest have 22 bits behind the point
 MODEL_S, PLAIN, WARPED = 1e-12, 1e-5, 2e-5
 """How far off is allowed: with notes, sums over the model's own distribution are float64; the others are of float32 numbers."""
 
@@ -138,7 +143,7 @@ def test_draws_ahead_are_those_of_the_numbers_that_follow(wanted, first):
     assert len({tuple(one) for one in found["token"].tolist()}) > 1
 
 
-@pytest.mark.parametrize("vocab_size", [3, 16, 17, 2048, 2049])
+@pytest.mark.parametrize("vocab_size", [3, 16, 17, 2048, 2049, 8193])
 def test_one_row_of_any_vocabulary(vocab_size):
     for warped in (False, True):
         case = drawn(1, vocab_size, temperatures=(0.9,), top_ps=(0.7,), top_k=vocab_size)
@@ -167,7 +172,7 @@ EDGES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
     "two in the nucleus": (torch.where(torch.arange(40) < 2, torch.arange(40) + 5.0, 0.0), {"top_p": 0.8}),
     "top-k of one": (torch.arange(40) / 9.0, {"top_k": 1}),
     "top-k, equal at the edge": (torch.arange(40).div(4, rounding_mode="floor") / 3.0, {"top_k": 6}),
-    "all equal": (torch.zeros(40), {"top_p": 0.5}),
+    "all equal": (torch.zeros(40), {"top_p": 0.51}),  # at 0.5 the reference's rounding would decide
     "greedy, equal": (torch.where(torch.arange(40) > 30, 1.0, 0.0), {"temperature": 0.0, "top_p": 0.5, "top_k": 3}),
     "all suppressed but one": (torch.arange(40) / 9.0, {"suppressed": [*range(30), *range(31, 40)]}),
     "one has all the mass": (torch.where(torch.arange(40) == 39, 60.0, -30.0), {"top_p": 0.9, "top_k": 3}),
@@ -176,6 +181,16 @@ EDGES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
     "tiny": (torch.arange(40) * 1e-30, {"temperature": 0.5}),
     "hot": (torch.arange(40) * 1.0, {"temperature": 1e6, "top_p": 0.5}),
     "cold": (torch.arange(40) * 1.0, {"temperature": 1e-3}),
+    "cold, all equal": (torch.full((40,), 30.0), {"temperature": 1e-3}),
+    "differences that masses do not have": (
+        torch.arange(40) * 1e-30 + (torch.arange(40) == 7),
+        {"top_p": 0.7, "top_k": 9},
+    ),
+    "zeros of both signs at the edge": (torch.tensor([0.0, -0.0] * 20), {"top_k": 7, "top_p": 0.31}),
+    "top-k of more than there are": (torch.arange(40) / 9.0, {"top_k": 50, "top_p": 0.7}),
+    "top-k, too few have any mass": (torch.where(torch.arange(40) < 5, 1.0, -torch.inf), {"top_k": 9, "top_p": 0.7}),
+    "tiny top-p": (torch.arange(40) / 9.0, {"top_p": 1e-9}),
+    "top-p of nearly all": (torch.arange(40) * 3.0, {"top_p": 1 - 1e-9}),
 }
 
 
@@ -257,3 +272,79 @@ def test_half_precision_logits_rows_of_a_larger_matrix_and_numbers_in_columns(dt
     found = sampling.sample(wide[:, :300], warp, keys.T.contiguous().T, columns[:, 0], wanted=wanted)
     expected = sampling_reference.sample(wide[:, :300].float(), warp, keys, positions, wanted=wanted)
     torch.testing.assert_close(found, expected, rtol=MODEL_S, atol=MODEL_S if wanted else PLAIN)
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 3, 8, 21, 22])
+def test_equal_numbers_are_cut_as_the_reference_cuts_them(top_k):
+    """Few different numbers, so that most draws end among equals."""
+    settings = list(product([0.0, 0.1, 1.0, 5.0], [1.0, 0.93, 0.37, 0.003]))
+    logits = torch.randint(-3, 2, (16, 21), generator=torch.Generator().manual_seed(7)).float()
+    logits[::3] = logits[::3].masked_fill(logits[::3] == 1, -torch.inf)
+    warp = warp_of(*zip(*settings, strict=True), vocab_size=21, top_k=top_k, suppressed=(4,))
+    assert_equal(*both(logits, warp, *keys_of(16), wanted=()))
+
+
+def test_a_row_has_the_same_bits_beside_any_others():
+    """In a vocabulary of several parts, of which a row is read by one program or by several."""
+    logits, _, keys, positions = drawn(3, 8193)
+    own = torch.tensor([[1.0, 0.7, 0.0], [1.0, 0.8, 0.5], [0.0] * 3, [0.0] * 3], dtype=torch.float64)
+    for top_k in (None, 400):
+        warp = replace(settings_of(3, vocab_size=8193, top_k=top_k), own_4R=own, cuts=True)
+        whole = sampling.sample(logits, warp, keys, positions)
+        for row in range(3):
+            one = slice(row, row + 1)
+            part = replace(warp, own_4R=own[:, one], cuts=bool(own[1, row] < 1))
+            alone = sampling.sample(logits[one], part, keys[one], positions[one])
+            assert torch.equal(alone, whole[:, :, one])
+
+
+PASSES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "greedy, with cuts": (1, {"temperatures": (0.0,), "top_k": 5, "top_ps": (0.5,)}),
+    "top-k": (4, {"top_k": 5}),
+    "top-k of all": (1, {"top_k": 300}),
+    "top-p": (5, {"top_ps": (0.5,)}),
+    "both": (6, {"top_ps": (0.5,), "top_k": 200}),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(("wanted", "warped", "more"), [((), False, 0), (("entropy",), False, 1), (WANTED, True, 3)])
+def test_a_row_is_read_a_few_times(monkeypatch, name, wanted, warped, more):
+    """Numbers of the logits that are loaded, over rows, draws and tokens; each draw may load three of them once more."""
+    passes, case = PASSES[name]
+    logits, *asked = drawn(2, 300, **{"temperatures": (0.8,)} | case)
+    loads, low = [], logits.data_ptr()
+    plain = triton.runtime.interpreter.InterpreterBuilder.create_masked_load
+
+    def counted(self, places, mask, *more):
+        inside = (places.data >= low) & (places.data < low + 4 * logits.numel()) & mask.data
+        loads.append(int(np.count_nonzero(inside)))
+        return plain(self, places, mask, *more)
+
+    monkeypatch.setattr(triton.runtime.interpreter.InterpreterBuilder, "create_masked_load", counted)
+    sampling.sample(logits, *asked, wanted=wanted, warped=warped, mask_id=MASK, ahead=1)
+    passes += more - (warped and "greedy" in name)  # which has no warped distribution
+    read = 4 * (300 * passes - ("scores" in wanted))  # scores leave out the mask
+    assert read < sum(loads) <= read + 4 * 3
+
+
+@triton.jit
+def gumbel_of_words(words, out, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + place, sampling.gumbel_of(tl.load(words + place).to(tl.uint32)))
+
+
+def test_the_noise_in_float32_is_that_of_float64():
+    powers = 2 ** torch.arange(33)
+    near = (powers.unsqueeze(1) + torch.arange(-64, 64)).flatten()
+    ends = torch.arange(2**15)
+    spread = torch.arange(0, 2**32, 65521)
+    words = torch.cat([near, 3 * near, ends, spread]).clamp(0, 2**32 - 1)
+    words = torch.cat([words, 2**32 - 1 - words]).unique()
+    words = torch.cat([words, words.new_zeros(-len(words) % 1024)])
+    found = torch.empty(len(words), dtype=torch.float32)
+    gumbel_of_words[(len(words) // 1024,)](words, found, BLOCK=1024)
+    expected = -(-((words.to(torch.float64) + 0.5) * 2.0**-32).log()).log()
+    assert words.min() == 0 and words.max() == 2**32 - 1
+    assert (found - expected).abs().max() < NOISE
