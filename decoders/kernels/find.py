@@ -9,7 +9,7 @@ results. A trial says in one line why the kernel is not used, or returns None; i
 kernel is tried, and nowhere before.
 
 Legend: N flat rows, H heads, K key heads, G = H / K, S slots, W columns, P distances; of experts: P rows, sorted by expert,
-E experts, D numbers in, M numbers out.
+E experts, D numbers in, M numbers out; of fixed products: K numbers in, M numbers out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ _HIGH: Final = [
     [0, 0, 299, 0, 0, 0, 0, 230],
 ]
 _MOST_REASON: Final = 200
+T = TypeVar("T")
 
 
 @lru_cache
@@ -90,16 +91,39 @@ def attention_problem(
 
 
 @lru_cache
-def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the product with the weights of experts is not used."""
+def fixed_product_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the product of fixed tiles is not used. Some of the rows must have the same bits as among all of them."""
+
+    def trial() -> list[tuple[Tensor, Tensor]]:
+        from draftmill.decoders.kernels.products import fixed_product
+
+        pairs = []
+        for heads in ((), (3,)):
+            rows_NK = _normal(device, 300, *heads, 200).to(dtype)
+            weight_MK, bias_M = ((_normal(device, *shape) / 10).to(dtype) for shape in ((*heads, 72, 200), (72,)))
+            asked = (weight_MK, None) if heads else (weight_MK, bias_M)
+            whole_NM = fixed_product(rows_NK, *asked)
+            pairs.append((whole_NM, reference_fixed_product(rows_NK, *asked)))
+            for some in (slice(7, 8), slice(100, 117)):
+                differs = fixed_product(rows_NK[some], *asked) != whole_NM[some]
+                pairs.append((differs.float(), torch.zeros_like(differs, dtype=torch.float32)))
+        return pairs
+
+    return _problem("fixed products", device, trial)
+
+
+@lru_cache
+def experts_problem(device: torch.device, dtype: torch.dtype, *, fixed: bool = False) -> str | None:
+    """Why the product with the weights of experts is not used; `fixed` as in find_product."""
 
     def trial() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import experts
 
+        product = experts.fixed_product if fixed else experts.product
         rows_PD, weight_EMD = _normal(device, 70, 96).to(dtype), (_normal(device, 5, 72, 96) / 10).to(dtype)
         end_E = torch.tensor([3, 3, 40, 41, 70], dtype=torch.int32, device=device)
         expected = reference_product(rows_PD, weight_EMD, end_E)
-        return [(experts.product(rows_PD, weight_EMD, end_E), expected)]
+        return [(product(rows_PD, weight_EMD, end_E), expected)]
 
     return _problem("experts", device, trial)
 
@@ -192,6 +216,16 @@ def reference_attend(
     return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
 
 
+def reference_fixed_product(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """Multiply rows by a matrix, [N, M]; with heads, rows [N, H, K] and weights [H, M, K] give [N, H, M]. The kernel's sums are
+    in float32 and in one order. Here they are in float64: once they are rounded, the order shows in one number of a billion."""
+    rows_HNK = rows_NK.to(torch.float64).transpose(0, -2)
+    out_NM = (rows_HNK @ weight_MK.to(torch.float64).mT).transpose(0, -2)
+    if bias_M is not None:
+        out_NM = out_NM + bias_M.to(torch.float64)
+    return out_NM.to(rows_NK.dtype).contiguous()
+
+
 def reference_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
     """Multiply each row with the matrix of its expert, [P, M]; sums are in float32 or better. Expert e has the rows from the
     end of the expert before it up to `end_E[e]` (int32); the last end is P."""
@@ -208,6 +242,8 @@ LEAST_CAPABILITY: Final = (8, 0)
 
 Attend = Callable[..., Tensor]
 """Attention over a layer of the slot cache: that of attention.py, or reference_attend, whose signature it has."""
+FixedProduct = Callable[..., Tensor]
+"""A product whose rows have the same bits in any batch: that of products.py, or reference_fixed_product."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The product with the weights of experts: that of experts.py, or reference_product."""
 Sample = Callable[..., Tensor]
@@ -228,13 +264,32 @@ def find_attention(
     return attend
 
 
-def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
-    """The product with the weights of experts."""
-    if not _is_used("experts", device, dtype, lambda: experts_problem(device, dtype)):
+def find_fixed_product(device: torch.device, dtype: torch.dtype) -> FixedProduct | None:
+    """The product of a linear layer of a model that must be exact."""
+    if not _is_used("fixed products", device, dtype, lambda: fixed_product_problem(device, dtype)):
         return None
-    from draftmill.decoders.kernels.experts import product
+    from draftmill.decoders.kernels.products import fixed_product
 
-    return product
+    return fixed_product
+
+
+def find_product(device: torch.device, dtype: torch.dtype, *, fixed: bool = False) -> Product | None:
+    """The product with the weights of experts; if `fixed`, a row has the same bits in any batch."""
+    if not _is_used("experts", device, dtype, lambda: experts_problem(device, dtype, fixed=fixed)):
+        return None
+    from draftmill.decoders.kernels import experts
+
+    return experts.fixed_product if fixed else experts.product
+
+
+def demanded(name: str, kernel: T | None) -> T:
+    """This kernel, for a model that must be exact; ValueError, with the reason, if it can't be used."""
+    if kernel is None:
+        raise ValueError(
+            f"model.exact: true needs the kernel for {name} on a GPU, and here it is {_VERDICTS.get(name)}; decode in bfloat16, "
+            "float16 or float32 on an NVIDIA GPU with Triton, or in float32 on a CPU (model.device: cpu); or leave it out"
+        )
+    return kernel
 
 
 def find_sampling(device: torch.device, dtype: torch.dtype) -> Sample | None:
