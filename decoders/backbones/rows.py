@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftmill.decoders.kernels.seen import Tables
+
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
@@ -42,7 +44,7 @@ class TokenRows:
     `slots_B` are the forward's slots. A row is row number `line_N` (0, 1, ..) of slot number `owner_N` among them; the rows of a
     slot follow each other. `sigma_B` is the total noise of the canvas that these rows belong to (float, >= 0;
     decoders/draws/schedule.py), for models that are conditioned on it; all others ignore it. A slot may be named twice: its rows
-    may have been computed under different noise, or see different columns.
+    may have been computed under different noise, or see different columns. `tables` are the tiles of an attention kernel.
     """
 
     slots_B: Tensor
@@ -56,6 +58,7 @@ class TokenRows:
     high_IN: Tensor
     shape: RowShape
     sigma_B: Tensor | None = None
+    tables: Tables | None = None
 
     @property
     def num_rows(self) -> int:
@@ -90,7 +93,7 @@ class Rows:
     Content rows carry a token and write its keys and values at `content_column_C`; query rows carry none, stand at the rank
     `query_column_Q`, and predict the token there. A row sees the columns below its limit, a content row its own among them; one
     interval that begins at 0 is all that this kind of model needs. `*_owner` and `*_line` are as in `TokenRows`, for each kind of
-    row alone.
+    row alone; `tables` are of both kinds, content first.
     """
 
     slots_B: Tensor
@@ -104,6 +107,7 @@ class Rows:
     query_column_Q: Tensor
     query_limit_Q: Tensor
     shape: StreamShape
+    tables: Tables | None = None
 
 
 def seen_columns(low_IN: Tensor, high_IN: Tensor, num_columns: int) -> Tensor:

@@ -43,7 +43,7 @@ from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_product
-from draftmill.decoders.kernels.seen import Seen, most_lines
+from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _ATTENTION: Final = "draftmill_slots"
 
@@ -91,12 +91,16 @@ class ModuleBackbone(OnSlots, ABC):
         if mixtures and (product := find_product(self.device, dtype, fixed=is_fixed)) is not None:
             for part in mixtures:
                 part.gather(product)
-        self._group, self._most_lines = heads[1], most_lines(heads[2], dtype)
+        self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
         self._attend = find_attention(
-            self.device, dtype, num_heads=heads[0] * heads[1], key_heads=heads[0], width=heads[2]
+            self.device,
+            dtype,
+            num_heads=heads[0] * heads[1],
+            key_heads=heads[0],
+            width=heads[2],
+            fixed=is_fixed,
         )
         if is_fixed:
-            # TODO fixed attention: find_attention(..., fixed=is_fixed), and `_flat_layout` with one number of rows at once
             self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
         # Experts that are multiplied one by one read their row counts back.
@@ -182,15 +186,13 @@ class ModuleBackbone(OnSlots, ABC):
         )
 
     def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
-        seen = Seen.of(
+        seen = Seen(
             rows.slot_N,
             rows.low_IN,
             rows.high_IN,
             position_N=rows.position_N,
             positions_SW=self.cache.positions_SW,
-            rows_at_once=-(-rows.num_rows // rows.shape.num_slots),
-            group=self._group,
-            lines=self._most_lines,
+            tables=rows.tables or self.tiling.tables(rows.line_N),
         )
         places = self.cache.places(rows.slot_N, rows.column_N)
         return FlatLayout(self.cache, places, self.windows, seen, attend)

@@ -55,7 +55,7 @@ from draftmill.decoders.backbones.invariance import (
 )
 from draftmill.decoders.backbones.rows import Rows
 from draftmill.decoders.kernels.find import Attend, FixedProduct, demanded, find_attention, find_fixed_product
-from draftmill.decoders.kernels.seen import Seen, most_lines
+from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,
@@ -106,14 +106,15 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _FlatLayout:
-    """Where the flat rows of one forward (content first) sit in the cache, and what they see, in parts of rows. `parts` are
-    those of all rows, `last_parts` those of the query rows alone, which are all that the last layer runs."""
+    """Where the flat rows of one forward (content first) sit in the cache, and what they see. The query rows, whose
+    sights are `last`, are all that the last layer runs. So many heads are scored `at_once`."""
 
     num_content: int
     span: int
     places: Tensor
-    parts: list[tuple[slice, Seen]]
-    last_parts: list[tuple[slice, Seen]]
+    seen: Seen
+    last: Seen
+    at_once: int
     attend: Attend
 
 
@@ -184,14 +185,14 @@ class XLNetBackbone(OnSlots):
         self.rules = self._rules(shape.d_inner, exact=exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
-        self._attend = find_attention(
-            self.device, dtype, num_heads=self.num_heads, key_heads=self.num_heads, width=self.head_width, relative=True
-        )
+        is_fixed = exact and self.device.type != "cpu"
+        heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
+        self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)
         self._product: FixedProduct | None = None
-        if exact and self.device.type != "cpu":
+        if is_fixed:
             self._product = demanded("fixed products", find_fixed_product(self.device, dtype))
-            # TODO fixed attention: find_attention(..., fixed=True), and `_flat_layout` with one number of rows at once
             self._attend = demanded("attention", self._attend)
+        self.tiling = Tiling.of(self.device, dtype, group=1, width=self.head_width, relative=True, fixed=is_fixed)
         self.captures = self._attend is not None
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
         self.relative: list[Tensor] = []
@@ -332,23 +333,22 @@ class XLNetBackbone(OnSlots):
         limit_N = torch.cat([rows.content_limit_C, rows.query_limit_Q])
         column_N = torch.cat([rows.content_column_C, rows.query_column_Q])
         slot_N = rows.slots_B[torch.cat([rows.content_owner_C, rows.query_owner_Q])]
-        seen = Seen.of(
+        seen = Seen(
             slot_N,
             torch.zeros_like(limit_N).unsqueeze(0),
             limit_N.unsqueeze(0),
             position_N=self.order_SW[slot_N, column_N],
             positions_SW=self.order_SW,
-            rows_at_once=-(-len(limit_N) // (2 * shape.num_slots)),
-            lines=most_lines(self.head_width, self.dtype),
+            tables=rows.tables or self.tiling.tables(torch.cat([rows.content_line_C, rows.query_line_Q])),
         )
         span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
-        at_once = max(1, _MAX_RELATIVE_NUMBERS // (self.num_heads * 2 * span))
         return _FlatLayout(
             num_content=num_content,
             span=span,
             places=self.cache.places(slot_N[:num_content], rows.content_column_C),
-            parts=_parts(seen, 0, at_once),
-            last_parts=_parts(seen, num_content, at_once),
+            seen=seen,
+            last=seen.after(num_content),
+            at_once=max(1, _MAX_RELATIVE_NUMBERS // (len(limit_N) * 2 * span)),
             attend=attend,
         )
 
@@ -384,17 +384,22 @@ class XLNetBackbone(OnSlots):
         """Attend to the cache by the rows' limits, [N, H * d]."""
         middle = self.relative[index].shape[2] // 2
         keys_Hdp = self.relative[index][:, :, middle - layout.span : middle + layout.span]
+        seen = layout.last if index == self.num_layers - 1 else layout.seen
         query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
+        position_NHd, content_NHd = query_NHd + layer.position_bias_Hd, query_NHd + layer.content_bias_Hd
         held_2SHWd, mixed = self.cache.layers_2SKWd[index], []
-        for part, seen in layout.last_parts if index == self.num_layers - 1 else layout.parts:
-            position_NHd = query_NHd[part] + layer.position_bias_Hd
-            if self._product is not None:
-                relative_NHP = self._product(position_NHd, keys_Hdp.transpose(1, 2))
-            else:
-                relative_NHP = torch.bmm(position_NHd.transpose(0, 1), keys_Hdp).transpose(0, 1)
-            content_NHd = query_NHd[part] + layer.content_bias_Hd
-            mixed.append(layout.attend(content_NHd, held_2SHWd, seen, scaling=1.0, relative_NHP=relative_NHP))
-        return torch.cat(mixed).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
+        for first in range(0, self.num_heads, layout.at_once):
+            some = slice(first, first + layout.at_once)
+            relative_NHP = self._score_distances(position_NHd[:, some], keys_Hdp[some])
+            asked = content_NHd[:, some], held_2SHWd[:, :, some], seen
+            mixed.append(layout.attend(*asked, scaling=1.0, relative_NHP=relative_NHP))
+        return torch.cat(mixed, 1).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
+
+    def _score_distances(self, position_NHd: Tensor, keys_Hdp: Tensor) -> Tensor:
+        """Products of every query with the keys of all distances, [N, H, p]."""
+        if self._product is not None:
+            return self._product(position_NHd, keys_Hdp.transpose(1, 2))
+        return torch.bmm(position_NHd.transpose(0, 1), keys_Hdp).transpose(0, 1)
 
     def _attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
         """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]. Positions are
@@ -445,10 +450,3 @@ class XLNetBackbone(OnSlots):
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return word embeddings [R, D]."""
         return self.embedding_VD[tokens_R]
-
-
-def _parts(seen: Seen, first: int, at_once: int) -> list[tuple[slice, Seen]]:
-    """The rows from `first` on, at most so many at once: their slices, counted from there, and what they see."""
-    count = seen.slot_N.shape[0] - first
-    slices = [slice(start, min(start + at_once, count)) for start in range(0, max(count, 1), at_once)]
-    return [(part, seen.part(slice(first + part.start, first + part.stop))) for part in slices]

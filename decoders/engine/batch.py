@@ -11,7 +11,7 @@ The last letters of a name say what an array has an entry for:
     N  rows that carry a token      Q  query rows of an any-subset model
     R  sampled rows                 D  sampled rows that draft under the rejection rule
     B  samples                      P  spans, U  runs, F  the numbers of one
-    E  tokens of a row whose logits change
+    E  tokens of a row whose logits change      T, U  tiles of rows (seen.py)
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from draftmill.decoders.engine.asks import (
     Span,
 )
 from draftmill.decoders.engine.samples import Sample, SlotTable, Tops
+from draftmill.decoders.kernels.seen import Tables, Tiling
 
 _SPAN, _RUN = len(Span._fields), len(Run._fields)
 _COUNT, _COLUMN, _POSITION, _BELOW, _LAG, _BLOCK, _OWN, _TILL, _NODE = range(_SPAN)
@@ -98,7 +99,7 @@ class Batch:
     which tokens it may draw (shaping.py). A token drawn is noted in the cell `note_R`. Of rows under the rejection rule
     `judged_R` have a draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers,
     `owner_R` their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are
-    its chain. A draft head reads `head_5R` (rolls.py)."""
+    its chain. A draft head reads `head_5R` (rolls.py), an attention kernel the tiles `few_T` and `many_U`."""
 
     slots_G: Any = None
     sigma_G: Any = None
@@ -135,6 +136,8 @@ class Batch:
     first_B: Any = None
     size_B: Any = None
     head_5R: Any = None
+    few_T: Any = None
+    many_U: Any = None
     # ---- what only the host knows; `num_tops`: so many of the model's best tokens are told of each row
     layout: Any = None
     rule: Any = None
@@ -159,6 +162,7 @@ class Batch:
     some_blind: bool = False
     num_verified: int = 0
     is_padded: bool = False
+    tile_lines: tuple[int, ...] = ()
     rows_B: Any = None
     sampled_B: Any = None
     asked_R: Any = None
@@ -206,18 +210,41 @@ class Batch:
                 setattr(self, name, np.concatenate([array, full], axis=-1))
         self.num_groups, self.is_padded, self.reads_all = sizes["G"], True, False
 
+    def add_tiles(self, tiling: Tiling) -> None:
+        """Cut the rows into tiles, after `pad`; how many there are in a captured forward depends on its sizes alone."""
+        lines = [self.line_N] if self.line_Q is None else [self.line_N, self.line_Q]
+        line_N, num_runs = np.concatenate(lines), len(lines) * (self.num_groups + 1)
+        tables = tiling.cut(line_N)
+        if self.is_padded:
+            for size, first_T in tables.items():
+                missing = tiling.most_tiles(size, num_runs, len(line_N)) - len(first_T)
+                tables[size] = np.pad(first_T, (0, missing), constant_values=len(line_N))
+        self.tile_lines = tuple(tables)
+        self.few_T, self.many_U = [*tables.values(), None, None][:2]
+
+    @property
+    def tables(self) -> Tables | None:
+        """The tiles on the device, if there are any."""
+        first = tuple(tiles for tiles in (self.few_T, self.many_U) if tiles is not None)
+        return Tables(self.tile_lines, first) if first else None
+
     @property
     def signature(self) -> Hashable:
         """What decides which work is done, and on what: names and shapes of the arrays, and facts that the work looks at."""
         shapes = tuple((name, array.shape) for name in _ARRAYS if (array := getattr(self, name)) is not None)
-        return shapes, self.by_ratio, self.cuts, self.is_sure, self.any_chain, self.takes_drafts
+        return shapes, self.by_ratio, self.cuts, self.is_sure, self.any_chain, self.takes_drafts, self.tile_lines
 
     def flat(self) -> Ints:
-        """All arrays as one; float64 numbers as their bits."""
-        arrays = (getattr(self, name) for name in _ARRAYS)
-        return np.concatenate(
-            [np.ascontiguousarray(array).reshape(-1).view(np.int64) for array in arrays if array is not None]
-        )
+        """All arrays as one; float64 numbers as their bits. Each begins at a multiple of 16 bytes: kernels are compiled anew for
+        others."""
+        parts = list[Ints]()
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            if array is not None:
+                parts.append(np.ascontiguousarray(array).reshape(-1).view(np.int64))
+                if array.size % 2:
+                    parts.append(_ODD)
+        return np.concatenate(parts)
 
     def cut(self, buffer: Tensor) -> Batch:
         """The same batch, whose arrays are views of a buffer that holds, or will hold, `flat`."""
@@ -226,7 +253,7 @@ class Batch:
         def view(array: NDArray[Any]) -> Tensor:
             nonlocal first
             part = buffer[first : first + array.size]
-            first += array.size
+            first += array.size + array.size % 2
             return (part.view(torch.float64) if array.dtype == np.float64 else part).view(array.shape)
 
         return self._with(view)
@@ -248,6 +275,7 @@ class Batch:
         return batch
 
 
+_ODD: Final = np.zeros(1, dtype=np.int64)
 _ARRAYS: Final = tuple(field.name for field in fields(Batch))[: [field.name for field in fields(Batch)].index("layout")]
 _FACTS: Final = tuple(field.name for field in fields(Batch))[len(_ARRAYS) :]
 

@@ -183,7 +183,10 @@ class ModelRunner:
 
     def start(self, b: Batch) -> Started:
         """Send the batch and run it, without waiting for its record."""
-        if self._pad_batch(b):
+        is_captured = self._pad_batch(b)
+        if getattr(self.backbone, "reads_rows", False):
+            b.add_tiles(self.backbone.tiling)
+        if is_captured:
             assert self.graphs is not None, "a forward is filled up to be captured"
             done = self.clock.measure(self.graphs.run, "forward", b, self._work)
         else:
@@ -281,6 +284,7 @@ class ModelRunner:
             high_IN=sent.high_IN,
             shape=shape,
             sigma_B=sent.sigma_G,
+            tables=sent.tables,
         )
 
     def _stream_rows(self, sent: Batch) -> Rows:
@@ -305,6 +309,7 @@ class ModelRunner:
             query_column_Q=sent.rank_Q,
             query_limit_Q=sent.limit_Q,
             shape=shape,
+            tables=sent.tables,
         )
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

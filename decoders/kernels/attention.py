@@ -11,6 +11,9 @@ normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022);
 Few rows over long slots would keep only a part of the device busy: then the columns are shared out among several programs and
 their sums added by a second kernel. How many shares there are depends on shapes alone, never on what the rows see.
 
+Few variants are compiled: a tile has one of three sizes (seen.py), each with and without shares. A row's numbers do not depend on
+the other rows of its tile: blocks begin at multiples of their size, and columns that a row does not see add nothing to its sums.
+
 Legend: N flat rows, H heads, K key heads, G = H / K, S slots, W columns, P distances.
 """
 
@@ -22,31 +25,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftmill.decoders.kernels.seen import Seen, line_bytes, power_of_two
+from draftmill.decoders.kernels.seen import Seen, line_bytes, power_of_two, tile_bytes
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What the kernel computes with; anything else is the reference's."""
-# Tensor cores multiply 16 lines at a time.
-_LEAST_LINES: Final = 16
+# Tensor cores multiply 16 numbers at a time.
 _LEAST_WIDTH: Final = 16
-# Two stages of keys and values take two thirds of the 99 KiB of shared memory that a program may have on every GPU since Ampere
-# (8.6, 8.9 and 12.0 have the least), the queries of a tile the other third (seen.py).
+# Two stages of keys and values take two thirds of a program's shared memory, the queries of a tile the other third (seen.py).
 _STAGES: Final = 2
-_BLOCK_BYTES: Final = 64 * 1024
 _MOST_BLOCK: Final = 64
+_MOST_WIDE_BLOCK: Final = 16
 # Programs that keep a large GPU busy (an H100 has 132 multiprocessors), and columns below which a share is not worth its sum.
 _BUSY: Final = 256
 _LEAST_SHARE: Final = 512
 _MOST_SHARES: Final = 16
 
+_FAR = tl.constexpr(0x7FFFFFFF)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _within(lows, highs, interval, row, live, num_rows, column):
+def _within(low, high, column):
     """Whether the interval of each line holds each column."""
-    low = tl.load(lows + interval * num_rows + row, mask=live, other=0)
-    high = tl.load(highs + interval * num_rows + row, mask=live, other=0)
     return (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
 
 
@@ -65,20 +65,21 @@ def _join(query, key, value, score_bias, seen, most, total, mixed, scale, WIDE: 
     return now, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "skip", "shares", "window", "num_distances", "lows_i", "positions_s"])
 def attend_tiles(
     query, keys, values, out, out_most, out_total, tiles, slots, lows, highs, row_positions, positions, relative,
-    scale, num_rows, num_columns, window, num_distances,
-    query_n, query_h, cache_s, cache_k, cache_w, positions_s, relative_n, relative_h,
+    scale, num_rows, skip, shares, window, num_distances,
+    query_n, query_h, cache_s, cache_k, cache_w, lows_i, positions_s, relative_n, relative_h,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr,
-    RELATIVE: tl.constexpr, WIDE: tl.constexpr,
+    INTERVALS: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr, RELATIVE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """See the module's docstring. A tile has LINES >= ROWS x GROUP lines, a line has PADDED >= WIDTH numbers, all powers of
-    two. With one share `out` is the answer, [N, H, d]; with several it holds each share's unfinished sum, float32 [SHARES, N,
-    H, d], and `out_most` and `out_total` [SHARES, N, H] its largest score and the sum of its weights."""
-    first = tl.load(tiles + tl.program_id(0))
-    if first < num_rows:
+    """See the module's docstring. A tile has LINES lines, a line PADDED >= WIDTH numbers, all powers of two. With one share `out`
+    is the answer, [N, H, d]; with several it holds each share's unfinished sum, float32 [shares, N, H, d], and `out_most` and
+    `out_total` [shares, N, H] its largest score and the sum of its weights."""
+    ROWS: tl.constexpr = LINES // GROUP
+    first = tl.load(tiles + tl.program_id(0)).to(tl.int32) - skip
+    if (first >= 0) & (first < num_rows):
         key_head, share = tl.program_id(1), tl.program_id(2)
         slot = tl.load(slots + first).to(tl.int64)
         line = tl.arange(0, LINES)
@@ -98,19 +99,21 @@ def attend_tiles(
         total = tl.zeros([LINES], tl.float32)
         mixed = tl.zeros([LINES, PADDED], tl.float32)
         for interval in tl.static_range(INTERVALS):
-            low = tl.load(lows + interval * num_rows + row, mask=live, other=0)
-            high = tl.load(highs + interval * num_rows + row, mask=live, other=0)
-            begin = tl.min(tl.where(low < high, low, num_columns), 0) // BLOCK * BLOCK
-            end = tl.minimum(tl.max(tl.where(low < high, high, 0), 0), num_columns)
-            each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK), SHARES) * BLOCK
+            low = tl.load(lows + interval * lows_i + row, mask=live, other=0).to(tl.int32)
+            high = tl.load(highs + interval * lows_i + row, mask=live, other=0).to(tl.int32)
+            begin = tl.min(tl.where(low < high, low, _FAR), 0) // BLOCK * BLOCK
+            end = tl.max(tl.where(low < high, high, 0), 0)
+            each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK), shares) * BLOCK
             begin = begin + share * each
             end = tl.minimum(end, begin + each)
             for from_column in range(begin, end, BLOCK):
                 column = from_column + tl.arange(0, BLOCK)
                 there = column < end
-                seen = live[:, None] & there[None, :] & _within(lows, highs, interval, row, live, num_rows, column)
+                seen = live[:, None] & there[None, :] & _within(low, high, column)
                 for earlier in tl.static_range(interval):
-                    seen = seen & ~_within(lows, highs, earlier, row, live, num_rows, column)
+                    low_before = tl.load(lows + earlier * lows_i + row, mask=live, other=0).to(tl.int32)
+                    high_before = tl.load(highs + earlier * lows_i + row, mask=live, other=0).to(tl.int32)
+                    seen = seen & ~_within(low_before, high_before, column)
                 bias = tl.zeros([LINES, BLOCK], tl.float32)
                 if WINDOW or RELATIVE:
                     near = tl.load(positions + slot * positions_s + column, mask=there, other=0).to(tl.int32)
@@ -134,7 +137,7 @@ def attend_tiles(
                     value = tl.load(values + cell, mask=held, other=0.0)
                     most, total, mixed = _join(asked, key, value, bias, seen, most, total, mixed, scale, WIDE)
         answer = row_64 * HEADS + head
-        if SHARES == 1:
+        if not SHARED:
             mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
         else:
             answer = answer + share.to(tl.int64) * num_rows * HEADS
@@ -144,21 +147,23 @@ def attend_tiles(
         tl.store(out_at, mixed.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_answers", "num_shares"])
 def add_shares(
-    shares, shares_most, shares_total, out, num_answers, WIDTH: tl.constexpr, PADDED: tl.constexpr, SHARES: tl.constexpr
-):
-    """Add the shares of one head of one row; `num_answers` is N x H."""
+    shares, shares_most, shares_total, out, num_answers, num_shares,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Add the shares of one head of one row, at most MOST; `num_answers` is N x H."""
     answer = tl.program_id(0).to(tl.int64)
-    share = tl.arange(0, SHARES)
+    share = tl.arange(0, MOST)
+    there = share < num_shares
     place = tl.arange(0, PADDED)
     inside = place < WIDTH
-    most = tl.load(shares_most + share * num_answers + answer)
-    total = tl.load(shares_total + share * num_answers + answer)
+    most = tl.load(shares_most + share * num_answers + answer, mask=there, other=float("-inf"))
+    total = tl.load(shares_total + share * num_answers + answer, mask=there, other=0.0)
     largest = tl.max(most, 0)
     factor = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest))
     mixed_at = shares + (share[:, None] * num_answers + answer) * WIDTH + place[None, :]
-    mixed = tl.sum(tl.load(mixed_at, mask=inside[None, :], other=0.0) * factor[:, None], 0)
+    mixed = tl.sum(tl.load(mixed_at, mask=there[:, None] & inside[None, :], other=0.0) * factor[:, None], 0)
     whole = tl.sum(total * factor, 0)
     mixed = mixed / tl.where(whole > 0, whole, 1.0)
     tl.store(out + answer * WIDTH + place, mixed.to(out.dtype.element_ty), mask=inside)
@@ -174,21 +179,36 @@ def attend(
     relative_NHP: Tensor | None = None,
     shares: int | None = None,
 ) -> Tensor:
-    """See find.reference_attend. The columns are cut into `shares` parts, a power of two; None: as many as are worth it.
-    Raises ValueError where query and cache have dtypes that the kernel does not know."""
+    """See find.reference_attend. The columns are cut into so many `shares`; None: as many as are worth it. Rows beyond the tiles
+    of `seen` get anything. Raises ValueError where query and cache have dtypes that the kernel does not know."""
     if query_NHd.dtype not in DTYPES or layer_2SKWd.dtype != query_NHd.dtype:
         raise ValueError(f"query {query_NHd.dtype}, cache {layer_2SKWd.dtype}; allowed: the same one of {DTYPES}")
+    assert seen.tables is not None, "the host cuts rows into tiles"
+    query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
+    out_NHd = torch.empty(query_NHd.shape, dtype=query_NHd.dtype, device=query_NHd.device)
+    for lines, first_T in zip(*seen.tables, strict=True):
+        _attend(query_NHd, layer_2SKWd, seen, out_NHd, lines, first_T, scaling, window, relative_NHP, shares)
+    return out_NHd
+
+
+def _attend(
+    query_NHd: Tensor,
+    layer_2SKWd: Tensor,
+    seen: Seen,
+    out_NHd: Tensor,
+    lines: int,
+    first_T: Tensor,
+    scaling: float,
+    window: int | None,
+    relative_NHP: Tensor | None,
+    shares: int | None,
+) -> None:
+    """The rows of one kind of tile."""
     num_rows, num_heads, width = query_NHd.shape
     _, _, key_heads, num_columns, _ = layer_2SKWd.shape
-    group = num_heads // key_heads
-    out_NHd = torch.empty(num_rows, num_heads, width, dtype=query_NHd.dtype, device=query_NHd.device)
-    if not num_rows:
-        return out_NHd
-    assert seen.low_IN.is_contiguous() and seen.high_IN.is_contiguous(), "stretches of rows follow each other"
-    query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
-    lines, padded = max(_LEAST_LINES, power_of_two(seen.rows_at_once * group)), max(_LEAST_WIDTH, power_of_two(width))
-    num_tiles = seen.first_T.shape[0]
-    shares = shares or _shares(num_tiles * key_heads, num_columns)
+    slot_s, head_s, cell_s = layer_2SKWd.stride()[1:4]
+    group, padded = num_heads // key_heads, max(_LEAST_WIDTH, power_of_two(width))
+    shares = shares or _shares(first_T.shape[0] * key_heads, num_columns)
     sums = largest = totals = out_NHd
     if shares > 1:
         sums = out_NHd.new_empty(shares, num_rows, num_heads, width, dtype=torch.float32)
@@ -196,39 +216,36 @@ def attend(
     # A kernel that reads no positions or distances takes any tensor in their place.
     relative = query_NHd if relative_NHP is None else relative_NHP
     assert relative_NHP is None or relative_NHP.stride(2) == 1, "the numbers of a row's distances follow each other"
-    reads_positions = window is not None or relative_NHP is not None
-    row_positions, positions = _positions(seen) if reads_positions else (seen.slot_N, seen.slot_N)
-    attend_tiles[(num_tiles, key_heads, shares)](
-        query_NHd, layer_2SKWd[0], layer_2SKWd[1], sums, largest, totals, seen.first_T, seen.slot_N, seen.low_IN,
-        seen.high_IN, row_positions, positions, relative,
-        scaling * math.log2(math.e), num_rows, num_columns, window or 0, relative.shape[-1],
-        query_NHd.stride(0), query_NHd.stride(1), *layer_2SKWd.stride()[1:4], positions.stride(0), relative.stride(0),
-        relative.stride(1),
-        HEADS=num_heads, GROUP=group, LINES=lines, WIDTH=width, PADDED=padded, ROWS=seen.rows_at_once,
-        INTERVALS=seen.low_IN.shape[0], BLOCK=_block(width, query_NHd.dtype), SHARES=shares, WINDOW=window is not None,
-        RELATIVE=relative_NHP is not None, WIDE=query_NHd.dtype == torch.float32,
+    row_positions = positions = slots = seen.slot_N if seen.start_N is None else seen.start_N
+    if window is not None or relative_NHP is not None:
+        assert seen.positions_SW is not None and seen.position_N is not None, (
+            "windows and relative scores read positions"
+        )
+        row_positions, positions = seen.position_N, seen.positions_SW
+    from_cells = seen.start_N is not None
+    attend_tiles[(first_T.shape[0], key_heads, shares)](
+        query_NHd, layer_2SKWd[0], layer_2SKWd[1], sums, largest, totals, first_T, slots, seen.low_IN, seen.high_IN,
+        row_positions, positions, relative,
+        scaling * math.log2(math.e), num_rows, seen.skip, shares, window or 0, relative.shape[-1],
+        query_NHd.stride(0), query_NHd.stride(1), cell_s if from_cells else slot_s, head_s, cell_s, seen.low_IN.stride(0),
+        1 if from_cells else positions.stride(0), relative.stride(0), relative.stride(1),
+        HEADS=num_heads, GROUP=group, LINES=lines, WIDTH=width, PADDED=padded, INTERVALS=seen.low_IN.shape[0],
+        BLOCK=_block(width, query_NHd), SHARED=shares > 1, WINDOW=window is not None, RELATIVE=relative_NHP is not None,
+        WIDE=query_NHd.dtype == torch.float32,
         num_warps=8 if lines * padded > 1 << 13 else 4, num_stages=_STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     if shares > 1:
         add_shares[(num_rows * num_heads,)](
-            sums, largest, totals, out_NHd, num_rows * num_heads, WIDTH=width, PADDED=padded, SHARES=shares
+            sums, largest, totals, out_NHd, num_rows * num_heads, shares, WIDTH=width, PADDED=padded, MOST=_MOST_SHARES
         )
-    return out_NHd
 
 
-def _positions(seen: Seen) -> tuple[Tensor, Tensor]:
-    """Those of rows and of columns, which windows and relative scores read."""
-    assert seen.positions_SW is not None and seen.position_N is not None, "windows and relative scores read positions"
-    return seen.position_N, seen.positions_SW
-
-
-def _block(width: int, dtype: torch.dtype) -> int:
+def _block(width: int, query_NHd: Tensor) -> int:
     """Columns that a program reads at once, a power of two."""
-    most = 32 if dtype == torch.float32 else _MOST_BLOCK
-    return max(16, min(most, _BLOCK_BYTES // (2 * _STAGES * line_bytes(width, dtype))))
+    held = 2 * tile_bytes(query_NHd.device) // (2 * _STAGES * line_bytes(width, query_NHd.dtype))
+    return max(16, min(_MOST_WIDE_BLOCK if query_NHd.dtype == torch.float32 else _MOST_BLOCK, held))
 
 
 def _shares(num_programs: int, num_columns: int) -> int:
     """Into how many parts the columns are cut: enough to keep the device busy, none of them short."""
-    most = min(_BUSY // max(1, num_programs), num_columns // _LEAST_SHARE, _MOST_SHARES)
-    return 1 << (most.bit_length() - 1) if most > 1 else 1
+    return max(1, min(_BUSY // max(1, num_programs), num_columns // _LEAST_SHARE, _MOST_SHARES))

@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -29,13 +29,14 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.kernels import sampling_reference
-from draftmill.decoders.kernels.seen import Seen, most_lines
+from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _log = logging.getLogger(__name__)
 # The largest difference allowed, beside the largest number.
 _ROUNDING: Final = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Rows of three slots, of which one sees nothing, with five intervals: no decoder has rows of more (decoders/masked/ssd.py).
 _SLOTS: Final = [0, 0, 0, 1, 1, 2, 2, 2]
+_LINES: Final = [0, 1, 2, 0, 1, 0, 1, 2]
 _LOW: Final = [
     [0, 0, 5, 9, 0, 0, 250, 0],
     [0, 0, 30, 0, 0, 0, 0, 290],
@@ -66,21 +67,19 @@ def attention_problem(
 
         query_NHd = _normal(device, 8, num_heads, width).to(dtype)
         layer_2SKWd = _normal(device, 2, 3, key_heads, 300, width).to(dtype)
-        slot_N, low_IN, high_IN = (
-            torch.tensor(values, dtype=torch.int32, device=device) for values in (_SLOTS, _LOW, _HIGH)
+        slot_N, line_N, low_IN, high_IN = (
+            torch.tensor(values, device=device) for values in (_SLOTS, _LINES, _LOW, _HIGH)
         )
         scores = {"relative_NHP": _normal(device, 8, num_heads, 600).to(dtype)} if relative else {}
-        most, pairs = most_lines(width, dtype), []
-        for rows_at_once, shares, window in ((1, 4, None), (most, 1, None), (most, 1, 50)):
-            seen = Seen.of(
+        sizes, pairs = Tiling.of(device, dtype, group=num_heads // key_heads, width=width, relative=relative).sizes, []
+        for lines, shares, window in ((sizes[0], 4, None), (sizes[-1], 1, None), (sizes[-1], 1, 50)):
+            seen = Seen(
                 slot_N,
                 low_IN,
                 high_IN,
                 position_N=30 * torch.arange(8, device=device),
                 positions_SW=torch.arange(300, device=device).repeat(3, 1),
-                rows_at_once=rows_at_once,
-                group=num_heads // key_heads,
-                lines=most,
+                tables=Tiling(num_heads // key_heads, lines, few=()).tables(line_N),
             )
             asked, options = (query_NHd, layer_2SKWd, seen), {"scaling": width**-0.5, "window": window, **scores}
             result = attention.attend(*asked, **options, shares=shares)
@@ -237,8 +236,8 @@ def reference_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Ten
 
 VARIABLE: Final = "DRAFTMILL_KERNELS"
 """The environment variable: 0 turns the kernels off, 1 or nothing leaves them on."""
-LEAST_CAPABILITY: Final = (8, 0)
-"""Compute capability from which a program may have 99 KiB of shared memory, and tensor cores know bfloat16."""
+LEAST_CAPABILITY: Final = (7, 5)
+"""Compute capability for which tiles are made (seen.py); before 8.0 there is no bfloat16, which the trial finds."""
 
 Attend = Callable[..., Tensor]
 """Attention over a layer of the slot cache: that of attention.py, or reference_attend, whose signature it has."""
@@ -253,15 +252,24 @@ _VERDICTS: Final[dict[str, str]] = {}
 
 
 def find_attention(
-    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_heads: int,
+    key_heads: int,
+    width: int,
+    relative: bool = False,
+    fixed: bool = False,
 ) -> Attend | None:
-    """The kernel for heads of this kind; `relative` if the model adds a score that depends on distances."""
+    """The kernel for heads of this kind; `relative` if the model adds a score that depends on distances. If `fixed`, a row has
+    the same bits in any batch, provided that its tiles are fixed, too (Tiling.of)."""
     heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width, "relative": relative}
     if not _is_used("attention", device, dtype, lambda: attention_problem(device, dtype, **heads)):
         return None
     from draftmill.decoders.kernels.attention import attend
 
-    return attend
+    # How many shares are worth it depends on how many tiles there are.
+    return partial(attend, shares=1) if fixed else attend
 
 
 def find_fixed_product(device: torch.device, dtype: torch.dtype) -> FixedProduct | None:
@@ -329,7 +337,7 @@ def why_no_kernels(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         have, need = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
-        return f"this GPU has compute capability {have}; the kernels' tiles need the shared memory of {need} (Ampere) or later"
+        return f"this GPU has compute capability {have}; the kernels are for {need} (Turing) or later"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

@@ -1,34 +1,123 @@
-"""What the flat rows of a forward see of the slot cache, and how a kernel cuts the rows into tiles. Made once a forward.
+"""What the flat rows of a forward see of the slot cache, and how a kernel cuts the rows into tiles.
 
 A row sees the columns of its slot that lie in at least one of its intervals; under a sliding window only those of them whose
 position is close enough behind its own.
 
-A tile is up to `rows_at_once` rows of one slot that follow each other. The table of tiles is made on the device; its size depends
-on the number of rows alone, so that nothing waits and the same launch fits every forward of as many rows.
+A tile is some rows of one slot that follow each other, with the query heads of one key head: its lines. Tiles have a few sizes,
+whatever the rows are, so that a kernel is compiled a few times. The host knows how many rows each slot has, and makes the tables:
+one of small tiles for the slots with few rows, one of the largest tiles for the others, each with a launch of its own.
 
-    rows     0 1 2 3 4 5 6 7        slots  a a a a a b c c       two rows at once
-    tiles    0   2   4 5 6          first rows; the places that are left hold N, and their tiles do nothing
+    rows     0 1 2 3 4 5 6 7        slots  a a a a a b c c       tiles of two rows, and of eight
+    few      5 6                    first rows of the tiles of b and c
+    many     0                      that of a
 
-Legend: N flat rows, I intervals of a row, S slots, W columns, T tiles.
+Legend: N flat rows, I intervals of a row, S slots, W columns, T tiles, B slots of the forward.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-MOST_LINES: Final = 128
-"""Queries of a tile, which are its rows times the heads of a group, as far as they fit into a program's registers."""
+_MOST_LINES: Final = 128
+# Lines of a tile of few rows: what tensor cores multiply at a time, and what still takes less time than to read the keys.
+_FEW_LINES: Final = (16, 64)
+# Of the 99 KiB of shared memory that a program has on every GPU since Ampere (8.6, 8.9 and 12.0 have the least) a tile's queries
+# take 32, and two stages of keys and values twice as much; Turing has 64 KiB, and fewer registers for what it multiplies.
+_AMPERE: Final = (8, 0)
 _TILE_BYTES: Final = 32 * 1024
+# Products of float32 are made without tensor cores, from numbers in registers, and scores of distances take registers too: larger
+# tiles spill them.
+_MOST_WIDE_LINES: Final = 32
+_MOST_RELATIVE_LINES: Final = 64
 
 
-def most_lines(width: int, dtype: torch.dtype) -> int:
-    """The queries of the largest tile for heads of this width: a power of two, at most MOST_LINES. They take a third of the
-    shared memory that a program has on every GPU since Ampere; the rest is for keys and values."""
-    return max(16, min(MOST_LINES, _TILE_BYTES // line_bytes(width, dtype)))
+class Tables(NamedTuple):
+    """The tiles of a forward: for each kind its lines and the first row of each tile, integers [T]. A number beyond the rows
+    stands for no tile."""
+
+    lines: tuple[int, ...]
+    first_T: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The sizes of the tiles of a kind of head: `group` query heads read a key head, the largest tile has `most` lines, those of
+    slots with few rows one of the `few` sizes."""
+
+    group: int = 1
+    most: int = _MOST_LINES
+    few: tuple[int, ...] = _FEW_LINES
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        group: int,
+        width: int,
+        relative: bool = False,
+        fixed: bool = False,
+    ) -> Tiling:
+        """For heads of this width: the largest tile that a device's shared memory holds beside keys and values. `relative`: the
+        model adds a score that depends on distances. `fixed`: all tiles have one size, by which a row's bits are the same in any
+        batch."""
+        most = _MOST_RELATIVE_LINES if relative else _MOST_LINES
+        most = _MOST_WIDE_LINES if dtype == torch.float32 else most
+        most = max(16, min(most, tile_bytes(device) // line_bytes(width, dtype)))
+        return cls(group, min(most, _FEW_LINES[-1]), ()) if fixed else cls(group, most)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lines of a tile, all that there are."""
+        least = power_of_two(self.group)
+        return tuple(sorted({max(least, lines) for lines in (*self.few, self.most) if lines <= self.most}))
+
+    def rows(self, lines: int) -> int:
+        """The rows of a tile with so many lines."""
+        return lines // self.group
+
+    def most_tiles(self, lines: int, num_runs: int, num_rows: int) -> int:
+        """How many tiles of these lines there are at most, if the rows are so many runs of rows of one slot, or of dead rows."""
+        return min(num_rows, num_runs + num_rows // self.rows(lines))
+
+    def cut(self, line_N: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
+        """The first rows of the tiles by their lines. Row n is row number `line_N[n]` of its slot, whose rows follow each other.
+        Rows below zero are dead: they see nothing, and get zeros in one kind of tile or the other."""
+        is_dead_N = line_N < 0
+        first_B = np.flatnonzero((line_N == 0) | (np.diff(is_dead_N, prepend=False) & is_dead_N))
+        count_B, is_dead_B = np.diff(first_B, append=len(line_N)), is_dead_N[first_B]
+        *small, most = self.sizes
+        few_B = (count_B <= (self.rows(small[-1]) if small else 0)) & ~is_dead_B
+        few_B |= is_dead_B & few_B.any()
+        found = {}
+        for some_B in (few_B, ~few_B):
+            if some_B.any():
+                count = count_B[some_B & ~is_dead_B].max(initial=0)
+                lines = next((size for size in self.sizes if count <= self.rows(size)), most)
+                tiles = -(-count_B[some_B] // self.rows(lines))
+                step = np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)
+                found[lines] = np.repeat(first_B[some_B], tiles) + step * self.rows(lines)
+        return found
+
+    def tables(self, line_N: Tensor) -> Tables:
+        """The same on the rows' device. It waits for the device: only for callers outside of the engine."""
+        found = self.cut(line_N.cpu().numpy())
+        return Tables(tuple(found), tuple(torch.from_numpy(first_T).to(line_N.device) for first_T in found.values()))
+
+
+def tile_bytes(device: torch.device) -> int:
+    """Shared memory for the queries of a tile."""
+    is_old = (
+        device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.get_device_capability(device) < _AMPERE
+    )
+    return _TILE_BYTES // 4 if is_old else _TILE_BYTES
 
 
 def line_bytes(width: int, dtype: torch.dtype) -> int:
@@ -44,45 +133,29 @@ def power_of_two(number: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """`slot_N`, `low_IN` and `high_IN` are integers: row n sees the columns [low, high) of each interval, none if low >= high.
-    `position_N` and `positions_SW` are the positions of rows and of columns; windows and relative scores read them. `first_T`
-    and `rows_at_once` say how kernels cut the rows (see above); references ignore them."""
+    `position_N` and `positions_SW` are the positions of rows and of columns; windows and relative scores read them. Kernels read
+    `tables`, whose row numbers count from `skip` rows before the first one here, and `start_N`, where each row's slot begins in a
+    cache that is one pool of cells (SlotCache); references ignore them."""
 
     slot_N: Tensor
     low_IN: Tensor
     high_IN: Tensor
-    position_N: Tensor | None
-    positions_SW: Tensor | None
-    first_T: Tensor
-    rows_at_once: int
+    position_N: Tensor | None = None
+    positions_SW: Tensor | None = None
+    tables: Tables | None = None
+    start_N: Tensor | None = None
+    skip: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        slot_N: Tensor,
-        low_IN: Tensor,
-        high_IN: Tensor,
-        *,
-        position_N: Tensor | None = None,
-        positions_SW: Tensor | None = None,
-        rows_at_once: int = 1,
-        group: int = 1,
-        lines: int = MOST_LINES,
-    ) -> Seen:
-        """Make the table of tiles. `rows_at_once` is about the number of rows of a slot, as far as their queries fit into a
-        tile. `group` is the number of query heads of a key head, `lines` the most queries of a tile (`most_lines`)."""
-        rows = max(1, min(rows_at_once, lines // group))
-        low_IN, high_IN = low_IN.to(torch.int32), high_IN.to(torch.int32)
-        return cls(slot_N, low_IN, high_IN, position_N, positions_SW, first_rows(slot_N, rows), rows)
-
-    def part(self, rows: slice) -> Seen:
-        """The same for some of the rows."""
-        return Seen.of(
-            self.slot_N[rows],
-            self.low_IN[:, rows],
-            self.high_IN[:, rows],
-            position_N=None if self.position_N is None else self.position_N[rows],
-            positions_SW=self.positions_SW,
-            rows_at_once=self.rows_at_once,
+    def after(self, count: int) -> Seen:
+        """The same for all rows but the first ones."""
+        return replace(
+            self,
+            slot_N=self.slot_N[count:],
+            low_IN=self.low_IN[:, count:],
+            high_IN=self.high_IN[:, count:],
+            position_N=None if self.position_N is None else self.position_N[count:],
+            start_N=None if self.start_N is None else self.start_N[count:],
+            skip=self.skip + count,
         )
 
     def visible_NW(self, num_columns: int, window: int | None) -> Tensor:  # noqa: N802
@@ -94,18 +167,3 @@ class Seen:
             return visible_NW
         assert self.position_N is not None and self.positions_SW is not None, "a window reads positions"
         return visible_NW & (self.positions_SW[self.slot_N, :num_columns] > self.position_N.unsqueeze(1) - window)
-
-
-def first_rows(slot_N: Tensor, rows_at_once: int) -> Tensor:
-    """The first row of each tile, int32 [N]; N where there is no tile."""
-    count = slot_N.shape[0]
-    row_N = torch.arange(count, device=slot_N.device)
-    if rows_at_once == 1:
-        return row_N.to(torch.int32)
-    starts_N = torch.ones_like(row_N, dtype=torch.bool)
-    starts_N[1:] = slot_N[1:] != slot_N[:-1]
-    run_N = torch.where(starts_N, row_N, 0).cummax(0).values
-    opens_N = (row_N - run_N) % rows_at_once == 0
-    # Tiles come in the order of their rows: the others are sorted behind them.
-    first_N = torch.where(opens_N, row_N, count).sort().values
-    return first_N.to(torch.int32)

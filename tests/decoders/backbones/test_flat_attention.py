@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from draftmill.decoders.backbones.moe import Mixture
-from draftmill.decoders.backbones.xlnet import _parts
 from draftmill.decoders.kernels import find
-from draftmill.decoders.kernels.seen import Seen
 from tests.decoders.backbones.causal_models import (
     decode_with_rejections,
     load,
@@ -47,13 +45,10 @@ def test_hidden_states_are_those_of_transformers_whatever_the_windows(tmp_path, 
         torch.testing.assert_close(ours[slot], theirs(model, text)[0], atol=1e-5, rtol=1e-5)
 
 
-def test_long_forwards_are_cut_into_parts_of_rows():
-    nothing = torch.zeros(1, 10, dtype=torch.int32)
-    seen = Seen.of(torch.arange(10), nothing, nothing)
-    assert [part for part, _ in _parts(seen, 0, 4)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    last = _parts(seen, 3, 4)
-    assert [part for part, _ in last] == [slice(0, 4), slice(4, 7)]
-    assert [one.slot_N.tolist() for _, one in last] == [[3, 4, 5, 6], [7, 8, 9]]
+def test_long_forwards_score_some_heads_at_once(monkeypatch):
+    expected = decoded("any_subset", FLAT, warp="plain", count=2)
+    monkeypatch.setattr("draftmill.decoders.backbones.xlnet._MAX_RELATIVE_NUMBERS", 1)
+    assert_equal(decoded("any_subset", FLAT, warp="plain", count=2), expected, rounding=1e-5)
 
 
 @pytest.mark.one_in(2)

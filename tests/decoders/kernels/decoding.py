@@ -106,6 +106,7 @@ def made_exact(folder, attend, product):
         patch.setattr("draftmill.decoders.backbones.packed.find_fixed_product", lambda *_: product)
         backbone = made_usual(folder, attend)
         backbone.rules, backbone.min_rows = replace(NO_RULES, exact=True), 1
+        backbone.tiling = replace(backbone.tiling, most=min(64, backbone.tiling.most), few=())
         if hasattr(backbone, "base"):
             fix_products(backbone.base)
             backbone.head = FixedLinear(backbone.head.weight, backbone.head.bias)

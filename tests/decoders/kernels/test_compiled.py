@@ -8,7 +8,7 @@ import torch
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
-from draftmill.decoders.kernels.seen import Seen, most_lines
+from draftmill.decoders.kernels.seen import Seen, Tiling
 
 TYPES = {
     torch.float64: "*fp64",
@@ -80,15 +80,14 @@ def compiled(kernel, launch, capability):
 def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, window=None, relative=False, shares=1):
     def call(module):
         rows, columns = 64, 256
-        seen = Seen.of(
+        group, line_N = heads // key_heads, torch.arange(rows) % rows_at_once
+        seen = Seen(
             torch.arange(rows) // rows_at_once,
-            torch.zeros(intervals, rows, dtype=torch.int32),
-            torch.ones(intervals, rows, dtype=torch.int32),
+            torch.zeros(intervals, rows, dtype=torch.int64),
+            torch.ones(intervals, rows, dtype=torch.int64),
             position_N=torch.arange(rows),
             positions_SW=torch.zeros(rows, columns, dtype=torch.int64),
-            rows_at_once=rows_at_once,
-            group=heads // key_heads,
-            lines=most_lines(width, dtype),
+            tables=Tiling.of(torch.device("cpu"), dtype, group=group, width=width, relative=relative).tables(line_N),
         )
         module.attend(
             torch.zeros(rows, heads, width, dtype=dtype),
@@ -205,11 +204,11 @@ def test_one_compiled_kernel_serves_all_numbers_of_rows(launches, dtype):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("dtype", "width"), PROMPTS, ids=["bf16, 128", "bf16, 256", "float32, 128"])
 def test_the_largest_tile_of_a_prompt_fits_into_the_least_shared_memory(launches, dtype, width):
-    kernel, launch = launches("attention", ATTENTION, "attend_tiles", attend(dtype, 8, 2, width, rows_at_once=128))
-    assert launch[2]["LINES"] == most_lines(width, dtype)
+    kernel, launch = launches("attention", ATTENTION, "attend_tiles", attend(dtype, 8, 2, width, rows_at_once=64))
+    assert launch[2]["LINES"] == Tiling.of(torch.device("cpu"), dtype, group=4, width=width).most
     assert compiled(kernel, launch, 86).metadata.shared <= SHARED_BYTES
 
 
-def test_a_launch_with_dead_programs_alone_has_the_shape_of_a_full_one(launches):
+def test_a_launch_has_a_program_for_each_tile_and_key_head(launches):
     _, one = launches(*CASES["attention, an 8B Llama"])
-    assert one[0] == (64, 8, 1), "a tile for each row at most, whatever the slots: the launch depends on shapes alone"
+    assert one[0] == (16, 8, 1)

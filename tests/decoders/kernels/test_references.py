@@ -2,48 +2,55 @@
 
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from draftmill.decoders.kernels import find
 from draftmill.decoders.kernels.find import VARIABLE, why_no_kernels
-from draftmill.decoders.kernels.seen import MOST_LINES, Seen, first_rows, line_bytes, most_lines
+from draftmill.decoders.kernels.seen import Seen, Tiling, line_bytes
 from tests.decoders.replaying import attend_by_slots
 
 
 @pytest.mark.parametrize(
-    ("slots", "rows_at_once", "expected"),
+    ("counts", "expected"),
     [
-        ("aaaaabcc", 2, [0, 2, 4, 5, 6]),
-        ("aaaaabcc", 16, [0, 5, 6]),
-        ("abab", 4, [0, 1, 2, 3]),
-        ("aaaa", 1, [0, 1, 2, 3]),
-        ("a", 3, [0]),
+        ([5, 1, 2], {16: [0, 4, 5, 6]}),  # four rows of four heads in a tile
+        ([1, 1, 1], {16: [0, 1, 2]}),
+        ([5, 9, 1], {64: [0, 5, 14]}),
+        ([1, 17, 40], {16: [0], 128: [1, 18, 50]}),
+        ([17, 17], {128: [0, 17]}),
+        ([1, -3, 2, -1], {16: [0, 1, 4, 6]}),  # so many dead rows
+        ([17, -20], {128: [0, 17]}),
     ],
 )
-def test_tiles_are_rows_of_one_slot_that_follow_each_other(slots, rows_at_once, expected):
-    found = first_rows(torch.tensor([ord(slot) for slot in slots]), rows_at_once).tolist()
-    assert found == expected + [len(slots)] * (len(slots) - len(expected))
+def test_slots_with_few_rows_have_tiles_of_few_lines(counts, expected):
+    line_N = np.concatenate([np.arange(count) if count > 0 else np.full(-count, -1) for count in counts])
+    if counts == [5, 1, 2]:
+        expected = {64: [0, 5, 6]}  # the smallest tile that holds the rows of each
+    tiling = Tiling(group=4)
+    found = tiling.cut(line_N)
+    assert {lines: first_T.tolist() for lines, first_T in found.items()} == expected
+    for lines, first_T in found.items():
+        assert len(first_T) <= tiling.most_tiles(lines, len(counts), len(line_N))
 
 
-def test_the_rows_of_a_tile_fit_with_their_heads():
-    nothing = torch.zeros(1, 5, dtype=torch.int32)
-    made = [
-        Seen.of(torch.zeros(5, dtype=torch.int64), nothing, nothing, rows_at_once=40, group=group)
-        for group in (1, 8, 500)
-    ]
-    assert [seen.rows_at_once for seen in made] == [40, MOST_LINES // 8, 1]
+def test_tiles_have_few_sizes_that_fit_the_heads():
+    assert [Tiling(group).sizes for group in (1, 8, 20, 500)] == [(16, 64, 128), (16, 64, 128), (32, 64, 128), (512,)]
+    cpu = torch.device("cpu")
+    assert Tiling.of(cpu, torch.float32, group=4, width=128).sizes == (16, 32)
+    assert Tiling.of(cpu, torch.bfloat16, group=4, width=256).sizes == (16, 64)
+    assert Tiling.of(cpu, torch.bfloat16, group=4, width=128, fixed=True).sizes == (64,)
+    assert Tiling.of(cpu, torch.float32, group=1, width=64, relative=True, fixed=True).sizes == (32,)
+    assert Tiling.of(cpu, torch.bfloat16, group=1, width=64, relative=True).sizes == (16, 64)
 
 
-def test_some_of_the_rows_see_what_they_saw():
+def test_the_rows_after_others_see_what_they_saw():
     slots, low, high = torch.tensor([0, 0, 1]), torch.tensor([[0, 2, 1]]), torch.tensor([[3, 4, 1]])
-    whole = Seen.of(
-        slots, low, high, position_N=slots, positions_SW=torch.zeros(2, 5, dtype=torch.int64), rows_at_once=4
-    )
-    part = whole.part(slice(1, 3))
-    assert torch.equal(part.visible_NW(5, 1), whole.visible_NW(5, 1)[1:])
-    assert part.first_T.tolist() == [0, 1] and part.rows_at_once == 4
+    whole = Seen(slots, low, high, position_N=slots, positions_SW=torch.zeros(2, 5, dtype=torch.int64))
+    part = whole.after(1)
+    assert torch.equal(part.visible_NW(5, 1), whole.visible_NW(5, 1)[1:]) and part.skip == 1
 
 
 def test_the_reference_is_attention_under_a_mask_of_the_intervals():
@@ -52,7 +59,7 @@ def test_the_reference_is_attention_under_a_mask_of_the_intervals():
     slots = torch.tensor([1, 0, 1, 1])
     low, high = torch.tensor([[0, 0, 4, 5], [3, 8, 0, 5]]), torch.tensor([[4, 1, 6, 5], [7, 9, 0, 2]])
     columns = [{0, 1, 2, 3, 4, 5, 6}, {0, 8}, {4, 5}, set()]
-    found = find.reference_attend(query, layer, Seen.of(slots, low, high), scaling=0.5)
+    found = find.reference_attend(query, layer, Seen(slots, low, high), scaling=0.5)
     for row, seen in enumerate(columns):
         mask = torch.tensor([column in seen for column in range(9)])
         key, value = layer[:, slots[row]].repeat_interleave(3, 1)
@@ -60,7 +67,7 @@ def test_the_reference_is_attention_under_a_mask_of_the_intervals():
             query[row].unsqueeze(1), key, value, attn_mask=mask, scale=0.5
         )
         torch.testing.assert_close(found[row], expected.squeeze(1) if seen else torch.zeros(6, 10))
-    by_slots = attend_by_slots(query.double(), layer.double(), Seen.of(slots, low, high), scaling=0.5)
+    by_slots = attend_by_slots(query.double(), layer.double(), Seen(slots, low, high), scaling=0.5)
     torch.testing.assert_close(by_slots.float(), found)
 
 
@@ -69,7 +76,7 @@ def test_the_reference_adds_the_numbers_of_the_distances():
     layer[1, 0, 0, :, 0] = torch.tensor([1.0, 10.0, 100.0])
     # The columns stand at the positions 5, 0 and 2 and the row at 2: distances -3, 2 and 0, of which -2 .. 1 have numbers.
     positions = torch.tensor([[5, 0, 2]])
-    seen = Seen.of(
+    seen = Seen(
         torch.tensor([0]),
         torch.tensor([[0]]),
         torch.tensor([[3]]),
@@ -120,8 +127,8 @@ def test_kernels_are_for_gpus_and_can_be_turned_off(monkeypatch, gpu):
 
 def test_kernels_that_are_not_used_have_a_reason(monkeypatch, gpu):
     with monkeypatch.context() as patch:
-        patch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
-        assert "this GPU has compute capability 7.5; the kernels' tiles need" in str(why_no_kernels(gpu))
+        patch.setattr("torch.cuda.get_device_capability", lambda device: (7, 0))
+        assert "this GPU has compute capability 7.0; the kernels are for 7.5" in str(why_no_kernels(gpu))
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None)
         assert why_no_kernels(gpu) == "Triton is not installed"
@@ -159,7 +166,8 @@ def test_what_was_found_of_each_kernel_can_be_asked(monkeypatch, gpu):
 def test_the_largest_tile_of_any_heads_fits_into_the_shared_memory_of_every_gpu_since_ampere(dtype, width):
     attention = pytest.importorskip("draftmill.decoders.kernels.attention")
     line = line_bytes(width, dtype)
-    tile, block = most_lines(width, dtype), attention._block(width, dtype)
+    tile = Tiling.of(torch.device("cpu"), dtype, group=1, width=width).most
+    block = attention._block(width, torch.zeros(1, dtype=dtype))
     assert tile * line + 2 * attention._STAGES * block * line <= 99 * 1024
     assert tile >= 16 and block >= 16, "tensor cores multiply 16 lines at a time"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftmill.decoders.kernels import attention, find
-from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.seen import Seen, Tables, Tiling, power_of_two
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -25,16 +25,23 @@ def case(slots, *, columns, key_heads, group, width, low, high, dtype=torch.floa
     query = normal(len(slots), key_heads * group, width)
     layer = normal(2, 3, key_heads, columns, width)
     positions = torch.stack([torch.randperm(columns, generator=generator) for _ in range(3)])
-    seen = Seen.of(
+    seen = Seen(
         torch.tensor(slots, dtype=torch.int64),
         intervals(low),
         intervals(high),
         position_N=torch.randint(0, columns, (len(slots),), generator=generator),
         positions_SW=positions,
-        rows_at_once=rows_at_once,
-        group=group,
+        tables=Tiling(group, max(16, power_of_two(rows_at_once * group)), few=()).tables(torch.tensor(lines_of(slots))),
     )
     return query, layer, seen
+
+
+def lines_of(slots):
+    """The number of each row among those of its slot that it follows."""
+    lines = []
+    for row, slot in enumerate(slots):
+        lines.append(lines[-1] + 1 if row and slots[row - 1] == slot else 0)
+    return lines
 
 
 def check(query, layer, seen, **more):
@@ -70,7 +77,60 @@ def test_tiles_may_run_in_any_order():
     # The last tile to run covers places of rows of other slots.
     slots, high = [0, 1, 1, 2, 0, 0], [9, 40, 3, 20, 30, 8]
     query, layer, seen = case(slots, columns=40, key_heads=2, group=3, width=20, low=[0] * 6, high=high, rows_at_once=4)
-    check(query, layer, replace(seen, first_T=seen.first_T.flip(0)))
+    lines, (first_T,) = seen.tables
+    check(query, layer, replace(seen, tables=Tables(lines, (first_T.flip(0),))))
+
+
+def test_rows_of_few_and_of_many_tiles_and_dead_ones():
+    """Each row is in one tile; dead rows see nothing and get zeros; a place without a tile does nothing."""
+    slots, lines = [0] * 9 + [1, 2, 2] + [0, 0], [*range(9), 0, 0, 1, -1, -1]
+    high = [*range(20, 29), 5, 6, 7, 0, 0]
+    query, layer, seen = case(slots, columns=40, key_heads=2, group=3, width=20, low=[0] * 14, high=high)
+    tiling = Tiling(group=3, most=32, few=(16,))
+    lines, first_T = tiling.tables(torch.tensor(lines))
+    assert lines == (16, 32) and [first.tolist() for first in first_T] == [[9, 10, 12], [0]]
+    padded = Tables(lines, (torch.cat([first_T[0], torch.full((4,), 14)]), first_T[1]))
+    found = check(query, layer, replace(seen, tables=padded))
+    assert not found[12:].any()
+    after = replace(seen, tables=padded).after(9)
+    assert torch.equal(check(query[9:], layer, after), found[9:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_numbers_depend_on_no_other_row_of_its_tile(dtype):
+    """The tile's other rows see other columns, before and behind: the row has the same bits as alone."""
+    slots = [1] * 4
+    query, layer, seen = case(
+        slots, columns=150, key_heads=2, group=2, width=20, low=[60, 0, 90, 0], high=[99, 150, 140, 3], dtype=dtype,
+        rows_at_once=4,
+    )  # fmt: skip
+    together = check(query, layer, seen)
+    for row in range(4):
+        alone = Seen(
+            seen.slot_N[row : row + 1],
+            seen.low_IN[:, row : row + 1].contiguous(),
+            seen.high_IN[:, row : row + 1].contiguous(),
+            tables=Tables(seen.tables.lines, (torch.tensor([0]),)),
+        )
+        assert torch.equal(
+            attention.attend(query[row : row + 1], layer, alone, scaling=0.3, shares=1)[0], together[row]
+        )
+
+
+def test_slots_may_begin_anywhere_in_a_pool_of_cells():
+    slots, low, high = [2, 2, 0, 1], [0, 4, 9, 0], [30, 20, 33, 40]
+    query, layer, seen = case(slots, columns=40, key_heads=2, group=3, width=20, low=low, high=high, rows_at_once=2)
+    pool = torch.zeros(2, 200, 2, 20)
+    starts = torch.tensor([150, 7, 60])
+    positions = torch.zeros(200, dtype=torch.int64)
+    for slot, start in enumerate(starts.tolist()):
+        pool[:, start : start + 40] = layer[:, slot].transpose(1, 2)
+        positions[start : start + 40] = seen.positions_SW[slot]
+    view = pool[:, :180].view(2, 3, 60, 2, 20).transpose(2, 3)
+    inside = replace(seen, start_N=starts[seen.slot_N], positions_SW=positions.unsqueeze(0))
+    for window in (None, 12):
+        found = attention.attend(query, view, inside, scaling=0.3, window=window, shares=1)
+        assert torch.equal(found, attention.attend(query, layer, seen, scaling=0.3, window=window, shares=1))
 
 
 def test_one_row_and_no_row():
@@ -84,9 +144,9 @@ def test_no_intervals_show_nothing():
 
 
 def test_a_column_of_several_intervals_counts_once():
-    # Overlapping, equal, apart and empty intervals; the last one of the first row reaches beyond the cache.
+    # Overlapping, equal, apart and empty intervals.
     low = [[0, 3, 10, 0], [5, 3, 60, 9], [90, 0, 0, 70], [40, 50, 0, 20], [60, 70, 98, 97]]
-    high = [[20, 30, 20, 0], [33, 30, 64, 9], [120, 1, 0, 95], [45, 60, 0, 25], [61, 90, 99, 100]]
+    high = [[20, 30, 20, 0], [33, 30, 64, 9], [100, 1, 0, 95], [45, 60, 0, 25], [61, 90, 99, 100]]
     arguments = case([0, 0, 2, 2], columns=100, key_heads=2, group=3, width=20, low=low, high=high, rows_at_once=2)
     check(*arguments)
     check(*arguments, shares=4)

@@ -1,5 +1,7 @@
 """Whole decodes with the kernels in the interpreter: the texts, counters and log-probabilities of torch's operations."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.decoders.backbones.causal_models import in_a_row, load, play, random_
 from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded, made_exact
 
 ALL = Kernels(attention.attend, sampling.sample)
+FIXED = Kernels(partial(attention.attend, shares=1), sampling.sample, fixed_product)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path):
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_exact_models_have_the_same_bits_in_any_batch(tmp_path, family):
     save_random(tmp_path, family)
-    backbone = made_exact(tmp_path, attention.attend, fixed_product)
+    backbone = made_exact(tmp_path, FIXED.attend, FIXED.product)
     backbone.allocate(5, 32)
     texts = {slot: random_tokens(length, seed=slot) for slot, length in enumerate((3, 9, 1, 20, 6))}
 
@@ -56,7 +59,6 @@ def test_exact_models_have_the_same_bits_in_any_batch(tmp_path, family):
 
 @pytest.mark.parametrize("name", ["look-up", "assd"])
 def test_exact_texts_have_the_same_bits_in_any_batch(name):
-    kernels = Kernels(attention.attend, sampling.sample, fixed_product)
     settings = {"warp": "all", "acceptance": "coupled", "own": True, "length": 10, "new": 3}
-    few, many = (decoded(name, kernels, count=count, **settings) for count in (1, 3))
+    few, many = (decoded(name, FIXED, count=count, **settings) for count in (1, 3))
     assert few[0].tokens.tolist() == many[0].tokens.tolist() and few[0].logprob == many[0].logprob
