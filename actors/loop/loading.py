@@ -146,8 +146,9 @@ def load_model(folder: Path, place: ModelPlace) -> Model:
     """Load a model, or this process's share of it: rank 0 then leads the other processes."""
     from draftmill.decoders.backbones.load import load_backbone
 
-    options = {"dtype": place.dtype, "device": place.device, "exact": place.exact}
-    load = partial(load_backbone, folder, family=place.family, **options)
+    load = partial(
+        load_backbone, folder, family=place.family, dtype=place.dtype, device=place.device, exact=place.exact
+    )
     if place.share is None:
         return load()
     from draftmill.decoders.backbones.split import SplitBackbone

@@ -46,7 +46,7 @@ Band = tuple[Tensor | None, slice, slice]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
+    """Where the `count` flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
 
     `order_BW` are the columns of each slot that the rectangle's columns stand for; None: the same ones, in their order.
     `rectangle_N` is None where the rows fill the rectangle in order. `bands` are the parts of the rectangle that hold rows
@@ -57,6 +57,7 @@ class Layout:
     cache: SlotCache
     slots: Tensor | slice
     order_BW: Tensor | None
+    count: int
     num_slots: int
     num_rows: int
     rules: ShapeRules
@@ -69,9 +70,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where the rows of one forward sit in the cache and what they see, for attention that needs no rectangle."""
+    """Where the `count` rows of one forward sit in the cache and what they see, for attention that needs no rectangle."""
 
     cache: SlotCache
+    count: int
     places: Tensor
     windows: tuple[int | None, ...]
     seen: Seen
@@ -161,7 +163,7 @@ def slot_attention(
 
 def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scaling: float, layout: AnyLayout) -> Tensor:
     """Write the valid rows' keys and, beside them, values (X = 2 K), and attend; what padding rows get is 0. [P, H, d]."""
-    count = layout.places.shape[0] // held_PXd.shape[1]
+    count = layout.count
     layout.cache.write(layer, layout.places, held_PXd[:count])
     window = layout.windows[layer]
     if isinstance(layout, FlatLayout):

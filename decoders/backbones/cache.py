@@ -4,7 +4,11 @@ Slots are independent and ragged: each forward writes its own rows at columns of
 overwritten, so a rejected column needs no cropping. The cache does not know which columns a row may see. Slots that follow each
 other are read in place; any other selection must be copied out.
 
-Legend: B slots read, K key heads, X = 2 K keys and values.
+Where kernels read it, the cache is one pool of cells a layer, each with all heads, and slot s has the cells from s x W on. Other
+numbers of slots and columns are another view of the pool: while it is large enough its memory stays where it is, and so do graphs
+that read it, which take W from the device.
+
+Legend: B slots read, K key heads, X = 2 K keys and values, C cells.
 """
 
 from __future__ import annotations
@@ -20,14 +24,26 @@ if TYPE_CHECKING:
 
 
 class SlotCache:
-    """Keys and values of `num_layers` layers; resizing keeps the content that still fits."""
+    """Keys and values of `num_layers` layers; resizing keeps the content that still fits. `pooled`: see above."""
 
     def __init__(
-        self, num_layers: int, num_heads: int, head_width: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_heads: int,
+        head_width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        pooled: bool = False,
     ) -> None:
         empty = torch.zeros(2, 0, num_heads, 0, head_width, dtype=dtype, device=device)
         self.layers_2SKWd = [empty] * num_layers
         self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self.is_pooled = pooled
+        self.pools_2CKd = [empty.transpose(2, 3).flatten(1, 2)] * num_layers if pooled else []
+        """One pool of cells a layer; none where the cache is not pooled."""
+        self._positions_C = self.positions_SW.view(-1)
+        self._width = torch.zeros((), dtype=torch.int64, device=device)
         self._note_offsets()
 
     def _note_offsets(self) -> None:
@@ -64,6 +80,9 @@ class SlotCache:
         before = self.positions_SW.shape
         if before == (num_slots, num_columns):
             return
+        if self.is_pooled:
+            self._resize_pools(num_slots, num_columns)
+            return
         positions, num_done = _resize(self.positions_SW, 0, 1, num_slots, num_columns), 0
         try:
             for index in range(len(self.layers_2SKWd)):
@@ -74,6 +93,64 @@ class SlotCache:
             raise
         self.positions_SW = positions
         self._note_offsets()
+
+    def stays(self, num_slots: int, num_columns: int) -> bool:
+        """Whether a resize to this leaves its memory where it is."""
+        if self.is_pooled and num_slots * num_columns:
+            return num_slots * num_columns <= len(self._positions_C)
+        return self.positions_SW.shape == (num_slots, num_columns)
+
+    def reserve(self, num_cells: int) -> None:
+        """Give an empty pool so many cells, or fewer than these if memory runs out; no cache that is not pooled has any."""
+        if self.is_pooled and num_cells > len(self._positions_C):
+            try:
+                self._allocate_pools(num_cells)
+            except torch.OutOfMemoryError:
+                self._allocate_pools(0)
+
+    def _allocate_pools(self, num_cells: int) -> None:
+        for index, pool in enumerate(self.pools_2CKd):
+            self.pools_2CKd[index] = pool.new_zeros(2, num_cells, *pool.shape[2:])
+        self._positions_C = self._positions_C.new_zeros(num_cells)
+
+    def _resize_pools(self, num_slots: int, num_columns: int) -> None:
+        """Move what stays to where its slots are now, one layer at a time. If memory runs out, the cache becomes empty."""
+        try:
+            self._move(num_slots, num_columns)
+        except BaseException:
+            self._allocate_pools(0)
+            self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
+            self.positions_SW = self.positions_SW[:0, :0].clone()
+            raise
+
+    def _move(self, num_slots: int, num_columns: int) -> None:
+        needed, before = num_slots * num_columns, self.positions_SW.shape
+        grown = needed > len(self._positions_C) or not needed
+        both = slice(0, min(num_slots, before[0])), slice(0, min(num_columns, before[1]))
+        is_moved = before[1] != num_columns or grown
+        positions = self.positions_SW[both].clone()
+        if grown:
+            self._positions_C = self._positions_C.new_zeros(needed)
+        self.positions_SW = self._positions_C[:needed].view(num_slots, num_columns)
+        for index, held in enumerate(self.layers_2SKWd):
+            kept = held[:, both[0], :, both[1]].clone() if is_moved else None
+            if grown:
+                self.layers_2SKWd[index] = held[:, :0]
+                pool = self.pools_2CKd[index]
+                self.pools_2CKd[index] = pool[:, :0].clone()
+                self.pools_2CKd[index] = pool.new_zeros(2, needed, *pool.shape[2:])
+            pool = self.pools_2CKd[index]
+            view = pool[:, :needed].unflatten(1, (num_slots, num_columns)).transpose(2, 3)
+            if kept is not None:
+                view[:, both[0], :, both[1]] = kept
+            self.layers_2SKWd[index] = view
+        self.positions_SW[both] = positions
+        self._width.fill_(num_columns)
+
+    def cells(self, slots_N: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a pooled cache: the cell at which each row's slot begins, and that of its column, int64 [N] each."""
+        starts_N = slots_N * self._width
+        return starts_N, starts_N + columns_N
 
     def _go_back(self, num_done: int, num_slots: int, num_columns: int) -> None:
         try:
@@ -102,6 +179,7 @@ class SlotCache:
 
     def places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
         """Return the cells for each row's keys and values, for `write`; int64 [N * 2 K], for any layer."""
+        assert not self.is_pooled, "rows of a pooled cache go to `cells`"
         per_slot = self.layers_2SKWd[0].shape[2] * self.num_columns
         first_N1 = torch.add(columns_N, slots_N, alpha=per_slot).unsqueeze(1)
         return (first_N1 + self._offsets_X).flatten()
@@ -111,9 +189,22 @@ class SlotCache:
         cells_N = torch.add(columns_N, slots_N, alpha=self.num_columns)
         self.positions_SW.view(-1).index_copy_(0, cells_N, positions_N)
 
+    def note_cells(self, cells_N: Tensor, positions_N: Tensor) -> None:
+        """The same in a pooled cache."""
+        self._positions_C.index_copy_(0, cells_N, positions_N)
+
+    def positions_of(self, cells_N: Tensor) -> Tensor:
+        """The positions of cells of a pooled cache, [N]."""
+        return self._positions_C.index_select(0, cells_N)
+
     def write(self, layer: int, places: Tensor, key_value_NXd: Tensor) -> None:
-        """Store rows in one layer, each with the keys and then the values of its heads; all rows must have different cells."""
+        """Store rows in one layer, each with the keys and then the values of its heads; all rows must have different cells. The
+        `places` are those of `places`, or `cells` of a pooled cache."""
         width = key_value_NXd.shape[2]
+        if self.is_pooled:
+            for pool_CKd, rows_NKd in zip(self.pools_2CKd[layer], key_value_NXd.chunk(2, 1), strict=True):
+                pool_CKd.index_copy_(0, places, rows_NKd)
+            return
         self.layers_2SKWd[layer].view(-1, width).index_copy_(0, places, key_value_NXd.reshape(-1, width))
 
     def read_in_order(self, layer: int, slots_B: Tensor, column_BW: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,6 +251,14 @@ class OnSlots:
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Resize to exactly this many slots and columns; content within them stays."""
         self.cache.resize(num_slots, rounded(num_columns, self.rules.column_multiple))
+
+    def reserve(self, num_cells: int) -> None:
+        """Take the memory for so many columns of all slots together, where a cache is one pool."""
+        self.cache.reserve(num_cells)
+
+    def stays(self, num_slots: int, num_columns: int) -> bool:
+        """Whether a resize to this leaves all that a captured forward reads as it is."""
+        return self.cache.stays(num_slots, rounded(num_columns, self.rules.column_multiple))
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source` onto slot `target`."""

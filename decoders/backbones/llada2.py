@@ -132,10 +132,10 @@ class LLaDA2Backbone(NetworkBackbone):
         device: torch.device | str,
         exact: bool = False,
     ) -> None:
-        exact = torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)
         ready = {
             name.replace(".gate.expert_bias", ".expert_bias"): weights.pop(name).to(
-                device=device, dtype=exact if ".mlp.gate." in name else dtype
+                device=device, dtype=wide if ".mlp.gate." in name else dtype
             )
             for name in list(weights)
         }

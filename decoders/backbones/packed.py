@@ -52,17 +52,12 @@ class FixedLinear(nn.Module):
         super().__init__()
         self._product = demanded("fixed products", find_fixed_product(weight_MK.device, weight_MK.dtype))
         self.out_features, self.in_features = weight_MK.shape
-        self.weight = weight_MK.contiguous()
-        self.bias_M = bias_M
+        self.weight, self.bias = weight_MK.contiguous(), bias_M
 
     def forward(self, rows_RK: Tensor) -> Tensor:
         """Return the products, any number of leading dimensions."""
-        out_NM = self._product(rows_RK.reshape(-1, self.in_features), self.weight, self.bias_M)
+        out_NM = self._product(rows_RK.reshape(-1, self.in_features), self.weight, self.bias)
         return out_NM.view(*rows_RK.shape[:-1], self.out_features)
-
-    def weight_MK(self) -> Tensor:  # noqa: N802
-        """The weight."""
-        return self.weight
 
 
 class FixedNorm(nn.Module):

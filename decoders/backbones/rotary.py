@@ -1,11 +1,15 @@
 """Runs the layers of transformers' rotary models (Llama, Mistral, Qwen2, Qwen3) on flat rows, without what surrounds them.
 
 With few rows most of a forward's time goes into what is not arithmetic: wrappers and keyword arguments of every module, masks
-that nothing reads, and queries and keys that are rotated one after the other. Here the same products, norms and activations are
-called in the same order, and queries and keys are rotated together. What a model is built of is looked up in its own modules;
-`lean_layers` runs them beside transformers' code when a model is loaded, and gives None if a single bit differs.
+that nothing reads, and queries and keys that are rotated one after the other; on a GPU into the start of some forty kernels a
+layer. What a model is built of is looked up in its own modules, and has two lean forms:
 
-Products of the same rows (queries, keys and values; gate and up) then become one product, if that gives the same bits too.
+    on a CPU, float32    the same products, norms and activations in the same order; queries and keys are rotated together
+    on a GPU             kernels for all that stands between the products (decoders/kernels/layers.py): nine launches a layer
+
+`lean_layers` runs a form beside transformers' code when a model is loaded, and gives None if a single bit differs, or on a GPU
+more than rounding. Products of the same rows (queries, keys and values; gate and up) then become one product; on a CPU if that
+gives the same bits too.
 
 Legend: P rows with padding, D width, H heads, K key heads, J = H + K (before the values are cut off: H + 2 K), I inner width.
 """
@@ -15,16 +19,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.backbones.attention import AnyLayout, attend_rows
+from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, attend_rows
 from draftmill.decoders.backbones.families.causal import head_width, key_value_heads
 from draftmill.decoders.backbones.invariance import VECTOR, normal
-from draftmill.decoders.backbones.packed import PackedLinear
+from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear
 from draftmill.decoders.backbones.rows import causal_rows
 
 if TYPE_CHECKING:
@@ -37,6 +42,10 @@ _BASES: Final = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Mod
 _COUNTS: Final = (1, 2, 3, 4, 7, 8, 16, 47, 129, 300)
 # Forwards to try the layers with: the rows of each slot, and the columns that they begin at.
 _TRIALS: Final = (((5, 3, 18), (0, 0, 0)), ((1, 1, 1), (5, 3, 18)), ((2, 6, 1), (6, 4, 19)))
+_SILU: Final = frozenset({"SiLU", "SiLUActivation"})
+# The largest difference of states that a GPU may show, relative to the largest number. transformers' code rounds after each
+# operation, the kernels once: in bfloat16 that is 2^-9 at a time, over all layers.
+_TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Rowwise = Callable[[Tensor], Tensor]
 
 
@@ -83,7 +92,7 @@ class _Together:
 
     def join(self) -> None:
         """Replace the products by one. Their module loses them: memory holds one form of the weights."""
-        self.joined = join_products(self.products).forward
+        self.joined = join_products(self.products)
         self.products.clear()
         for name in self.names:
             delattr(self.parent, name)
@@ -97,17 +106,23 @@ def can_join(products: Sequence[Any]) -> bool:
     if any(biases) != all(biases) or any(product.out_features % VECTOR for product in products):
         return False
     joint = join_products(products)
-    rows_PD = normal(0, max(_COUNTS), joint.in_features)
+    rows_PD = normal(0, max(_COUNTS), products[0].in_features)
     return all(
         torch.equal(joint(rows_PD[:count]), torch.cat([product(rows_PD[:count]) for product in products], 1))
         for count in _COUNTS
     )
 
 
-def join_products(products: Sequence[PackedLinear]) -> PackedLinear:
-    """One product in place of several, side by side."""
-    biases = [product.bias_M for product in products if product.bias_M is not None]
-    return PackedLinear(torch.cat([product.weight_MK() for product in products]), torch.cat(biases) if biases else None)
+def join_products(products: Sequence[Any]) -> Rowwise:
+    """One product in place of several, side by side; all have a bias, or none."""
+    is_packed = isinstance(products[0], PackedLinear)
+    weight_MK = torch.cat([product.weight_MK() if is_packed else product.weight for product in products])
+    biases = [product.bias_M if is_packed else product.bias for product in products]
+    bias_M = None if biases[0] is None else torch.cat(biases)
+    kind = type(products[0])
+    if kind in {PackedLinear, FixedLinear}:
+        return kind(weight_MK, bias_M).forward
+    return partial(functional.linear, weight=weight_MK, bias=bias_M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,25 +213,83 @@ class RotaryLayers:
         return self._norm(states_PD)
 
 
+class KernelLayers(RotaryLayers):
+    """The same on a GPU, with a pooled cache."""
+
+    def __init__(self, base: Any, kernels: Any) -> None:
+        super().__init__(base)
+        self._kernels = kernels
+        self._turn = base.rotary_emb.inv_freq.float(), float(base.rotary_emb.attention_scaling)
+        activations = {type(layer.mlp.act_fn).__name__ for layer in base.layers}
+        if not activations <= _SILU or 2 * len(self._turn[0]) != self._head_width:
+            raise AttributeError("no kernels for its activation or its rotation")
+
+    def join(self) -> None:
+        """From now on run products of the same rows as one. `base` cannot run any more."""
+        for layer in self.layers:
+            for together in (layer.heads, layer.inner):
+                biases = [product.bias is not None for product in together.products]
+                if any(biases) == all(biases):
+                    together.join()
+
+    @torch.inference_mode()
+    def __call__(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
+        """Return the final hidden states (normed), [P, D]."""
+        assert isinstance(layout, FlatLayout), "kernels attend"
+        kernels, cache, num_heads = self._kernels, layout.cache, self._num_heads
+        all_heads = (-1, num_heads + 2 * self._key_heads, self._head_width)
+        states_PD = self._embed(tokens_P)
+        count, padding = layout.count, len(tokens_P) - layout.count
+        norms = [*(layer.attention_norm for layer in self.layers), self._norm]
+        rows_PD = kernels.add_norm(states_PD, None, norms[0].weight_D, norms[0].eps)
+        for index, layer in enumerate(self.layers):
+            heads_PJd = layer.heads.whole(rows_PD).view(all_heads)
+            head_norms = None
+            if layer.head_norms is not None:
+                query_norm, key_norm = layer.head_norms
+                head_norms = query_norm.weight_D, key_norm.weight_D, query_norm.eps
+            rotated = heads_PJd[:count], positions_P[:count], layout.places
+            kernels.rotate(*rotated, cache.pools_2CKd[index], self._turn, head_norms)
+            mixed_PHd = layout.attend(
+                heads_PJd[:count, :num_heads],
+                cache.layers_2SKWd[index],
+                layout.seen,
+                scaling=layer.scaling,
+                window=layout.windows[index],
+            )
+            if padding:  # only where a CPU stands in for a GPU
+                mixed_PHd = functional.pad(mixed_PHd, (0, 0, 0, 0, 0, padding))
+            added_PD, norm = layer.output(mixed_PHd.flatten(1)), layer.inner_norm
+            rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight_D, norm.eps)
+            added_PD, norm = layer.down(kernels.gated(layer.inner.whole(rows_PD))), norms[index + 1]
+            rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight_D, norm.eps)
+        return rows_PD
+
+
 def lean_layers(backbone: TransformerBackbone) -> RotaryLayers | None:
-    """The layers of a backbone's base model where they give the same bits as transformers' code, else None; see `_same_bits`.
-    Only on a CPU in float32, where few rows are common and bits are promised. The backbone's cache is empty afterwards."""
-    if backbone.device.type != "cpu" or backbone.dtype != torch.float32 or type(backbone.base).__name__ not in _BASES:
+    """The lean form of a backbone's base model; None where there is none, or where it gives other numbers than transformers' code
+    (`_agree`). On a CPU only in float32, where few rows are common and bits are promised. The backbone's cache is empty
+    afterwards."""
+    name, on_cpu = type(backbone.base).__name__, backbone.device.type == "cpu" and not backbone.reads_rows
+    if name not in _BASES or (on_cpu and backbone.dtype != torch.float32):
+        return None
+    kernels = None if on_cpu else backbone.find_layers()
+    if not on_cpu and kernels is None:
         return None
     try:
-        lean = RotaryLayers(backbone.base)
-    except AttributeError as error:  # another version of transformers
-        _log.info("%s runs by transformers' own code: %s", type(backbone.base).__name__, error)
+        lean = KernelLayers(backbone.base, kernels) if kernels else RotaryLayers(backbone.base)
+    except AttributeError as error:  # another version of transformers, or no kernels for it
+        _log.info("%s runs by transformers' own code: %s", name, error)
         return None
-    if not _same_bits(backbone, lean):
-        _log.info("%s runs by transformers' own code: the lean form gives other bits", type(backbone.base).__name__)
+    if not _agree(backbone, lean):
+        _log.info("%s runs by transformers' own code: the lean form gives other numbers", name)
         return None
     lean.join()
     return lean
 
 
-def _same_bits(backbone: TransformerBackbone, lean: RotaryLayers) -> bool:
-    """Whether a few forwards of ragged slots leave the same hidden states, keys and values."""
+def _agree(backbone: TransformerBackbone, lean: RotaryLayers) -> bool:
+    """Whether a few forwards of ragged slots leave the same hidden states, keys and values: on a CPU to the bit."""
     forms: list[list[Tensor]] = []
     try:
         for layers in (None, lean):
@@ -225,10 +298,14 @@ def _same_bits(backbone: TransformerBackbone, lean: RotaryLayers) -> bool:
             backbone.lean = layers
             states = []
             for counts, firsts in _TRIALS:
-                token_N = torch.arange(sum(counts)) * 7 % backbone.vocab_size
+                token_N = torch.arange(sum(counts), device=backbone.device) * 7 % backbone.vocab_size
                 states.append(backbone.forward(causal_rows(range(3), counts, firsts, token_N)))
             forms.append([*states, *backbone.cache.layers_2SKWd])
     finally:
         backbone.lean = None
         backbone.forget()
-    return all(torch.equal(theirs, ours) for theirs, ours in zip(*forms, strict=True))
+    pairs = list(zip(*forms, strict=True))
+    if not isinstance(lean, KernelLayers):
+        return all(torch.equal(theirs, ours) for theirs, ours in pairs)
+    most = _TOLERANCE[backbone.dtype]
+    return all(bool((theirs - ours).abs().max() <= most * theirs.abs().max()) for theirs, ours in pairs)

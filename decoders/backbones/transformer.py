@@ -42,7 +42,7 @@ from draftmill.decoders.backbones.packed import (
 from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
-from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_product
+from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _ATTENTION: Final = "draftmill_slots"
@@ -84,7 +84,8 @@ class ModuleBackbone(OnSlots, ABC):
         all_products = [*products(self.base), *products(self.head)]
         self.rules = model_rules(all_products, heads, dtype, self.device, longest, exact=exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
-        self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner)
+        on_cpu = self.device.type == "cpu"
+        self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner) if on_cpu else 1
         mixtures = [part for part in self.base.modules() if isinstance(part, Mixture)]
         for part in mixtures:
             part.padded = self._padded
@@ -114,10 +115,23 @@ class ModuleBackbone(OnSlots, ABC):
         """Drop the whole cache."""
         config = self.model.config
         self.cache = SlotCache(
-            len(self.windows), key_value_heads(config), head_width(config), dtype=self.dtype, device=self.device
+            len(self.windows),
+            key_value_heads(config),
+            head_width(config),
+            dtype=self.dtype,
+            device=self.device,
+            pooled=self._attend is not None,
         )
         self.sums_N: Tensor | None = None
         """The sum of each row's hidden states in the last forward, float64: not finite if any of them is not."""
+
+    def find_layers(self) -> Any:
+        """The kernels for what stands between the products of a layer, where they are used and attention is a kernel."""
+        key_heads, width = self.cache.layers_2SKWd[0].shape[2], self.cache.layers_2SKWd[0].shape[4]
+        if self._attend is None:
+            return None
+        heads = {"num_heads": key_heads * self.tiling.group, "key_heads": key_heads, "width": width}
+        return find_layers(self.device, self.dtype, **heads)
 
     @property
     def row_bytes(self) -> int:
@@ -157,9 +171,9 @@ class ModuleBackbone(OnSlots, ABC):
     def _layout(self, rows: TokenRows) -> AnyLayout:
         shape = rows.shape
         assert shape.num_columns <= self.cache.num_columns, "rows see columns beyond the cache"
-        self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
         if self._attend is not None:
             return self._flat_layout(rows, self._attend)
+        self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
         places = self.cache.places(rows.slot_N, rows.column_N)
         slots = rows.slots_B if shape.slots is None else shape.slots
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
@@ -175,6 +189,7 @@ class ModuleBackbone(OnSlots, ABC):
             cache=self.cache,
             slots=slots,
             order_BW=order_BW,
+            count=rows.num_rows,
             num_slots=shape.num_slots,
             num_rows=shape.num_lines,
             rules=self.rules,
@@ -186,6 +201,13 @@ class ModuleBackbone(OnSlots, ABC):
         )
 
     def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
+        if self.cache.is_pooled:
+            starts_N, places = self.cache.cells(rows.slot_N, rows.column_N)
+            if any(self.windows):
+                self.cache.note_cells(places, rows.position_N)
+        else:
+            starts_N, places = None, self.cache.places(rows.slot_N, rows.column_N)
+            self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
         seen = Seen(
             rows.slot_N,
             rows.low_IN,
@@ -193,9 +215,9 @@ class ModuleBackbone(OnSlots, ABC):
             position_N=rows.position_N,
             positions_SW=self.cache.positions_SW,
             tables=rows.tables or self.tiling.tables(rows.line_N),
+            start_N=starts_N,
         )
-        places = self.cache.places(rows.slot_N, rows.column_N)
-        return FlatLayout(self.cache, places, self.windows, seen, attend)
+        return FlatLayout(self.cache, rows.num_rows, places, self.windows, seen, attend)
 
     def _sights(
         self, rows: TokenRows, num_columns: int, order_BW: Tensor | None, rectangle_N: Tensor | None

@@ -231,7 +231,14 @@ class XLNetBackbone(OnSlots):
 
     def forget(self) -> None:
         """Drop the whole cache; the table of distances stays."""
-        self.cache = SlotCache(self.num_layers, self.num_heads, self.head_width, dtype=self.dtype, device=self.device)
+        self.cache = SlotCache(
+            self.num_layers,
+            self.num_heads,
+            self.head_width,
+            dtype=self.dtype,
+            device=self.device,
+            pooled=self._attend is not None,
+        )
         self.sums_N: Tensor | None = None
         """A sum over each content row and query row of the last forward, float64: not finite if any of its states is not."""
 
@@ -239,6 +246,11 @@ class XLNetBackbone(OnSlots):
     def order_SW(self) -> Tensor:  # noqa: N802
         """The position of every column of every slot."""
         return self.cache.positions_SW
+
+    def stays(self, num_slots: int, num_columns: int) -> bool:
+        """See OnSlots. How many distances a forward looks at depends on the number of columns."""
+        num_columns = rounded(num_columns, self.rules.column_multiple)
+        return num_columns == self.cache.num_columns and super().stays(num_slots, num_columns)
 
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Resize to exactly this many slots and columns; content within them stays. The table of distances only grows."""
@@ -333,19 +345,26 @@ class XLNetBackbone(OnSlots):
         limit_N = torch.cat([rows.content_limit_C, rows.query_limit_Q])
         column_N = torch.cat([rows.content_column_C, rows.query_column_Q])
         slot_N = rows.slots_B[torch.cat([rows.content_owner_C, rows.query_owner_Q])]
+        if self.cache.is_pooled:
+            starts_N, cells_N = self.cache.cells(slot_N, column_N)
+            position_N, places = self.cache.positions_of(cells_N), cells_N[:num_content]
+        else:
+            starts_N, position_N = None, self.order_SW[slot_N, column_N]
+            places = self.cache.places(slot_N[:num_content], rows.content_column_C)
         seen = Seen(
             slot_N,
             torch.zeros_like(limit_N).unsqueeze(0),
             limit_N.unsqueeze(0),
-            position_N=self.order_SW[slot_N, column_N],
+            position_N=position_N,
             positions_SW=self.order_SW,
             tables=rows.tables or self.tiling.tables(torch.cat([rows.content_line_C, rows.query_line_Q])),
+            start_N=starts_N,
         )
         span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
         return _FlatLayout(
             num_content=num_content,
             span=span,
-            places=self.cache.places(slot_N[:num_content], rows.content_column_C),
+            places=places,
             seen=seen,
             last=seen.after(num_content),
             at_once=max(1, _MAX_RELATIVE_NUMBERS // (len(limit_N) * 2 * span)),

@@ -69,6 +69,7 @@ class Engine:
             multiple=self._multiple,
             columns=self.columns,
             slot_bytes=self.slot_bytes,
+            pooled=all(getattr(runner.backbone, "reads_rows", False) for runner in self.models),
         )
         has_drafter = len(self.models) > 1
         self.budget = (
@@ -244,11 +245,14 @@ class Engine:
 
     def _allocate(self, shape: Shape) -> None:
         self._shape = Shape()  # until the resize has succeeded
-        if any(runner.graphs is not None for runner in self.models):
+        has_graphs, slots = any(runner.graphs is not None for runner in self.models), min(shape.slots, self.max_rows)
+        if has_graphs and not all([self.sampler.stays(slots), *(runner.stays(shape) for runner in self.models)]):
             drop_all()
-        self.sampler.resize(min(shape.slots, self.max_rows))
+        self.sampler.resize(slots)
         for runner in reversed(self.models):
-            runner.resize(shape.slots, shape.columns, self._multiple)
+            if shape.slots:
+                runner.reserve(self._capacity.cells)
+            runner.resize(shape, self._multiple)
         self.scheduler.prefixes.resize(shape.slots, shape.columns)
         self._shape = shape
 

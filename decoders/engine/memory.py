@@ -10,7 +10,8 @@ The memory that is free after all models are loaded is divided once:
     a tenth             fragmentation, kernels' workspaces, and layers that exist twice while the cache grows
 
 A cache has no more slots than samples were inside at one time (and a few ahead), of no more columns than they need. Columns that
-are no longer needed are freed when slots need their memory.
+are no longer needed are freed when slots need their memory. Where a cache is one pool of cells (SlotCache) and memory was
+measured, its cells are allocated once, and it has all slots that there can be: other slots and columns are another view of them.
 """
 
 from __future__ import annotations
@@ -86,11 +87,20 @@ class Capacity:
         multiple: int,
         columns: Callable[[int], int],
         slot_bytes: Callable[[int], int],
+        pooled: bool = False,
     ) -> None:
         if max_rows < 1 or max_tokens < 1:
             raise ValueError(f"batching: max_rows = {max_rows}, max_tokens = {max_tokens}; both must be at least 1")
         self.max_rows, self.max_tokens, self.plan = max_rows, max_tokens, plan
-        self._multiple, self._columns, self._slot_bytes = multiple, columns, slot_bytes
+        self._multiple, self._columns, self._slot_bytes, self._pooled = multiple, columns, slot_bytes, pooled
+
+    @property
+    def cells(self) -> int:
+        """How many columns of all slots together are allocated at once; 0 where caches grow by need."""
+        if not self._pooled or self.plan.slots is None:
+            return 0
+        for_cells = self.plan.slots - self.max_rows * self._slot_bytes(0)
+        return max(0, min(self.max_tokens, for_cells // max(1, self._slot_bytes(1) - self._slot_bytes(0))))
 
     def columns(self, length: int) -> int:
         """How many columns a slot has if the longest canvas has this length."""
@@ -101,7 +111,7 @@ class Capacity:
         most = min(self.max_rows, self.max_tokens // num_columns)
         if self.plan.slots is not None:
             most = min(most, max(self.plan.slots, 0) // max(1, self._slot_bytes(num_columns)))
-        return most
+        return min(most, self.cells // num_columns) if self.cells else most
 
     def fits(self, num_rows: int, num_columns: int) -> bool:
         """Whether so many slots fit into memory, whatever the batch limits."""
@@ -120,6 +130,8 @@ class Capacity:
         if self.most_rows(columns) < max(needed, min(slots, self.most_rows(least))):
             columns = least
         possible = max(self.most_rows(columns), needed)
+        if self.cells:
+            slots = possible
         if slots < needed:
             slots = max(needed, _FEWEST_SLOTS, slots * 3 // 2)
         return Shape(min(slots, possible), columns, possible)

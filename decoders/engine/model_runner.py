@@ -24,6 +24,7 @@ from draftmill.decoders.backbones.rows import Rows, RowShape, StreamShape, Token
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.engine.batch import Batch, Layout
 from draftmill.decoders.engine.cuda_graphs import Graphs, Work
+from draftmill.decoders.engine.memory import Shape
 from draftmill.decoders.engine.sampler import Logits, Sampler
 
 _T = TypeVar("_T")
@@ -158,8 +159,18 @@ class ModelRunner:
         row_bytes = int(getattr(self.backbone, "row_bytes", 0)) if self._whole else 0
         return int(getattr(self.backbone, "cell_bytes", 0)) + row_bytes
 
-    def resize(self, num_slots: int, num_columns: int, multiple: int) -> None:
-        """Give the cache of so many samples this many columns each; all graphs must have been dropped."""
+    def stays(self, shape: Shape) -> bool:
+        """Whether a resize to this leaves all that its graphs read as it is."""
+        return self.graphs is None or bool(self.backbone.stays(shape.slots, shape.columns))
+
+    def reserve(self, num_cells: int) -> None:
+        """Take the memory for so many columns of all slots together, if the cache is one pool; 0 takes none."""
+        if num_cells:
+            self.backbone.reserve(num_cells)
+
+    def resize(self, shape: Shape, multiple: int) -> None:
+        """Give the cache of so many samples this many columns each; unless it `stays`, all graphs must have been dropped."""
+        num_slots, num_columns = shape.slots, shape.columns
         self._source = self.hidden_ND = None
         if self._num_slots > 1:
             num_slots, num_columns = num_slots * self._num_slots, num_columns // self._num_slots // multiple * multiple

@@ -235,9 +235,18 @@ class Sampler:
         """A new sample has its slot."""
         self._noise.start(sample.slot)
 
+    def stays(self, num_slots: int) -> bool:
+        """Whether a resize to this leaves its memory where it is."""
+        return self._cells_of(num_slots) == len(self._states_CD) or not self._states_CD.shape[1]
+
+    def _cells_of(self, num_slots: int) -> int:
+        """How many cells there are with so many slots; on a device they stay while there are any slots: graphs read them."""
+        cells = num_slots * self._slot_cells + 1
+        return max(cells, len(self._states_CD)) if num_slots and self.device.type != "cpu" else cells
+
     def resize(self, num_slots: int) -> None:
         """Make room for so many slots; if memory runs out, nothing changes."""
-        cells = num_slots * self._slot_cells + 1
+        cells = self._cells_of(num_slots)
         if cells != len(self._states_CD) and self._states_CD.shape[1]:
             states_CD = self._states_CD.new_zeros(cells, self._states_CD.shape[1])
             log_q_C = self._log_q_C.new_zeros(cells)

@@ -20,10 +20,12 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
@@ -87,6 +89,36 @@ def attention_problem(
         return pairs
 
     return _problem("attention", device, trial)
+
+
+@lru_cache
+def layers_problem(
+    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int
+) -> str | None:
+    """Why the kernels between the products of a layer are not used for such heads."""
+
+    def trial() -> list[tuple[Tensor, Tensor]]:
+        from draftmill.decoders.kernels import layers
+
+        scale_d = (1.0 + _normal(device, width) / 10).to(dtype)
+        position_P, cell_P = torch.arange(5, device=device) * 700, torch.tensor([7, 0, 3, 8, 2], device=device)
+        results = list[tuple[Tensor, ...]]()
+        for kernels in (layers, REFERENCE_LAYERS):
+            states_PD, heads_PJd = (
+                _normal(device, 5, *shape).to(dtype) for shape in ((96,), (num_heads + 2 * key_heads, width))
+            )
+            first = kernels.add_norm(states_PD, None, _normal(device, 96).to(dtype), 1e-5)
+            second = kernels.add_norm(states_PD, _normal(device, 5, 96).to(dtype), _normal(device, 96).to(dtype), 1e-5)
+            pool_2CKd, frequency_h = (
+                heads_PJd.new_zeros(2, 9, key_heads, width),
+                10.0 ** -(torch.arange(width // 2) % 4),
+            )
+            for norms in (None, (scale_d, scale_d, 1e-6)):
+                kernels.rotate(heads_PJd, position_P, cell_P, pool_2CKd, (frequency_h.to(device), 1.2), norms)
+            results.append((first, second, states_PD, heads_PJd, pool_2CKd, kernels.gated(states_PD)))
+        return list(zip(*results, strict=True))
+
+    return _problem("layers", device, trial)
 
 
 @lru_cache
@@ -215,6 +247,45 @@ def reference_attend(
     return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
 
 
+def reference_add_norm(states_PD: Tensor, added_PD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    """Add to the states, in place, and return the sums divided by their root mean square and weighed, [P, D]."""
+    if added_PD is not None:
+        states_PD += added_PD
+    wide = torch.promote_types(states_PD.dtype, torch.float32)
+    return functional.rms_norm(states_PD.to(wide), weight_D.shape, weight_D.to(wide), eps).to(states_PD.dtype)
+
+
+def reference_rotate(
+    heads_PJd: Tensor,
+    position_P: Tensor,
+    cell_P: Tensor,
+    pool_2CKd: Tensor,
+    turn: tuple[Tensor, float],
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> None:
+    """Turn each row's queries, in place, and its keys by its position (`turn`: radians a position, float32 [d / 2], and a factor
+    of cosines and sines), and write keys and values, which follow the queries, into cell `cell_P` of the cache.
+    `norms`: first norm queries and keys, by the weights of each and an epsilon."""
+    key_heads, wide = pool_2CKd.shape[2], torch.promote_types(heads_PJd.dtype, torch.float32)
+    turned, values = heads_PJd.to(wide).split_with_sizes([heads_PJd.shape[1] - key_heads, key_heads], 1)
+    if norms is not None:
+        weights_J1d = torch.cat([norms[0].expand(turned.shape[1] - key_heads, -1), norms[1].expand(key_heads, -1)])
+        turned = functional.rms_norm(turned, turned.shape[2:], None, norms[2]) * weights_J1d
+    frequency_h, factor = turn
+    angle_P1h = (position_P.float().unsqueeze(1) * frequency_h).unsqueeze(1)
+    cosine, sine = angle_P1h.cos() * factor, angle_P1h.sin() * factor
+    low, high = turned.chunk(2, 2)
+    turned = torch.cat([low * cosine - high * sine, high * cosine + low * sine], 2).to(heads_PJd.dtype)
+    heads_PJd[:, : -2 * key_heads] = turned[:, :-key_heads]
+    pool_2CKd[0, cell_P], pool_2CKd[1, cell_P] = turned[:, -key_heads:], values.to(heads_PJd.dtype)
+
+
+def reference_gated(both_PI: Tensor) -> Tensor:
+    """silu of the first half of each row times the second half, [P, I / 2]."""
+    gate, up = both_PI.to(torch.promote_types(both_PI.dtype, torch.float32)).chunk(2, 1)
+    return (functional.silu(gate) * up).to(both_PI.dtype)
+
+
 def reference_fixed_product(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """Multiply rows by a matrix, [N, M]; with heads, rows [N, H, K] and weights [H, M, K] give [N, H, M]. The kernel's sums are
     in float32 and in one order. Here they are in float64: once they are rounded, the order shows in one number of a billion."""
@@ -241,6 +312,8 @@ LEAST_CAPABILITY: Final = (7, 5)
 
 Attend = Callable[..., Tensor]
 """Attention over a layer of the slot cache: that of attention.py, or reference_attend, whose signature it has."""
+REFERENCE_LAYERS: Final = SimpleNamespace(add_norm=reference_add_norm, rotate=reference_rotate, gated=reference_gated)
+"""What layers.py must give."""
 FixedProduct = Callable[..., Tensor]
 """A product whose rows have the same bits in any batch: that of products.py, or reference_fixed_product."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -270,6 +343,16 @@ def find_attention(
 
     # How many shares are worth it depends on how many tiles there are.
     return partial(attend, shares=1) if fixed else attend
+
+
+def find_layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int) -> Any:
+    """The kernels between the products of a rotary model's layers: a module with `add_norm`, `rotate` and `gated`, or None."""
+    heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width}
+    if not _is_used("layers", device, dtype, lambda: layers_problem(device, dtype, **heads)):
+        return None
+    from draftmill.decoders.kernels import layers
+
+    return layers
 
 
 def find_fixed_product(device: torch.device, dtype: torch.dtype) -> FixedProduct | None:

@@ -1,6 +1,7 @@
 """A model that must be exact on a GPU has no product of torch's there; references stand in for the kernels on a pretended one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,8 @@ def operations(monkeypatch):
         for module in ("transformer", "xlnet"):
             monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
         monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: experts)
+        layers = SimpleNamespace(**{name: found.kernel(one) for name, one in vars(find.REFERENCE_LAYERS).items()})
+        monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
         monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
         # One kernel on a GPU; on a CPU torch computes it by a mean.
         monkeypatch.setattr(torch.nn.functional, "rms_norm", found.kernel(torch.nn.functional.rms_norm))
@@ -93,7 +96,7 @@ def test_every_product_and_norm_of_a_network_is_fixed(operations, tmp_path, name
         backbone: Any = load_backbone(folder, dtype="float32", device="cuda", exact=True)
         assert backbone.exact and backbone.captures and backbone.reads_rows
         backbone.allocate(3, 32)
-        make = token_step
+        make: Any = token_step
         if hasattr(backbone, "set_order"):
             make = stream_step
             for slot in range(3):
@@ -107,19 +110,21 @@ def test_every_product_and_norm_of_a_network_is_fixed(operations, tmp_path, name
 def test_products_and_norms_of_torch_are_found(operations):
     """The test above can fail."""
     with pretending():
-        backbone: Any = load_backbone(BUILTIN / "block-tiny", dtype="float32", device="cuda")
+        backbone: Any = load_backbone(FAMILIES["blocks of experts (LLaDA2)"], dtype="float32", device="cuda")
         backbone.allocate(3, 32)
         operations.clear()
         backbone.logits(backbone.forward(on_device(token_step([5, 3, 4], [0, 0, 0]))))
-    assert not backbone.exact and {"mean"} < set(operations.found)
+    assert not backbone.exact and {"mean", "mm"} <= set(operations.found)
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "name", ["autoregressive", "any_subset", "speculative, model", "ancestral, analytic", "block_diffusion", "assd"]
 )
-def test_decoders_of_exact_models_give_the_texts_of_a_cpu(operations, name):
-    found, expected = run(name, exact=True), run_on_cpu(name)
+def test_decoders_of_exact_models_give_the_texts_of_a_cpu(operations, monkeypatch, name):
+    found = run(name, exact=True)
+    monkeypatch.undo()
+    expected = run_on_cpu(name)
     assert {index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()} == {
         index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()
     }
@@ -129,7 +134,8 @@ def test_draft_heads_of_exact_models_are_fixed(operations):
     with pretending():
         backbone: Any = load_backbone(BUILTIN / "asarm-tiny", dtype="float32", device="cuda", exact=True)
         heads = find_heads(AssdSettings(kind="assd", k=5), BUILTIN / "asarm-tiny", backbone)
-    assert heads is not None and isinstance(heads.markov.up, FixedLinear) and isinstance(heads.markov.down, FixedLinear)
+    assert heads is not None
+    assert {type(part) for part in heads.modules() if hasattr(part, "in_features")} == {FixedLinear}
 
 
 @pytest.mark.parametrize(

@@ -422,3 +422,51 @@ def test_noise_never_takes_more_than_its_bytes():
     noise = decoder.sampler._noise
     assert len(noise._held_SC) < len(decoder.samples), "some slots keep none"
     assert 0 < noise._noise_CV.numel() * 4 <= decoder.plan.noise == 20_000 // 16
+
+
+def filled(num_slots: int, num_columns: int) -> SlotCache:
+    """A pooled cache of 100 cells whose columns hold their own numbers."""
+    cache = SlotCache(2, 3, 4, dtype=torch.float32, device=torch.device("cpu"), pooled=True)
+    cache.reserve(100)
+    cache.resize(num_slots, num_columns)
+    for slot, column in np.ndindex(num_slots, num_columns):
+        starts, cells = cache.cells(torch.tensor([slot]), torch.tensor([column]))
+        assert starts.tolist() == [slot * num_columns]
+        cache.note_cells(cells, torch.tensor([100 * slot + column]))
+        for layer in range(2):
+            cache.write(layer, cells, torch.full((1, 6, 4), 1000.0 * layer + 100 * slot + column))
+    return cache
+
+
+@pytest.mark.parametrize(("slots", "columns"), [(5, 20), (3, 30), (8, 7), (2, 12), (9, 12)])
+def test_a_pool_shows_its_content_in_another_shape_without_moving(slots: int, columns: int) -> None:
+    cache = filled(4, 12)
+    places = [pool.data_ptr() for pool in cache.pools_2CKd]
+    stays = slots * columns <= 100
+    assert cache.stays(slots, columns) == stays and not cache.stays(0, 0)
+    cache.resize(slots, columns)
+    assert ([pool.data_ptr() for pool in cache.pools_2CKd] == places) == stays
+    for slot, column in np.ndindex(min(slots, 4), min(columns, 12)):
+        assert cache.positions_SW[slot, column] == 100 * slot + column
+        for layer in range(2):
+            assert (cache.layers_2SKWd[layer][:, slot, :, column] == 1000 * layer + 100 * slot + column).all()
+    assert torch.equal(cache.cells(torch.tensor([1]), torch.tensor([3]))[1], torch.tensor([columns + 3]))
+    cache.resize(0, 0)
+    assert not cache.pools_2CKd[0].numel() and cache.positions_SW.shape == (0, 0)
+
+
+def test_a_pool_is_allocated_once_and_has_all_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = MemoryPlan(logits=0, noise=0, slots=1000, prompt_rows=None)
+    capacity = memory.Capacity(
+        max_rows=20,
+        max_tokens=400,
+        plan=plan,
+        multiple=1,
+        columns=lambda n: n,
+        slot_bytes=lambda n: 2 * n + 5,
+        pooled=True,
+    )
+    assert capacity.cells == 400, "what max_tokens allows is less than (1000 - 20 * 5) / 2"
+    shape = capacity.shape(memory.Shape(), needed=1, longest=30)
+    assert shape == (400 // 64, 64, 400 // 64)
+    assert capacity.shape(shape, needed=9, longest=30)[:2] == (400 // 30, 30)

@@ -181,7 +181,8 @@ PROMPTS = [(HALF, 128), (HALF, 256), (torch.float32, 128)]
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
 @pytest.mark.parametrize("name", ["fixed product", "fixed product, float32"])
 def test_fixed_products_fit_into_the_shared_memory_of_every_gpu_since_ampere(launches, capability, name):
-    assert compiled(*launches(*CASES[name]), capability).metadata.shared <= SHARED_BYTES
+    kernel, launch = launches(*CASES[name])
+    assert compiled(kernel, launch, capability).metadata.shared <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

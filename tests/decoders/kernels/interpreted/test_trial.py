@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftmill.decoders.kernels import attention, experts, find, products, sampling
-from draftmill.decoders.kernels.seen import most_lines
+from draftmill.decoders.kernels.seen import Tiling
 
 CPU = torch.device("cpu")
 
@@ -128,9 +128,9 @@ def test_the_trial_has_the_largest_tile(monkeypatch):
     plain, lines = attention.attend, []
 
     def noted(query, layer, seen, **more):
-        lines.append(seen.rows_at_once * 2)
+        lines.extend(seen.tables.lines)
         return plain(query, layer, seen, **more)
 
     monkeypatch.setattr(attention, "attend", noted)
     assert find.attention_problem(CPU, torch.float32, num_heads=4, key_heads=2, width=128) is None
-    assert max(lines) == most_lines(128, torch.float32) == 64 and min(lines) == 2
+    assert max(lines) == Tiling.of(CPU, torch.float32, group=2, width=128).most == 32 and min(lines) == 16
