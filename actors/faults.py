@@ -20,13 +20,14 @@ _MEMORY = (
     *("cublas_status_alloc_failed", "cublas_status_not_initialized", "cudnn_status_alloc_failed"),
     *("unable to find an engine to execute this computation", "unable to find a valid cudnn algorithm"),
 )
+# decoders/backbones/split.py: without the other processes of its model, this one can decode nothing, whatever they died of.
+_GROUP = "group of processes of this model is lost"
 _LOST = (
     *("illegal memory access", "device-side assert", "illegal instruction", "illegal address", "misaligned address"),
     *("invalid program counter", "unspecified launch failure", "launch timed out", "hardware stack error"),
     *("ecc error", "nvlink error", "device is lost", "cuda_error_launch_failed", "cuda_error_assert"),
     *("cublas_status_execution_failed", "cudnn_status_execution_failed", "cudnn_status_internal_error"),
-    # decoders/backbones/split.py: without the other processes of its model, this one can decode nothing.
-    "group of processes of this model is lost",
+    _GROUP,
 )
 # Only one call failed: the device still works.
 _REFUSED = (
@@ -44,7 +45,7 @@ class DeviceLostError(RuntimeError):
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on the host or on a device, according to the error or one of its causes."""
-    return any(
+    return not _says(error, (_GROUP,)) and any(
         isinstance(cause, MemoryError) or _is_torchs(cause, "OutOfMemoryError") or _says(cause, _MEMORY)
         for cause in _chain(error)
     )

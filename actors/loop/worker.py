@@ -209,6 +209,7 @@ def build_parts(
     import torch
 
     from draftmill.decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.engine.cuda_graphs import rows_of_launches
 
     torch.set_num_threads(threads)
     place = job.model
@@ -217,7 +218,8 @@ def build_parts(
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
     networks = load_networks(folder, place, job.decoder, job.s3, model_cache=model_cache)
     on_gpu = networks.backbone.device.type != "cpu"
-    max_rows = job.max_rows or auto_rows(most_canvases(job.task, job.decoder, job.unit_rows), on_gpu=on_gpu)
+    most = most_canvases(job.task, job.decoder, job.unit_rows)
+    max_rows = job.max_rows or auto_rows(most, gpu_rows=rows_of_launches(networks.backbone) if on_gpu else None)
     stops = stops_of(job.task, folder, tokenizer, info)
     decoder = build(
         networks,
@@ -246,13 +248,15 @@ def build_parts(
     return decoder, unit_io
 
 
-def auto_rows(unit_rows: int, *, on_gpu: bool) -> int:
+def auto_rows(unit_rows: int, *, gpu_rows: int | None) -> int:
     """Slots of a worker for `max_rows: auto`; `unit_rows` are the canvases of its largest unit.
 
-    A CPU gains little beyond 64 rows, and slots that the two units it holds can't keep full are wasted; a GPU benefits from
-    every row.
+    A CPU gains little beyond 64 rows, and slots that the two units it holds can't keep full are wasted. A GPU gains by every row
+    until its work takes as long as the launches do, at `gpu_rows` rows: a small model has half as many slots, of two rows each.
     """
-    return min(256, 2 * unit_rows) if on_gpu else max(16, min(64, unit_rows))
+    if gpu_rows is None:
+        return max(16, min(64, unit_rows))
+    return min(gpu_rows // 2, 2 * unit_rows)
 
 
 @dataclass(slots=True, eq=False)

@@ -70,6 +70,29 @@ class TokenRows:
         """Whether all slots have equally many rows."""
         return self.num_rows == self.shape.num_slots * self.shape.num_lines
 
+    def flat(self) -> tuple[list[int], list[Tensor]]:
+        """The same as integers, where -1 stands for None, and int64 arrays of one dimension: noise as the bits of float64,
+        empty where there is none. Nothing waits for the device."""
+        shape, sigma_B = self.shape, self.token_N[:0] if self.sigma_B is None else self.sigma_B.double()
+        first, end = (-1, -1) if shape.slots is None else (shape.slots.start, shape.slots.stop)
+        positions = -1 if shape.num_positions is None else shape.num_positions
+        facts = [len(self.low_IN), shape.num_slots, shape.num_lines, shape.num_columns, first, end, positions]
+        ints = [self.slots_B, self.owner_N, self.line_N, self.slot_N, self.token_N, self.position_N, self.column_N]
+        return facts, [*ints, self.low_IN.flatten(), self.high_IN.flatten(), sigma_B.view(torch.int64)]
+
+    @classmethod
+    def of_flat(cls, facts: Sequence[int], arrays: Sequence[Tensor]) -> TokenRows:
+        """The rows that these are `flat` of; views, and the noise is float64."""
+        num_intervals, num_slots, num_lines, num_columns, first, end, positions = facts
+        slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low, high, sigma_B = arrays
+        slots, num_positions = None if first < 0 else slice(first, end), None if positions < 0 else positions
+        shape = RowShape(num_slots, num_lines, num_columns, slots, num_positions)
+        low_IN, high_IN = low.view(num_intervals, -1), high.view(num_intervals, -1)
+        noise_B = sigma_B.view(torch.float64) if len(sigma_B) else None
+        return cls(
+            slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low_IN, high_IN, shape, sigma_B=noise_B
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:

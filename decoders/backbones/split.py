@@ -5,6 +5,9 @@ their inputs, whose partial sums the processes exchange. Norms, embeddings and t
 transformers' unmodified module for a config with fewer heads. Rank 0 decodes; it tells the others each call of its backbone, and
 they repeat it (`follow`). Partial sums are added in the order of the ranks, so every rank has the same bits in any batch.
 
+A call is told by two messages: a header of integers, from host to host (gloo), and its arrays as one int64 tensor, from device to
+device (NCCL on GPUs). Every length is in the header, so no host waits for its device.
+
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, Final
 
@@ -25,10 +28,16 @@ from draftmill.decoders.backbones.families.shares import Share, kind_of, share_o
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.transformer import TransformerBackbone
 
-# An idle leader says nothing for as long as the driver has no work. A killed process is noticed by its closed connection.
+# An idle leader says nothing for as long as the driver has no work. A killed process is noticed by its closed connection; by GPUs
+# in the middle of a forward it is not: then the actor that watches the group ends it (actors/ray/pool.py).
 _PATIENCE: Final = timedelta(days=30)
 _HERE: Final = "127.0.0.1"
 _TORCH: Any = distributed  # its types leave out TCPStore
+# Its second name is the one before torch 2.13.
+_all_gather: Any = getattr(_TORCH, "all_gather_single", None) or _TORCH.all_gather_into_tensor
+_LOST: Final = "the group of processes of this model is lost"
+_CALLS: Final = ("dismiss", "forward", "resize", "forget", "copy_prefix", "copy_columns", "clear_slot")
+_HEADER: Final = 20  # integers: what a forward, the longest call, needs
 
 
 class GroupLostError(RuntimeError):
@@ -49,6 +58,7 @@ def join(meeting: Any, share: Share) -> None:
     """Connect this process with the others; returns when all have come."""
     if sys.platform == "linux":  # not over the network: all are on one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
         store=meeting,
@@ -79,13 +89,18 @@ class Summed(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the sum, the same bits on every rank."""
-        own = self.product(rows).contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.count)]
-        distributed.all_gather(parts, own)
-        total = parts[0]
-        for part in parts[1:]:
+        total, *others = gather(self.product(rows).contiguous(), self.count)
+        # Not torch's `sum`: its order depends on the shape.
+        for part in others:
             total += part
         return total
+
+
+def gather(own: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The tensors of all ranks, which have one shape, in the order of the ranks; views of one tensor."""
+    parts = own.new_empty(count * own.shape[0], *own.shape[1:])
+    _all_gather(parts, own)
+    return parts.chunk(count)
 
 
 class SplitBackbone(TransformerBackbone):
@@ -110,9 +125,11 @@ class SplitBackbone(TransformerBackbone):
             for name, child in list(parent.named_children()):
                 if kind_of(f".{name}.weight") == "rows":
                     setattr(parent, name, Summed(child, share.count))
-        rules: list[Any] = [None] * share.count
-        distributed.all_gather_object(rules, (self.rules, self._row_multiple))
-        if any(own != rules[0] for own in rules):
+        # A graph is replayed without this module: nobody would tell the others, and the sums would wait for them for ever.
+        self.captures = False
+        own = torch.tensor([*astuple(self.rules), self._row_multiple])
+        rules = [part.tolist() for part in gather(own, share.count)]
+        if any(numbers != rules[0] for numbers in rules):
             raise RuntimeError(f"the processes of this model need different shape rules: {rules}")
 
     def lead(self) -> None:
@@ -123,16 +140,12 @@ class SplitBackbone(TransformerBackbone):
         """See ModuleBackbone. GroupLostError if it fails on any rank: the others then wait in the middle of it."""
         if not self._leads:
             return super().forward(rows)
-        self.send_call("forward", rows)
+        facts, arrays = rows.flat()
+        tell("forward", *facts, *arrays)
         try:
             return super().forward(rows)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait in the middle of it
             raise GroupLostError(f"{_LOST}: {type(error).__name__}: {error}") from None
-
-    def send_call(self, name: str, *arguments: Any) -> None:
-        """If this rank leads, tell the others a call, which they repeat."""
-        if self._leads:
-            _broadcast((name, [_move(argument, torch.device("cpu")) for argument in arguments]))
 
 
 def _leading(name: str) -> Callable[..., None]:
@@ -140,50 +153,56 @@ def _leading(name: str) -> Callable[..., None]:
     plain: Callable[..., None] = getattr(TransformerBackbone, name)
 
     def method(self: SplitBackbone, *arguments: Any) -> None:
-        self.send_call(name, *arguments)
+        if self._leads:
+            tell(name, *arguments)
         plain(self, *arguments)
 
     return method
 
 
-for _name in ("resize", "forget", "copy_prefix", "copy_columns", "clear_slot"):
+for _name in _CALLS[2:]:
     setattr(SplitBackbone, _name, _leading(_name))
-
-
-_LOST: Final = "the group of processes of this model is lost"
 
 
 def follow(backbone: SplitBackbone) -> None:
     """Repeat rank 0's calls until it says that it ends (`dismiss`); raises GroupLostError once it is gone."""
-    while True:
-        box: list[Any] = [None]
-        try:
-            distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        except RuntimeError as error:
-            raise GroupLostError(f"{_LOST}: {error}") from None
-        if box[0] is None:
-            return
-        name, arguments = box[0]
-        method: Callable[..., Any] = getattr(backbone, name)
-        method(*(_move(argument, backbone.device) for argument in arguments))
+    while (call := _hear(backbone.device))[0] != "dismiss":
+        name, numbers, arrays = call
+        if name == "forward":
+            backbone.forward(TokenRows.of_flat(numbers, arrays))
+        else:
+            getattr(backbone, name)(*numbers, *arrays)
 
 
 def dismiss() -> None:
     """Let the other ranks' `follow` return."""
-    _broadcast(None)
+    tell("dismiss")
 
 
-def _broadcast(message: Any) -> None:
+def tell(name: str, *arguments: int | Tensor) -> None:
+    """Tell the other ranks a call: one of `_CALLS`, with integers and then int64 arrays of one dimension."""
+    numbers = [one for one in arguments if not isinstance(one, Tensor)]
+    arrays = [one for one in arguments if isinstance(one, Tensor)]
+    lengths = [len(array) for array in arrays]
+    header = [_CALLS.index(name), len(numbers), len(arrays), *numbers, *lengths]
     try:
-        distributed.broadcast_object_list([message], src=0, device=torch.device("cpu"))
+        distributed.broadcast(torch.tensor(header + [0] * (_HEADER - len(header))), src=0)
+        if any(lengths):
+            distributed.broadcast(torch.cat(arrays), src=0)
     except RuntimeError as error:
         raise GroupLostError(f"{_LOST}: {error}") from None
 
 
-def _move(value: Any, device: torch.device) -> Any:
-    """The same argument with its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, TokenRows):
-        return TokenRows(**{field.name: _move(getattr(value, field.name), device) for field in fields(value)})
-    return value
+def _hear(device: torch.device) -> tuple[str, list[int], tuple[Tensor, ...]]:
+    """Wait for rank 0's next call: its name, its integers, and its arrays, which are views of one."""
+    header = torch.empty(_HEADER, dtype=torch.int64)
+    try:
+        distributed.broadcast(header, src=0)
+        call, num_numbers, num_arrays, *rest = header.tolist()
+        lengths = rest[num_numbers : num_numbers + num_arrays]
+        held = torch.empty(sum(lengths), dtype=torch.int64, device=device)
+        if len(held):
+            distributed.broadcast(held, src=0)
+    except RuntimeError as error:
+        raise GroupLostError(f"{_LOST}: {error}") from None
+    return _CALLS[call], rest[:num_numbers], held.split(lengths)

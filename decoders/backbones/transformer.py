@@ -69,6 +69,8 @@ class ModuleBackbone(OnSlots, ABC):
         self.base, self.head = self.model.base_model, self.model.get_output_embeddings()
         inner = [num_out for _, _, num_out, _ in products(self.base)]
         self._inner = max(inner)
+        self.num_weights = sum(num_in * num_out for _, num_in, num_out, _ in products(self.base))
+        """Numbers that a row is multiplied with in a forward, apart from experts."""
         self._packed = can_pack(dtype, self.device)
         if self._packed:
             pack_products(self.base)

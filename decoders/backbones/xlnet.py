@@ -185,6 +185,9 @@ class XLNetBackbone(OnSlots):
         self.rules = self._rules(shape.d_inner, exact=exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
+        heads_width = self.num_heads * self.head_width
+        self.num_weights = self.num_layers * self.width * (4 * heads_width + 2 * shape.d_inner)
+        """Numbers that a row is multiplied with in a forward."""
         is_fixed = exact and self.device.type != "cpu"
         heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
         self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)

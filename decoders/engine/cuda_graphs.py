@@ -2,11 +2,13 @@
 
 A graph repeats the kernels of one forward with the addresses that they had. So forwards are filled up to a few sizes (buckets),
 and all that changes between two of one size stands in one buffer that each copies anew. Rows that fill up are dead: they write a
-column that no row sees, and what is drawn from them is not read.
+column that no row sees, and what is drawn from them is not read. They cost little: a device reads all weights for one row, too.
 
-    first time          operation by operation, as without graphs
-    second time         the same; then captured, replayed, and compared: a graph that gives another record is never used
+    first time          operation by operation; then captured, replayed, and compared: a graph with another record is never used
     from then on        one copy down, one launch, one record up
+
+Forwards with rows of prompts differ too much in size to come again: they are not captured. Where launches take longer than the
+device's work, new samples wait for each other, so that such forwards are rare (scheduler.py).
 
 All graphs of a process live and die together. They read the caches, the cells of drafts and each other's hidden states, and they
 share one memory pool and, through cuBLAS, one workspace. So whatever moves memory that a graph reads drops all of them
@@ -14,7 +16,7 @@ share one memory pool and, through cuBLAS, one workspace. So whatever moves memo
 
 Chosen at the start: on a CUDA device, where the model's attention and draws are kernels (decoders/kernels), unless
 DRAFTMILL_GRAPHS is 0. Larger forwards run operation by operation: the device is then busy for longer than the host needs to start
-the next kernel.
+the next kernel. How many rows that takes depends on the model (`rows_of_launches`).
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ from draftmill.decoders.kernels.find import is_on
 _log = logging.getLogger(__name__)
 VARIABLE: Final = "DRAFTMILL_GRAPHS"
 """The environment variable: 0 turns graphs off, 1 or nothing leaves them on."""
-MOST_ROWS: Final = 512
-"""A forward of more rows is not captured."""
+LEAST_ROWS, _MOST_ROWS = 512, 2048
+# What an H100 multiplies in bfloat16 in the time that the host takes to start a forward's kernels, about 3 ms.
+_LAUNCH_FLOPS: Final = 2e12
 _MOST_GRAPHS: Final = 128
 # Capturing takes several times as long as a step: beyond twice the graphs that are kept, each must have been used so often.
 _LEAST_USES: Final = 4
-_FINE: Final = 16
+# Sizes: below the last of these each is four times the one before; then powers of two; above `_FINE` also three quarters of them.
+_SMALL: Final = (4, 16)
+_FINE: Final = 256
+# Where launches cost more than rows, a forward is filled up to so many times its size rather than captured anew.
+_MOST_FILLED: Final = 4
 # A record has token ids, which must be equal, and log-probabilities, whose last bits may differ.
 _ROUNDING: Final = 0.02
 
@@ -100,9 +107,8 @@ class _Graph:
     work: Callable[[Batch], Work]
 
 
-# All graphs of this process that live now, by owner and what their forwards have in common; the works seen once.
+# All graphs of this process that live now, by owner and what their forwards have in common.
 _LIVING: Final[dict[Hashable, _Graph]] = {}
-_SEEN: Final[set[Hashable]] = set()
 _RECORDERS: Final[list[Recorder]] = []
 _NUMBERS: Final = itertools.count()
 
@@ -110,29 +116,47 @@ _NUMBERS: Final = itertools.count()
 def drop_all() -> None:
     """Drop every graph of this process: memory that they read moves, or there are too many."""
     _LIVING.clear()
-    _SEEN.clear()
     for recorder in _RECORDERS:
         recorder.drop_pool()
     _RECORDERS.clear()
 
 
 class Graphs:
-    """The graphs of one model."""
+    """The graphs of one model, of forwards of up to `most_rows` rows."""
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, recorder: Recorder, device: torch.device, most_rows: int = LEAST_ROWS) -> None:
         self._recorder, self._device, self._number = recorder, device, next(_NUMBERS)
+        self.most_rows = most_rows
+        self._chosen = list[dict[str, int]]()
         self.stopped: str | None = None
         """Why there are no graphs from now on; None while they are used."""
         self.num_replayed = self.num_captured = 0
         """Forwards that were replayed, and those that were captured."""
 
-    @staticmethod
-    def size(count: int) -> int | None:
+    def size(self, count: int) -> int | None:
         """The size to which so many rows are filled up; None if they are too many."""
-        if count > MOST_ROWS:
+        if count > self.most_rows:
             return None
         power = 1 << max(0, count - 1).bit_length()
-        return power // 4 * 3 if power >= _FINE and count <= power // 4 * 3 else power
+        if power > _FINE and count <= power // 4 * 3:
+            return power // 4 * 3
+        return next((size for size in _SMALL if count <= size), power)
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether a usual forward takes a device less time than the host needs to start its kernels."""
+        return self.most_rows > LEAST_ROWS
+
+    def choose(self, sizes: dict[str, int]) -> dict[str, int]:
+        """The sizes of the axes of a batch: these, or where rows cost less than launches larger ones that were chosen before."""
+        if not self.is_launch_bound:
+            return sizes
+        for chosen in self._chosen:
+            fits = all((size == 0) == (chosen[axis] == 0) and size <= chosen[axis] for axis, size in sizes.items())
+            if fits and sum(chosen.values()) <= _MOST_FILLED * sum(sizes.values()):
+                return chosen
+        self._chosen.append(sizes)
+        return sizes
 
     def run(self, key: Hashable, batch: Batch, work: Callable[[Batch], Work]) -> Work:
         """Do the work with what the batch brings. Works of one key differ in nothing but the batch's numbers."""
@@ -146,11 +170,10 @@ class Graphs:
         result = work(batch.to(self._device))
         # More graphs only while those that there are have been used often enough.
         pays = self.num_captured < 2 * _MOST_GRAPHS or self.num_replayed >= _LEAST_USES * self.num_captured
-        if self.stopped is None and key in _SEEN and pays:
+        if self.stopped is None and pays:
             if len(_LIVING) >= _MOST_GRAPHS:
                 drop_all()
             self._capture(key, batch, work, result)
-        _SEEN.add(key)
         return result
 
     def _fill(self, inputs: Tensor, batch: Batch) -> None:
@@ -199,7 +222,13 @@ def _close(record: Tensor, expected: Tensor) -> Tensor:
 def find_graphs(backbone: Any) -> Graphs | None:
     """The graphs of a model whose forwards can be captured."""
     recorder = find_recorder(backbone.device) if getattr(backbone, "captures", False) else None
-    return None if recorder is None else Graphs(recorder, backbone.device)
+    return None if recorder is None else Graphs(recorder, backbone.device, rows_of_launches(backbone))
+
+
+def rows_of_launches(backbone: Any) -> int:
+    """Of how many rows a forward takes a device about as long as the host needs to start its kernels: LEAST_ROWS or more."""
+    rows = int(_LAUNCH_FLOPS / max(1, 2 * getattr(backbone, "num_weights", 0)))
+    return max(LEAST_ROWS, min(_MOST_ROWS, rows))
 
 
 def find_recorder(device: torch.device) -> Recorder | None:
@@ -221,5 +250,5 @@ def why_no_graphs(backbone: Any) -> str:
     if backbone.device.type != "cuda" or torch.version.cuda is None:
         return "they are for NVIDIA GPUs"
     if not getattr(backbone, "captures", False):
-        return "this model's forwards are not captured without the kernels"
+        return "this model's forwards are not captured: it is split, or runs without the kernels"
     return "this decoder's forwards are not captured"

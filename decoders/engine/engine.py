@@ -36,7 +36,7 @@ from draftmill.decoders.engine.penalties import PenaltyTracker
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding_order
-from draftmill.decoders.engine.scheduler import DEVICE_ROWS, Scheduler, Turn, ask_of_chunk
+from draftmill.decoders.engine.scheduler import DEVICE_ROWS, GATHERED_ROWS, Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
 from draftmill.decoders.estimates import Text
@@ -75,14 +75,16 @@ class Engine:
         self.budget = (
             DraftBudget.of(algorithm, setup.max_rows, has_drafter=has_drafter) if algorithm.most_auto else None
         )
-        on_device = bool(getattr(setup.backbone, "reads_rows", False))
+        gathers = self.target.graphs is not None and self.target.graphs.is_launch_bound
+        device_rows = GATHERED_ROWS if gathers else DEVICE_ROWS
         self.scheduler = Scheduler(
             algorithm,
             setup.backbone.copy_prefix,
             self.stats,
             vocab_size=setup.info.vocab_size,
-            prompt_rows=setup.prompt_rows or (DEVICE_ROWS if on_device else None),
+            prompt_rows=setup.prompt_rows or (device_rows if getattr(setup.backbone, "reads_rows", False) else None),
             on_cpu=setup.backbone.device.type == "cpu",
+            gathers=gathers,
         )
         self._shape = Shape()
         self._slots: list[Sample | None] = []
@@ -391,7 +393,7 @@ class Engine:
         if any(sample.is_shaped for sample in samples):
             add_shape(b, samples, self.sampler.masks)
         b.num_tops = min(max(sample.request.settings.top_logprobs for sample in samples), self.info.vocab_size)
-        started = self.target.start(b)
+        started = self.target.start(b, comes_again=not (turn.new or turn.chunks))
         record, batch, laps = started.wait(), started.batch, started.seconds
         self._count(samples, started, laps)
         if record is not None:

@@ -192,9 +192,10 @@ class ModelRunner:
 
     # ---- a forward -----------------------------------------------------------------------------------------------
 
-    def start(self, b: Batch) -> Started:
-        """Send the batch and run it, without waiting for its record."""
-        is_captured = self._pad_batch(b)
+    def start(self, b: Batch, *, comes_again: bool = True) -> Started:
+        """Send the batch and run it, without waiting for its record. `comes_again`: there will be others of its size, so that it
+        is worth a graph."""
+        is_captured = comes_again and self._pad_batch(b)
         if getattr(self.backbone, "reads_rows", False):
             b.add_tiles(self.backbone.tiling)
         if is_captured:
@@ -250,6 +251,7 @@ class ModelRunner:
             sizes[axis] = size
         if len(self._sampler.parts(sizes["R"])) > 1:
             return False
+        sizes = graphs.choose(sizes)
         dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
         b.pad(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
         return True

@@ -7,6 +7,9 @@ with a budget of rows beside those that decode, in chunks:
     A  prompt of 300    300, its first ask decodes           decodes
     B  prompt of 900    212 rows           512 rows          176 rows, its first ask
 
+Where a step without prompts can be captured as a graph, and a step's time is that of its launches, new samples gather: their
+prompts run when those that wait have lost as many places in steps as one such step has, all in one step.
+
 A chunk is leading rows of a prompt of which none is sampled: it writes their columns and raises `cached`, as columns do
 that are taken over from another sample. So the decoder's generator starts when only the rest is left, and notices nothing.
 The chunks of a prompt and its first ask are one evaluation.
@@ -51,6 +54,8 @@ LEAST_SHARED: Final = 16
 DEVICE_ROWS: Final = 2048
 """Rows of prompts in a forward on a device, unless another number is given. They take several times as long to compute as the
 weights take to read (about 300 rows take as long on an H100 in bfloat16, by its data sheet): cutting costs little."""
+GATHERED_ROWS: Final = 4 * DEVICE_ROWS
+"""The same where new samples gather."""
 # At most one new sample in this many joins the others: more of them fill a forward of their own.
 _FEW_PROMPTS: Final = 4
 
@@ -100,8 +105,10 @@ class Scheduler:
         vocab_size: int,
         prompt_rows: int | None,
         on_cpu: bool,
+        gathers: bool = False,
     ) -> None:
         self.algorithm, self._copy_prefix, self._stats = algorithm, copy_prefix, stats
+        self._gathers, self._lost = gathers, 0
         self._vocab_size, self.prompt_rows, self._on_cpu = vocab_size, prompt_rows, on_cpu
         self.prefixes = PrefixCache(algorithm.cut_multiple)
         self.line = list[Prefill]()
@@ -131,7 +138,7 @@ class Scheduler:
     def next(self, everyone: list[Sample], plan: MemoryPlan, *, alternates: bool) -> Turn:
         """Who runs next, while anyone is in line. `alternates`: every other step has no prompts (lengths `auto`)."""
         budget = self._budget(len(everyone), plan, alternates=alternates)
-        if budget == 0:
+        if budget == 0 or self._is_gathering(len(everyone)):
             return self._turn(everyone, [])
         ready = self._ready()
         if budget is None:
@@ -162,6 +169,15 @@ class Scheduler:
             return 0
         self._was_mixed = is_mixed
         return min(self.prompt_rows, plan.prompt_rows or self.prompt_rows)
+
+    def _is_gathering(self, num_samples: int) -> bool:
+        """Whether new samples wait for more of them. Those whose prompts have begun do not."""
+        num_new = len(self.line)
+        self._lost += num_new
+        if self._gathers and self._lost < num_samples - num_new and not any(prefill.begun for prefill in self.line):
+            return True
+        self._lost = 0
+        return False
 
     def _ready(self) -> list[Sample]:
         """Those that wait for no other one's prompt; columns that others hold are copied into their slots."""

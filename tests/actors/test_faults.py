@@ -12,6 +12,7 @@ import torch
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Failure, Receipt
+from draftmill.decoders.backbones.split import GroupLostError
 from draftmill.decoders.base import Request
 from tests.actors.fakes import FakeClerk, FakeDecoder, lose_device, work
 
@@ -36,6 +37,7 @@ LOST = [
     RuntimeError("CUDA error: unspecified launch failure"),
     RuntimeError("CUDA error: uncorrectable ECC error encountered"),
     RuntimeError("CUDA error: misaligned address"),
+    GroupLostError("the group of processes of this model is lost: OutOfMemoryError: CUDA out of memory"),
 ]
 NEITHER = [
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),

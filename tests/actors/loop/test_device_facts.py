@@ -60,7 +60,7 @@ def test_the_facts_of_a_gpu_say_why_kernels_and_graphs_are_off(on_gpu: Engine) -
     assert (found["name"], found["capability"], found["driver"]) == ("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")
     told = device_text(found)
     assert "kernels sampling off: fails here: AssertionError: libcuda.so" in told and "capability 9.0" in told
-    assert told.endswith("graphs off: this model's forwards are not captured without the kernels")
+    assert told.endswith("graphs off: this model's forwards are not captured: it is split, or runs without the kernels")
 
 
 def test_graphs_are_off_with_their_reason_once_they_were_stopped(on_gpu: Engine) -> None:

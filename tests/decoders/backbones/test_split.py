@@ -1,7 +1,9 @@
 """A model in two processes: the same texts as in one, half of the cache, and refusals of what can't be split."""
 
 import multiprocessing
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,12 +11,15 @@ import torch
 import transformers
 from torch import distributed
 
+from draftmill.decoders.backbones import split
 from draftmill.decoders.backbones.checkpoint import check_split, read_config
 from draftmill.decoders.backbones.families.shares import COLUMNS, ROWS, SPLIT_FAMILIES, Share
 from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.rows import TokenRows, causal_rows, token_rows
 from draftmill.decoders.backbones.split import (
     GroupLostError,
     SplitBackbone,
+    Summed,
     dismiss,
     find_meeting,
     follow,
@@ -24,8 +29,10 @@ from draftmill.decoders.backbones.split import (
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.kernels import find
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, texts, token_info, toy_prompts
+from tests.device.pretend import as_one_launch, pretending
 
 AR = AutoregressiveSettings(kind="autoregressive")
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -128,6 +135,145 @@ def test_without_its_second_process_a_model_raises_and_says_why(tmp_path, second
     backbone = leader(tmp_path)
     with pytest.raises(GroupLostError, match="the group of processes of this model is lost"):
         decode(backbone, token_info(61), AR, Sampling(), toy_prompts(2, vocab_size=61, longest=24))
+
+
+class Wire:
+    """Stands for the connection of two ranks, one after the other in this process: what the first has sent reaches the second.
+    Each has the same part of a sum."""
+
+    def __init__(self, monkeypatch, *, on_gpu=False):
+        self.sent, self.kinds, self.gathers = [], [], 0
+        self.is_second = False
+        monkeypatch.setattr(distributed, "broadcast", self.broadcast)
+        monkeypatch.setattr(split, "_all_gather", as_one_launch(self.gather) if on_gpu else self.gather)
+
+    def broadcast(self, tensor, src):
+        assert src == 0 and tensor.dtype == torch.int64
+        if self.is_second:
+            tensor.copy_(self.sent.pop(0))
+        else:
+            self.sent.append(tensor)
+            self.kinds.append((tensor.device.type, len(tensor)))
+
+    def gather(self, parts, own):
+        self.gathers += 1
+        for part in parts.chunk(2):
+            part.copy_(own)
+
+
+class Heard:
+    """A backbone that notes what it is asked to do."""
+
+    def __init__(self):
+        self.device, self.calls = torch.device("cpu"), []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, plain(arguments)))
+
+
+def plain(value):
+    """Numbers, lists and tuples in place of tensors and rows."""
+    if isinstance(value, tuple):
+        return tuple(plain(one) for one in value)
+    if isinstance(value, TokenRows):
+        return tuple(plain(getattr(value, field.name)) for field in fields(value))
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def heard(wire):
+    """The calls that a second process repeats."""
+    found: Any = Heard()
+    wire.is_second = True
+    follow(found)
+    assert not wire.sent
+    return found.calls
+
+
+TOKENS = torch.tensor([5, 9, 8, 7, 6])
+CAUSAL = causal_rows([1, 2], [3, 2], [4, 0], TOKENS)
+COLUMNS_N = torch.tensor([4, 5, 6, 0, 1])
+SIGHT = torch.tensor([[0], [3]]).expand(2, 5), torch.stack([torch.full((5,), 2), COLUMNS_N + 1])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        CAUSAL,
+        replace(CAUSAL, sigma_B=None),
+        replace(CAUSAL, sigma_B=torch.tensor([0.1, 3.0], dtype=torch.float64)),
+        replace(CAUSAL, shape=replace(CAUSAL.shape, num_positions=7)),
+        causal_rows([2, 0], [3, 2], [4, 0], TOKENS),
+        token_rows([0, 1], [3, 2], TOKENS, COLUMNS_N + 1, COLUMNS_N, SIGHT),
+        TokenRows.of_flat([1, 0, 0, 0, -1, -1, -1], [TOKENS[:0]] * 10),
+    ],
+    ids=["causal", "no noise", "noise", "positions", "slots apart", "two intervals", "none"],
+)
+def test_a_second_process_gets_the_rows_of_the_first_from_two_messages(rows, monkeypatch):
+    wire = Wire(monkeypatch)
+    facts, arrays = rows.flat()
+    split.tell("forward", *facts, *arrays)
+    assert len(wire.sent) == (2 if rows.num_rows else 1)
+    dismiss()
+    assert heard(wire) == [("forward", (plain(rows),))]
+
+
+def test_a_second_process_repeats_every_call_of_the_backbone_in_order(tmp_path, monkeypatch):
+    save_random(tmp_path, "llama")
+    wire = Wire(monkeypatch)
+    first = leader(tmp_path)
+    first.allocate(3, 9)
+    first.forward(CAUSAL)
+    first.copy_prefix(1, 0, 2)
+    columns = torch.tensor([[1, 2], [4, 0], [7, 3]])
+    first.copy_columns(*columns)
+    first.copy_columns(*columns[:, :0])
+    first.clear_slot(2)
+    first.forget()
+    dismiss()
+    assert heard(wire) == [
+        ("resize", (3, 9)),
+        ("forward", (plain(CAUSAL),)),
+        ("copy_prefix", (1, 0, 2)),
+        ("copy_columns", ([1, 2], [4, 0], [7, 3])),
+        ("copy_columns", ([], [], [])),
+        ("clear_slot", (2,)),
+        ("forget", ()),
+    ]
+
+
+def test_on_a_gpu_a_forward_is_told_by_one_kernel_and_nothing_waits_or_comes_back(tmp_path, monkeypatch):
+    save_random(tmp_path, "llama")
+    kernel = as_one_launch(find.reference_attend)
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: kernel)
+    with pretending() as counts:
+        wire = Wire(monkeypatch, on_gpu=True)
+        backbone = load_backbone(tmp_path, device="cuda", dtype="float32", share=Share(0, 2))
+        assert isinstance(backbone, SplitBackbone) and not backbone.captures
+        backbone.allocate(3, 9)
+        rows = causal_rows([1, 2], [3, 2], [4, 0], TOKENS.to("cuda"))
+        rows = replace(rows, sigma_B=torch.ones(2, dtype=torch.float64, device="cuda"))  # as the engine has it
+
+        def counted():
+            counts.clear()
+            wire.gathers = 0
+            backbone.forward(rows)
+            return counts.state() | {"gathers": wire.gathers}
+
+        alone = counted()
+        backbone.lead()
+        assert counted() == alone | {"launches": alone["launches"] + 1}
+    assert (alone["down"], alone["up"], alone["waits"], alone["shapes"]) == (0, 0, 0, 0)
+    assert alone["gathers"] == 2 * len(backbone.windows)
+    assert wire.kinds == [("cpu", 20), ("cuda", 2 + 6 * 5 + 2 * 5 + 2)]
+
+
+def test_on_a_gpu_a_sum_of_two_parts_is_two_kernels(monkeypatch):
+    with pretending() as counts:
+        Wire(monkeypatch, on_gpu=True)
+        part = torch.ones(1, 5, 4, device="cuda")
+        counts.clear()
+        assert Summed(torch.nn.Identity(), 2)(part).shape == part.shape
+        assert (counts.launches, counts.waits, counts.up, counts.down) == (2, 0, 0, 0)
 
 
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from draftmill.decoders.base import Outcome, Request, RowSettings
 from draftmill.decoders.engine import cuda_graphs
 from draftmill.decoders.engine.batch import Batch
-from draftmill.decoders.engine.cuda_graphs import CudaRecorder, Graphs, Work, drop_all
+from draftmill.decoders.engine.cuda_graphs import CudaRecorder, Graphs, Work, drop_all, rows_of_launches
 from tests.decoders.replaying import Replaying, use_graphs, use_references
 from tests.decoders.support import run_all
 from tests.device.steps import CASES, made, toy_canvases
@@ -210,7 +211,7 @@ def test_forwards_that_are_too_large_run_as_they_did(monkeypatch: Any) -> None:
     """Prompts are, and forwards with many drafts; their sampled rows are few enough to be filled up all the same."""
     name = "speculative"
     expected, recorder = eager(name), use_graphs(monkeypatch)
-    monkeypatch.setattr(cuda_graphs, "MOST_ROWS", 8)
+    monkeypatch.setattr(cuda_graphs, "rows_of_launches", lambda backbone: 8)
     engine = engine_of(name)
     same(run_all(engine, growing(name)), expected)
     assert recorder.num_captured <= 16 and 0 < engine.target.graphs.num_replayed < engine.stats.steps
@@ -226,7 +227,7 @@ def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name: str, 
     use_graphs(monkeypatch)
     engine = engine_of(name)
     for _ in range(3):
-        run_all(engine, requests)  # now every shape has come twice
+        run_all(engine, requests)  # now every shape has come
     engine.admit(requests)
     assert not engine.step() and not engine.step()
     before, bad = engine.target.graphs.num_replayed, engine.samples[1]
@@ -252,21 +253,21 @@ def run(made: Graphs, *numbers: int, work: Any = doubled, key: str = "key") -> l
     return found
 
 
-def test_a_shape_is_captured_when_it_comes_again_and_replayed_from_then_on() -> None:
+def test_a_shape_is_captured_when_it_first_comes_and_replayed_from_then_on() -> None:
     recorder = Replaying()
     made = Graphs(recorder, CPU)
     seen = []
     for value in range(5):
         assert run(made, value, 1) == [2.0 * value, 2.0]
         seen.append((recorder.num_captured, made.num_replayed))
-    assert seen == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert seen == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4)]
     run(made, 1, 2, 3)
-    assert recorder.num_captured == 1, "another shape is another graph"
+    assert recorder.num_captured == 2, "another shape is another graph"
     run(made, 1, 2, key="other")
-    assert recorder.num_captured == 1
+    assert recorder.num_captured == 3
     drop_all()
     run(made, 4, 5)
-    assert (recorder.num_captured, made.num_replayed) == (1, 3)
+    assert (recorder.num_captured, made.num_replayed) == (4, 4)
 
 
 def test_a_batch_with_another_fact_is_another_graph() -> None:
@@ -280,7 +281,7 @@ def test_a_batch_with_another_fact_is_another_graph() -> None:
     for is_sure in (False, True) * 3:
         found = made.run("key", Batch(token_N=np.array([5]), is_sure=is_sure), work).record.tolist()
         assert found == [15.0 if is_sure else 10.0]
-    assert recorder.num_captured == 2 and made.num_replayed == 2
+    assert recorder.num_captured == 2 and made.num_replayed == 4
 
 
 def test_a_graph_that_knows_a_number_of_its_first_forward_gives_another_result() -> None:
@@ -336,7 +337,7 @@ def test_records_with_nan_and_infinities_are_compared_too() -> None:
         return Work(sent.token_N, record, 1)
 
     assert [run(made, value, work=work)[3] for value in range(4)] == [0, 1, 2, 3]
-    assert recorder.num_captured == 1 and made.num_replayed == 2
+    assert recorder.num_captured == 1 and made.num_replayed == 3
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 3.1])
@@ -369,15 +370,15 @@ def test_work_that_cannot_be_captured_runs_on_and_says_why(caplog: Any) -> None:
 
 def test_memory_that_runs_out_in_a_capture_drops_what_lives_and_graphs_come_again() -> None:
     recorder, other = Failing(torch.OutOfMemoryError("CUDA out of memory")), Graphs(Replaying(), CPU)
-    assert [run(other, value) for value in range(3)] == [[0.0], [2.0], [4.0]] and other.num_replayed == 1
+    assert [run(other, value) for value in range(3)] == [[0.0], [2.0], [4.0]] and other.num_replayed == 2
     made = Graphs(recorder, CPU)
     seen = list[tuple[int, int]]()
     for value in range(5):
         assert run(made, value) == [2.0 * value]
         seen.append((recorder.num_captured, made.num_replayed))
-    # The second forward fails to be captured, the third one is captured as if it were the second.
-    assert seen == [(0, 0), (0, 0), (1, 0), (1, 1), (1, 2)] and made.stopped is None
-    assert run(other, 7) == [14.0] and other.num_replayed == 1, "the others' graphs were dropped, too"
+    # The first forward fails to be captured, the second one is captured as if it were the first.
+    assert seen == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)] and made.stopped is None
+    assert run(other, 7) == [14.0] and other.num_replayed == 2, "the others' graphs were dropped, too"
 
 
 def test_all_graphs_of_the_process_and_their_pools_are_dropped_together() -> None:
@@ -388,13 +389,13 @@ def test_all_graphs_of_the_process_and_their_pools_are_dropped_together() -> Non
         assert [run(one, value) for value in range(3)] == [[0.0], [2.0], [4.0]]
     assert len(cuda_graphs._LIVING) == 2
     graphs[0]._stop("a captured step gave another result")
-    assert not cuda_graphs._LIVING and not cuda_graphs._SEEN
+    assert not cuda_graphs._LIVING
     assert [recorder.num_dropped for recorder in recorders] == [1, 1]
     assert [run(one, 5) for one in graphs for _ in range(3)] == [[10.0]] * 6
     # The one that was stopped captures nothing any more, the other one has begun again.
     assert [(recorder.num_captured, one.num_replayed) for recorder, one in zip(recorders, graphs, strict=True)] == [
-        (1, 1),
-        (2, 2),
+        (1, 2),
+        (2, 4),
     ]
     drop_all()
     assert [recorder.num_dropped for recorder in recorders] == [1, 2]
@@ -425,14 +426,14 @@ def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails: bool, 
     made = Graphs(recorder, CPU)
 
     def work(sent: Batch) -> Work:
-        if fails and next(calls) == 2:
+        if fails and next(calls) == 1:
             raise RuntimeError("capture failed")
         return doubled(sent)
 
     assert [run(made, 4, work=work) for _ in range(3)] == [[8.0]] * 3
     assert current == ["usual"]
     assert made.stopped == ("a step could not be captured: RuntimeError: capture failed" if fails else None)
-    assert made.num_replayed == (0 if fails else 1)
+    assert made.num_replayed == (0 if fails else 2)
     drop_all()
     # A pool whose graphs are gone is not captured into again.
     assert cleared == ["synchronized", "cleared"] and recorder._pool is None
@@ -445,7 +446,7 @@ def test_shapes_that_rarely_come_again_are_not_captured_for_ever(monkeypatch: An
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
     recorder = Replaying()
     made = Graphs(recorder, CPU)
-    for key in "abcdef" * 4:
+    for key in "abcdef" * 3:
         for _ in range(2):
             assert run(made, 3, key=key) == [6.0]
     assert (recorder.num_captured, made.num_replayed) == (4, 12), "the first two made room, the next two stay"
@@ -455,7 +456,7 @@ def test_shapes_that_rarely_come_again_are_not_captured_for_ever(monkeypatch: An
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 8)
     for _ in range(40):
         assert run(made, 3, key="g") == [6.0]
-    assert recorder.num_captured == 5 and made.num_replayed == 12 + 38
+    assert recorder.num_captured == 5 and made.num_replayed == 12 + 39
 
 
 def test_where_there_are_too_many_all_make_room_for_new_ones(monkeypatch: Any) -> None:
@@ -466,22 +467,30 @@ def test_where_there_are_too_many_all_make_room_for_new_ones(monkeypatch: Any) -
     for key in ("a", "b", "a", "b", "a", "c", "c", "c", "b", "b", "b"):
         assert run(made, 3, key=key) == [6.0]
         seen.append(len(cuda_graphs._LIVING))
-    assert seen == [0, 0, 1, 2, 2, 2, 1, 1, 1, 2, 2]
+    assert seen == [1, 2, 2, 2, 2, 1, 1, 1, 2, 2, 2]
     assert recorder.num_captured == 4 and recorder.num_dropped == 1
 
 
 @pytest.mark.parametrize(
-    ("count", "size"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 12), (12, 12), (13, 16), (17, 24), (25, 32), (385, 512)]
+    ("count", "size"), [(1, 4), (4, 4), (5, 16), (17, 32), (65, 128), (256, 256), (257, 384), (385, 512), (513, None)]
 )
-def test_forwards_are_filled_up_to_a_few_sizes(count: int, size: int) -> None:
-    assert Graphs.size(count) == size
+def test_forwards_are_filled_up_to_a_few_sizes(count: int, size: int | None) -> None:
+    assert Graphs(Replaying(), CPU).size(count) == size
 
 
-def test_large_forwards_are_not_captured() -> None:
-    assert Graphs.size(512) == 512 and Graphs.size(513) is None
-    sizes = {Graphs.size(count) for count in range(1, 513)}
-    assert len(sizes) == 16
-    assert all((Graphs.size(count) or 0) < 2 * count for count in range(1, 513))
+def test_the_smaller_the_model_the_larger_the_forwards_that_are_captured() -> None:
+    rows = [rows_of_launches(SimpleNamespace(num_weights=count)) for count in (8e9, 1e9, 5e8, 1e8)]
+    assert rows == [512, 1000, 2000, 2048]
+    assert [Graphs(Replaying(), CPU, count).is_launch_bound for count in rows] == [False, True, True, True]
+    sizes = {Graphs(Replaying(), CPU, 2048).size(count) for count in range(1, 2049)}
+    assert len(sizes) == 12 and Graphs(Replaying(), CPU, 1000).size(1001) is None
+
+
+def test_where_launches_cost_more_than_rows_a_forward_takes_a_size_that_is_there() -> None:
+    large, small = Graphs(Replaying(), CPU, 512), Graphs(Replaying(), CPU, 2048)
+    first, fewer, far, other = ({"N": n, "Q": q} for n, q in ((64, 0), (32, 0), (4, 0), (32, 16)))
+    assert [large.choose(sizes) for sizes in (first, fewer)] == [first, fewer]
+    assert [small.choose(sizes) for sizes in (first, fewer, far, other, far)] == [first, first, far, other, far]
 
 
 @pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True), (None, True)])

@@ -424,7 +424,7 @@ def test_noise_never_takes_more_than_its_bytes():
     assert 0 < noise._noise_CV.numel() * 4 <= decoder.plan.noise == 20_000 // 16
 
 
-def filled(num_slots: int, num_columns: int) -> SlotCache:
+def filled_pool(num_slots: int, num_columns: int) -> SlotCache:
     """A pooled cache of 100 cells whose columns hold their own numbers."""
     cache = SlotCache(2, 3, 4, dtype=torch.float32, device=torch.device("cpu"), pooled=True)
     cache.reserve(100)
@@ -440,7 +440,7 @@ def filled(num_slots: int, num_columns: int) -> SlotCache:
 
 @pytest.mark.parametrize(("slots", "columns"), [(5, 20), (3, 30), (8, 7), (2, 12), (9, 12)])
 def test_a_pool_shows_its_content_in_another_shape_without_moving(slots: int, columns: int) -> None:
-    cache = filled(4, 12)
+    cache = filled_pool(4, 12)
     places = [pool.data_ptr() for pool in cache.pools_2CKd]
     stays = slots * columns <= 100
     assert cache.stays(slots, columns) == stays and not cache.stays(0, 0)
