@@ -130,7 +130,7 @@ def fixed_product_problem(device: torch.device, dtype: torch.dtype) -> str | Non
 
         pairs = []
         for heads in ((), (3,)):
-            rows_NK = _normal(device, 300, *heads, 200).to(dtype)
+            rows_NK = _normal(device, 130, *heads, 200).to(dtype)
             weight_MK, bias_M = ((_normal(device, *shape) / 10).to(dtype) for shape in ((*heads, 72, 200), (72,)))
             asked = (weight_MK, None) if heads else (weight_MK, bias_M)
             whole_NM = fixed_product(rows_NK, *asked)

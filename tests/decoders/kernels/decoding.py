@@ -14,6 +14,7 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.invariance import NO_RULES
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.packed import FixedLinear, fix_products
+from draftmill.decoders.backbones.rotary import KernelLayers
 from draftmill.decoders.base import Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
@@ -98,8 +99,8 @@ def made_usual(folder, attend):
     return backbone
 
 
-def made_exact(folder, attend, product):
-    """A model as it is on a GPU if it must be exact, but for the device."""
+def made_exact(folder, attend, product, layers=None):
+    """A model as it is on a GPU if it must be exact, but for the device; a rotary one with the kernels between its products."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
         patch.setattr("draftmill.decoders.backbones.transformer.TransformerBackbone.may_be_lean", False)
@@ -110,6 +111,9 @@ def made_exact(folder, attend, product):
         if hasattr(backbone, "base"):
             fix_products(backbone.base)
             backbone.head = FixedLinear(backbone.head.weight, backbone.head.bias)
+            if layers is not None:
+                backbone.lean = KernelLayers(backbone.base, layers)
+                backbone.lean.join()
         else:
             backbone._product = product
     return backbone
