@@ -76,22 +76,27 @@ class TokenRows:
         shape, sigma_B = self.shape, self.token_N[:0] if self.sigma_B is None else self.sigma_B.double()
         first, end = (-1, -1) if shape.slots is None else (shape.slots.start, shape.slots.stop)
         positions = -1 if shape.num_positions is None else shape.num_positions
+        lines, tiles = self.tables or Tables((), ())
         facts = [len(self.low_IN), shape.num_slots, shape.num_lines, shape.num_columns, first, end, positions]
+        facts += [*lines, 0, 0][:2]
         ints = [self.slots_B, self.owner_N, self.line_N, self.slot_N, self.token_N, self.position_N, self.column_N]
-        return facts, [*ints, self.low_IN.flatten(), self.high_IN.flatten(), sigma_B.view(torch.int64)]
+        none = self.token_N[:0]
+        sights = [self.low_IN.flatten(), self.high_IN.flatten(), sigma_B.view(torch.int64)]
+        return facts, [*ints, *sights, *[*tiles, none, none][:2]]
 
     @classmethod
     def of_flat(cls, facts: Sequence[int], arrays: Sequence[Tensor]) -> TokenRows:
         """The rows that these are `flat` of; views, and the noise is float64."""
-        num_intervals, num_slots, num_lines, num_columns, first, end, positions = facts
-        slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low, high, sigma_B = arrays
+        num_intervals, num_slots, num_lines, num_columns, first, end, positions, *lines = facts
+        slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low, high, sigma_B, *tiles = arrays
         slots, num_positions = None if first < 0 else slice(first, end), None if positions < 0 else positions
         shape = RowShape(num_slots, num_lines, num_columns, slots, num_positions)
         low_IN, high_IN = low.view(num_intervals, -1), high.view(num_intervals, -1)
         noise_B = sigma_B.view(torch.float64) if len(sigma_B) else None
-        return cls(
-            slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low_IN, high_IN, shape, sigma_B=noise_B
-        )
+        kinds = [pair for pair in zip(lines, tiles, strict=True) if pair[0]]
+        tables = Tables(tuple(size for size, _ in kinds), tuple(first_T for _, first_T in kinds)) if kinds else None
+        ints = slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N
+        return cls(*ints, low_IN, high_IN, shape, sigma_B=noise_B, tables=tables)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ _TORCH: Any = distributed  # its types leave out TCPStore
 # Its second name is the one before torch 2.13.
 _all_gather: Any = getattr(_TORCH, "all_gather_single", None) or _TORCH.all_gather_into_tensor
 _LOST: Final = "the group of processes of this model is lost"
-_CALLS: Final = ("dismiss", "forward", "resize", "forget", "copy_prefix", "copy_columns", "clear_slot")
-_HEADER: Final = 20  # integers: what a forward, the longest call, needs
+_CALLS: Final = ("dismiss", "forward", "resize", "reserve", "forget", "copy_prefix", "copy_columns", "clear_slot")
+_HEADER: Final = 24  # integers: what a forward, the longest call, needs
 
 
 class GroupLostError(RuntimeError):

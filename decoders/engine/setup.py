@@ -24,8 +24,8 @@ class Setup:
     steps that led to it. `has_constraints`: a request may have one, or penalties.
 
     `prompt_rows` bounds the rows of prompts that run in one forward beside the rows of samples that decode; longer prompts run
-    in chunks (scheduler.py). None: `DEVICE_ROWS` or more where attention reads rows by a kernel; else prompts run whole, and apart
-    from the others unless they are few.
+    in chunks (scheduler.py). None: `DEVICE_ROWS` or more where attention reads rows by a kernel; else prompts run whole, and
+    apart from the others unless they are few.
     """
 
     backbone: Model

@@ -7,6 +7,7 @@ another result here too, and memory that has moved is found. References stand in
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,19 +21,27 @@ from draftmill.decoders.kernels.seen import Seen
 
 
 class Externals(TorchDispatchMode):
-    """Collects in `read` the memory that operations use and have not made, by its address, in the order in which they first do.
+    """Collects in `read` the memory that operations use and have not made, by its address, in the order in which they first do;
+    and in `numbers` each operation with the numbers that the host gives it.
 
-    A graph has these addresses for ever. What is a view of something is that memory too.
+    A graph has these addresses and numbers for ever. What is a view of something is that memory too. What stands for a kernel
+    reads memory as the kernel does, but its own operations have numbers that the kernel does not get (`as_a_kernel`).
     """
+
+    inside_kernel = False
 
     def __init__(self) -> None:
         super().__init__()
         self.read = dict[int, Tensor]()
+        self.numbers = list[tuple[Any, ...]]()
         self._made = dict[int, Tensor]()  # kept, so that no address is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the operation's inputs, then what it makes."""
         self._note((args, kwargs or {}), self.read)
+        if not Externals.inside_kernel:
+            given = [one for one in tree_leaves((args, kwargs or {})) if isinstance(one, int | float)]
+            self.numbers.append((str(func), *given))
         found = func(*args, **(kwargs or {}))
         self._note(found, self._made)
         return found
@@ -60,7 +69,8 @@ class Replaying:
         def replay() -> None:
             again, now = self._watched(work)
             assert again.num_computed == found.num_computed
-            assert list(now) == list(used), "a graph would use memory that is no longer what it was"
+            assert now.numbers == used.numbers, "a graph would use a number that is no longer what it was"
+            assert list(now.read) == list(used.read), "a graph would use memory that is no longer what it was"
             found.hidden_ND.copy_(again.hidden_ND)
             found.record.copy_(again.record)
 
@@ -70,12 +80,27 @@ class Replaying:
         """See Recorder."""
         self.num_dropped += 1
 
-    def _watched(self, work: Callable[[], Work]) -> tuple[Work, dict[int, Tensor]]:
+    def _watched(self, work: Callable[[], Work]) -> tuple[Work, Externals]:
         """What the work gives, and the memory that it uses; the capture keeps this, so that nothing else comes to its place."""
+        externals = Externals()
         if not self._watches:
-            return work(), {}
-        with Externals() as externals:
-            return work(), externals.read
+            return work(), externals
+        with externals:
+            return work(), externals
+
+
+def as_a_kernel(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that stands for a kernel: the numbers of its operations are none of the host's."""
+
+    @wraps(reference)
+    def launched(*args: Any, **more: Any) -> Any:
+        Externals.inside_kernel = True
+        try:
+            return reference(*args, **more)
+        finally:
+            Externals.inside_kernel = False
+
+    return launched
 
 
 def attend_by_slots(
@@ -115,7 +140,7 @@ def attend_by_slots(
 
 def find_reference(device: torch.device, dtype: torch.dtype, **heads: Any) -> find.Attend:
     """The attention for a model of this dtype: in float32 a row has the same bits in any batch only by the reference."""
-    return attend_by_slots if dtype == torch.float64 else find.reference_attend
+    return as_a_kernel(attend_by_slots if dtype == torch.float64 else find.reference_attend)
 
 
 def use_references(monkeypatch: Any) -> None:

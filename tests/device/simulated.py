@@ -67,7 +67,7 @@ class Hollow(OnSlots):
         self.cache = SlotCache(1, KEY_HEADS, WIDTH, dtype=self.dtype, device=self.device, pooled=True)
         from draftmill.decoders.kernels.attention import attend
 
-        self._attend = attend
+        self._attend: Any = attend
 
     def forward(self, rows: TokenRows) -> Tensor:
         """States of zeros, [N, 4]."""
@@ -151,9 +151,9 @@ def simulate(decoder: str, requests: list[Request], *, num_weights: int, cells: 
         patch.setattr("draftmill.decoders.engine.cuda_graphs.find_recorder", lambda device: recorder)
         patch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: _sample)
         drop_all()
-        backbone = Hollow(num_weights)
+        backbone: Any = Hollow(num_weights)
         setup = Setup(backbone=backbone, info=token_info(VOCAB), sampling=Sampling(), max_rows=SLOTS, max_tokens=cells)
-        engine = build_decoder(setup, DECODERS[decoder])
+        engine: Any = build_decoder(setup, DECODERS[decoder])
         engine.plan = engine._capacity.plan = MemoryPlan(
             1 << 28, 0, slots=cells * backbone.cell_bytes, prompt_rows=1 << 14
         )

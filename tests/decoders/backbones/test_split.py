@@ -30,6 +30,7 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.kernels import find
+from draftmill.decoders.kernels.seen import Tables
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, texts, token_info, toy_prompts
 from tests.device.pretend import as_one_launch, pretending
@@ -204,9 +205,21 @@ SIGHT = torch.tensor([[0], [3]]).expand(2, 5), torch.stack([torch.full((5,), 2),
         replace(CAUSAL, shape=replace(CAUSAL.shape, num_positions=7)),
         causal_rows([2, 0], [3, 2], [4, 0], TOKENS),
         token_rows([0, 1], [3, 2], TOKENS, COLUMNS_N + 1, COLUMNS_N, SIGHT),
-        TokenRows.of_flat([1, 0, 0, 0, -1, -1, -1], [TOKENS[:0]] * 10),
+        replace(CAUSAL, tables=Tables((16,), (torch.tensor([0, 3]),))),
+        replace(CAUSAL, tables=Tables((16, 64), (torch.tensor([3, 5, 5]), torch.tensor([0])))),
+        TokenRows.of_flat([1, 0, 0, 0, -1, -1, -1, 0, 0], [TOKENS[:0]] * 12),
     ],
-    ids=["causal", "no noise", "noise", "positions", "slots apart", "two intervals", "none"],
+    ids=[
+        "causal",
+        "no noise",
+        "noise",
+        "positions",
+        "slots apart",
+        "two intervals",
+        "tiles",
+        "tiles of two kinds",
+        "none",
+    ],
 )
 def test_a_second_process_gets_the_rows_of_the_first_from_two_messages(rows, monkeypatch):
     wire = Wire(monkeypatch)
@@ -251,7 +264,8 @@ def test_on_a_gpu_a_forward_is_told_by_one_kernel_and_nothing_waits_or_comes_bac
         assert isinstance(backbone, SplitBackbone) and not backbone.captures
         backbone.allocate(3, 9)
         rows = causal_rows([1, 2], [3, 2], [4, 0], TOKENS.to("cuda"))
-        rows = replace(rows, sigma_B=torch.ones(2, dtype=torch.float64, device="cuda"))  # as the engine has it
+        noise_B = torch.ones(2, dtype=torch.float64, device="cuda")
+        rows = replace(rows, sigma_B=noise_B, tables=backbone.tiling.tables(rows.line_N))  # as the engine has them
 
         def counted():
             counts.clear()
@@ -264,7 +278,7 @@ def test_on_a_gpu_a_forward_is_told_by_one_kernel_and_nothing_waits_or_comes_bac
         assert counted() == alone | {"launches": alone["launches"] + 1}
     assert (alone["down"], alone["up"], alone["waits"], alone["shapes"]) == (0, 0, 0, 0)
     assert alone["gathers"] == 2 * len(backbone.windows)
-    assert wire.kinds == [("cpu", 20), ("cuda", 2 + 6 * 5 + 2 * 5 + 2)]
+    assert wire.kinds == [("cpu", 24), ("cuda", 2 + 6 * 5 + 2 * 5 + 2 + 2)]
 
 
 def test_on_a_gpu_a_sum_of_two_parts_is_two_kernels(monkeypatch):

@@ -123,7 +123,7 @@ def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monke
         assert not engine.step()
     start = engine.target.start
 
-    def breaks(b):
+    def breaks(b, **more):
         first = int(b.sampled_B[0])  # the sampled rows of the first sample come first
 
         def broken(hidden_RD):
@@ -133,7 +133,7 @@ def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monke
 
         with monkeypatch.context() as during:
             during.setattr(backbone, "logits", broken)
-            return start(b)
+            return start(b, **more)
 
     monkeypatch.setattr(engine.target, "start", breaks)
     (failed,) = engine.step()

@@ -160,12 +160,12 @@ def watched(decoder: Any, model: int = 0) -> list[list[tuple[int, int, int]]]:
     """Of each forward of a model, its samples: index, rows, and how many tokens were decided before it."""
     seen, start = list[list[tuple[int, int, int]]](), decoder.models[model].start
 
-    def spied(b: Batch) -> Any:
+    def spied(b: Batch, **more: Any) -> Any:
         rows_B = np.bincount(b.owner_N, minlength=len(b.slots_G)).tolist()
         inside = {sample.slot: sample for sample in decoder.samples}
         some = [inside[slot] for slot in b.slots_G.tolist()]
         seen.append([(one.request.index, rows, one.decided) for one, rows in zip(some, rows_B, strict=True)])
-        return start(b)
+        return start(b, **more)
 
     decoder.models[model].start = spied
     return seen
@@ -345,7 +345,7 @@ def test_it_begins_again_after_a_failure_has_cleared_the_slots() -> None:
     decoder.step()
     start = decoder.target.start
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **more: Any) -> Any:
         raise MemoryError
 
     decoder.target.start = fails

@@ -114,13 +114,18 @@ def replayed(engine: Any) -> list[int]:
 def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where_it_is(
     name: str, monkeypatch: Any
 ) -> None:
-    """The cache grows while samples run, and slots are refilled."""
+    """The cache grows while samples run, and slots are refilled. Its pool is allocated once, and graphs stay, but for models
+    whose forwards depend on how many columns there are."""
     expected, recorder = eager(name), use_graphs(monkeypatch, watches=True)
     engine = engine_of(name)
+    engine.fit(1 << 30)
     same(run_all(engine, growing(name)), expected)
     assert engine.graphs == "on" or name == "specdiff"
-    assert len(replayed(engine)) == CAPTURED[name] and min(replayed(engine)) > 0, "shapes come again"
-    assert recorder.num_dropped and 0 < recorder.num_captured <= 60
+    # Most forwards of `parallel` are those of prompts.
+    assert len(replayed(engine)) == CAPTURED[name] and (min(replayed(engine)) > 0 or name == "parallel"), (
+        "shapes come again"
+    )
+    assert bool(recorder.num_dropped) == (engine.algorithm.kind == "any_subset") and 0 < recorder.num_captured <= 60
 
 
 # What an index of suffixes proposes depends on the other samples of its engine.

@@ -38,7 +38,7 @@ def case(slots, *, columns, key_heads, group, width, low, high, dtype=torch.floa
 
 def lines_of(slots):
     """The number of each row among those of its slot that it follows."""
-    lines = []
+    lines: list[int] = []
     for row, slot in enumerate(slots):
         lines.append(lines[-1] + 1 if row and slots[row - 1] == slot else 0)
     return lines
@@ -83,11 +83,11 @@ def test_tiles_may_run_in_any_order():
 
 def test_rows_of_few_and_of_many_tiles_and_dead_ones():
     """Each row is in one tile; dead rows see nothing and get zeros; a place without a tile does nothing."""
-    slots, lines = [0] * 9 + [1, 2, 2] + [0, 0], [*range(9), 0, 0, 1, -1, -1]
+    slots, numbers = [0] * 9 + [1, 2, 2] + [0, 0], [*range(9), 0, 0, 1, -1, -1]
     high = [*range(20, 29), 5, 6, 7, 0, 0]
     query, layer, seen = case(slots, columns=40, key_heads=2, group=3, width=20, low=[0] * 14, high=high)
     tiling = Tiling(group=3, most=32, few=(16,))
-    lines, first_T = tiling.tables(torch.tensor(lines))
+    lines, first_T = tiling.tables(torch.tensor(numbers))
     assert lines == (16, 32) and [first.tolist() for first in first_T] == [[9, 10, 12], [0]]
     padded = Tables(lines, (torch.cat([first_T[0], torch.full((4,), 14)]), first_T[1]))
     found = check(query, layer, replace(seen, tables=padded))

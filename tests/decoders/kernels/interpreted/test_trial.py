@@ -133,4 +133,4 @@ def test_the_trial_has_the_largest_tile(monkeypatch):
 
     monkeypatch.setattr(attention, "attend", noted)
     assert find.attention_problem(CPU, torch.float32, num_heads=4, key_heads=2, width=128) is None
-    assert max(lines) == Tiling.of(CPU, torch.float32, group=2, width=128).most == 32 and min(lines) == 16
+    assert set(lines) == set(Tiling.of(CPU, torch.float32, group=2, width=128).sizes) == {16, 32}
