@@ -26,6 +26,7 @@ class ModelPlace:
     device: str
     trust_remote_code: bool
     adapter: str | None = None
+    exact: bool = False
     share: Share | None = None
     """This process's part of the model, if several have one of it."""
 

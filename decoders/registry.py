@@ -11,7 +11,7 @@ from typing import Any, cast
 from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.head_files import head_place
 from draftmill.decoders.backbones.heads import DraftHeads, load_heads
-from draftmill.decoders.backbones.packed import can_pack, pack_products
+from draftmill.decoders.backbones.packed import can_pack, fix_products, pack_products
 from draftmill.decoders.base import CachedDecoder
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -60,7 +60,9 @@ def find_heads(settings: DecoderChoice, folder: Path, backbone: Model) -> DraftH
     if width != backbone.width:
         raise ValueError(f"decoder.head: made for models of width {width}, but this model has {backbone.width}")
     heads = heads.to(device=backbone.device, dtype=backbone.dtype)
-    if backbone.min_rows == 1 and can_pack(backbone.dtype, backbone.device):
+    if backbone.exact and backbone.device.type != "cpu":
+        fix_products(heads)
+    elif backbone.min_rows == 1 and can_pack(backbone.dtype, backbone.device):
         # The model's products are packed, so its rows need no padding to keep their bits: the head's must not need any, either.
         pack_products(heads)
     return heads

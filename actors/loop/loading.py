@@ -112,7 +112,7 @@ class Networks:
 
     @property
     def exact(self) -> bool:
-        """Whether results are bit-identical in any batch; on GPUs and in half precision they are not."""
+        """Whether results are bit-identical in any batch; on GPUs they are with `model.exact` alone."""
         return self.backbone.exact and (self.drafter is None or self.drafter.exact)
 
 
@@ -135,7 +135,8 @@ def load_networks(
     if drafter_folder is None:
         return Networks(backbone, model_cache.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
     # check_drafter has checked that this model's rows are all tokens.
-    load_drafter = partial(load_backbone, drafter_folder, dtype=place.dtype, device=str(backbone.device))
+    device = str(backbone.device)
+    load_drafter = partial(load_backbone, drafter_folder, dtype=place.dtype, device=device, exact=place.exact)
     drafter = model_cache.take("drafter", keys, lambda: cast("TokenBackbone", load_drafter()))
     heads = model_cache.take("heads", keys, lambda: find_heads(decoder, drafter_folder, drafter))
     return Networks(backbone, heads, drafter, inspect_model(drafter_folder))
@@ -145,7 +146,9 @@ def load_model(folder: Path, place: ModelPlace) -> Model:
     """Load a model, or this process's share of it: rank 0 then leads the other processes."""
     from draftmill.decoders.backbones.load import load_backbone
 
-    load = partial(load_backbone, folder, family=place.family, dtype=place.dtype, device=place.device)
+    load = partial(
+        load_backbone, folder, family=place.family, dtype=place.dtype, device=place.device, exact=place.exact
+    )
     if place.share is None:
         return load()
     from draftmill.decoders.backbones.split import SplitBackbone
@@ -164,7 +167,7 @@ def network_keys(
 
     `folder` and `drafter` are the local folders of the checkpoints.
     """
-    options = (place.dtype, place.device, place.share)
+    options = (place.dtype, place.device, place.share, place.exact)
     keys: dict[str, Hashable] = {"model": (folder, place.family, *options)}
     if drafter is not None:
         keys["drafter"] = (drafter, *options)

@@ -158,7 +158,13 @@ class DDiTBackbone(NetworkBackbone):
     `takes_sigma` says that the rows need `sigma_B`; otherwise it is ignored."""
 
     def __init__(
-        self, shape: DDiTShape, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
+        self,
+        shape: DDiTShape,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        exact: bool = False,
     ) -> None:
         self.takes_sigma = shape.takes_sigma
         self.exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -168,7 +174,7 @@ class DDiTBackbone(NetworkBackbone):
             for name, tensor in bare.items()
             if name != _FREQUENCIES
         }
-        super().__init__(DDiT, shape, ready, dtype=dtype, device=device)
+        super().__init__(DDiT, shape, ready, dtype=dtype, device=device, exact=exact)
         self._at_zero = self.base.modulations(torch.zeros(1, dtype=self.exact_dtype, device=self.device))
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:

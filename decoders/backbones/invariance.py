@@ -48,7 +48,8 @@ class ShapeRules:
 
 
 NO_RULES: Final = ShapeRules(min_rows=1, min_queries=1, column_multiple=32, sum_columns=1 << 30, exact=False)
-"""The rules on a GPU: its kernels change with the shape despite any rounding, so nothing is padded."""
+"""The rules on a GPU: torch's kernels change with the shape despite any rounding, and those of fixed tiles with no shape, so
+nothing is padded."""
 INEXACT_RULES: Final = ShapeRules(min_rows=16, min_queries=8, column_multiple=128, sum_columns=128, exact=False)
 """The rules on a CPU if no candidate suffices (float64, half precision): neighbours then rarely change bits."""
 _ROW_CANDIDATES: Final = (1, 4, 16, 32)

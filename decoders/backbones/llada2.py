@@ -28,11 +28,11 @@ class _Norm(nn.Module):
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
+        self.variance_epsilon = epsilon  # transformers' name for it, by which such a norm is known
 
     def forward(self, rows: Tensor) -> Tensor:
         exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * exact.to(rows.dtype)
 
 
@@ -124,13 +124,19 @@ class LLaDA2Backbone(NetworkBackbone):
     removed from the dict."""
 
     def __init__(
-        self, shape: LLaDA2Shape, weights: dict[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
+        self,
+        shape: LLaDA2Shape,
+        weights: dict[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        exact: bool = False,
     ) -> None:
-        exact = torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)
         ready = {
             name.replace(".gate.expert_bias", ".expert_bias"): weights.pop(name).to(
-                device=device, dtype=exact if ".mlp.gate." in name else dtype
+                device=device, dtype=wide if ".mlp.gate." in name else dtype
             )
             for name in list(weights)
         }
-        super().__init__(LLaDA2, shape, ready, dtype=dtype, device=device)
+        super().__init__(LLaDA2, shape, ready, dtype=dtype, device=device, exact=exact)

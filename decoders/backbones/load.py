@@ -68,10 +68,17 @@ def pick_device(device: str) -> str:
 
 
 def load_backbone(
-    folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto", share: Share | None = None
+    folder: Path,
+    *,
+    family: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    share: Share | None = None,
+    exact: bool = False,
 ) -> Backbone | TokenBackbone:
     """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py). All processes of a
-    split model load it at the same time. Raises ValueError as `inspect_model` does, and what `check_masking` raises."""
+    split model load it at the same time. With `exact` a row has the same bits in any batch, or the model is refused. Raises
+    ValueError as `inspect_model` does, and what `check_masking` raises."""
     config = read_config(folder)
     entry = find_family(config, family)
     shapes = header_shapes(folder)
@@ -82,16 +89,26 @@ def load_backbone(
         torch.cuda.set_device(place)  # Triton starts kernels on the current device
     torch_dtype = pick_dtype(dtype, place)
     check_names(entry, config, shapes, folder)
+    if exact and share is not None and place != "cpu":
+        raise ValueError(f"model.exact: true, but workers.gpus_per_model is {share.count}; allowed on GPUs: 1")
     if not entry.rows_are_tokens:
         weights = load_weights(folder, dtype=torch_dtype, device=place)
-        return XLNetBackbone(xlnet_shape(config), weights, dtype=torch_dtype, device=place)
-    if share is not None:
-        return _load_split(entry, config, folder, share, torch_dtype, place)
-    return _load_module(entry, config, folder, torch_dtype, place)
+        backbone: Any = XLNetBackbone(xlnet_shape(config), weights, dtype=torch_dtype, device=place, exact=exact)
+    elif share is not None:
+        backbone = _load_split(entry, config, folder, share, torch_dtype, place)
+    else:
+        backbone = _load_module(entry, config, folder, torch_dtype, place, exact=exact)
+    if exact and not backbone.exact:
+        raise ValueError(
+            f"model.exact: true, but in {str(torch_dtype).removeprefix('torch.')} on this CPU the batch changes last bits; use "
+            "model.dtype: float32, if it is another one, or leave it out"
+        )
+    model: Backbone | TokenBackbone = backbone
+    return model
 
 
 def _load_module(
-    family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str
+    family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str, *, exact: bool
 ) -> TokenBackbone:
     from draftmill.decoders.backbones.ddit import DDiTBackbone
     from draftmill.decoders.backbones.llada2 import LLaDA2Backbone
@@ -104,12 +121,12 @@ def _load_module(
     weights = {full[name]: tensor for name, tensor in weights.items()}
     backbone: DDiTBackbone | LLaDA2Backbone | TransformerBackbone
     if family.ddit is not None:
-        backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device)
+        backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device, exact=exact)
     elif family.llada2 is not None:
-        backbone = LLaDA2Backbone(family.llada2(config), weights, dtype=dtype, device=device)
+        backbone = LLaDA2Backbone(family.llada2(config), weights, dtype=dtype, device=device, exact=exact)
     else:
         assert family.causal is not None
-        backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device)
+        backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device, exact=exact)
     check_masking(backbone)
     return backbone
 

@@ -1,18 +1,25 @@
-"""Matrix products with weights packed once for the CPU; a row's result does not depend on the number of rows.
+"""Layers whose rows do not depend on the number of rows: on a CPU with packed weights, on a GPU by kernels of fixed tiles.
 
-oneDNN sums every output in one order whatever the number of rows, from a single row on and for any number of threads, where
-the library behind `functional.linear` has kernels of its own for few rows: batches need no padding to agree bit by bit, and
+On a CPU oneDNN sums every output in one order whatever the number of rows, from a single row on and for any number of threads,
+where the library behind `functional.linear` has kernels of its own for few rows: batches need no padding to agree bit by bit, and
 large products are somewhat faster as well. self_test.py tests on each machine whether all that holds.
+
+On a GPU the order follows the number of rows in products, and in the means that transformers' norms take. A model that must be
+exact there (`model.exact: true`) has other layers in their place, which cost speed.
 
 Knows nothing of models. Legend: K in, M out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from draftmill.decoders.kernels.find import demanded, find_fixed_product
 
 _BLOCK: Final = 8
 
@@ -37,6 +44,35 @@ class PackedLinear(nn.Module):
         return weight
 
 
+class FixedLinear(nn.Module):
+    """A linear layer [R, K] -> [R, M] on a GPU, by tiles of one size (decoders/kernels/products.py). ValueError, with the reason,
+    where that kernel can't be used."""
+
+    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None) -> None:
+        super().__init__()
+        self._product = demanded("fixed products", find_fixed_product(weight_MK.device, weight_MK.dtype))
+        self.out_features, self.in_features = weight_MK.shape
+        self.weight, self.bias = weight_MK.contiguous(), bias_M
+
+    def forward(self, rows_RK: Tensor) -> Tensor:
+        """Return the products, any number of leading dimensions."""
+        out_NM = self._product(rows_RK.reshape(-1, self.in_features), self.weight, self.bias)
+        return out_NM.view(*rows_RK.shape[:-1], self.out_features)
+
+
+class FixedNorm(nn.Module):
+    """weight * x / rms(x) over the last dimension, in float32. torch's own kernel takes a block of threads of one size for each
+    row; a mean by its general reduction, as in transformers' modules, takes more threads for a row the fewer rows there are."""
+
+    def __init__(self, weight_D: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = weight_D, epsilon
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the normed rows, any number of leading dimensions."""
+        return functional.rms_norm(rows, self.weight.shape, self.weight, self.variance_epsilon)
+
+
 class UnsetLinear(nn.Linear):
     """A linear layer without random initialisation, since its weight comes from a checkpoint; saves time with many experts."""
 
@@ -58,13 +94,30 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def pack_products(module: nn.Module) -> None:
     """Replace every linear layer below `module` by a packed one, in place."""
+    _replace(module, PackedLinear)
+
+
+def fix_products(module: nn.Module) -> None:
+    """Replace every linear layer and every root-mean-square norm below `module` by a fixed one, in place; ValueError as
+    FixedLinear."""
+    if not hasattr(torch.ops.aten, "_fused_rms_norm"):
+        raise ValueError(f"model.exact: true needs torch 2.9 or later on a GPU, and here is {torch.__version__}")
+    _replace(module, FixedLinear)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "variance_epsilon"):
+                norm: Any = child
+                setattr(parent, name, FixedNorm(norm.weight, norm.variance_epsilon))
+
+
+def _replace(module: nn.Module, kind: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and type(child) in {nn.Linear, UnsetLinear}:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                setattr(parent, name, kind(child.weight, child.bias))
             elif is_conv1d(child):  # GPT-2 keeps [in, out]
                 matrix: Any = child
-                setattr(parent, name, PackedLinear(matrix.weight.t(), matrix.bias))
+                setattr(parent, name, kind(matrix.weight.t(), matrix.bias))
 
 
 def block_of_rows(count: int) -> int:

@@ -29,7 +29,7 @@ from torch.nn import functional
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, attend_rows
 from draftmill.decoders.backbones.families.causal import head_width, key_value_heads
 from draftmill.decoders.backbones.invariance import VECTOR, normal
-from draftmill.decoders.backbones.packed import PackedLinear
+from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear
 from draftmill.decoders.backbones.rows import causal_rows
 
 if TYPE_CHECKING:
@@ -119,11 +119,10 @@ def join_products(products: Sequence[Any]) -> Rowwise:
     weight_MK = torch.cat([product.weight_MK() if is_packed else product.weight for product in products])
     biases = [_bias(product) for product in products]
     bias_M = None if biases[0] is None else torch.cat(biases)
-    return (
-        PackedLinear(weight_MK, bias_M).forward
-        if is_packed
-        else partial(functional.linear, weight=weight_MK, bias=bias_M)
-    )
+    kind = type(products[0])
+    if kind in {PackedLinear, FixedLinear}:
+        return kind(weight_MK, bias_M).forward
+    return partial(functional.linear, weight=weight_MK, bias=bias_M)
 
 
 def _bias(product: Any) -> Tensor | None:

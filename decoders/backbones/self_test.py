@@ -47,12 +47,14 @@ def model_rules(
     dtype: torch.dtype,
     device: torch.device,
     longest: int | None = None,
+    *,
+    exact: bool = False,
 ) -> ShapeRules:
     """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d). `longest` is the
-    model's longest text, None where it has no limit. Half precision and GPUs are never exact: there the products of attention
-    are torch's own."""
+    model's longest text, None where it has no limit. Half precision on a CPU is never exact: there the products of attention are
+    torch's own. On a GPU a model is exact if it was made so (`exact`), by kernels that need no rules."""
     if device.type != "cpu":
-        return NO_RULES
+        return dataclasses.replace(NO_RULES, exact=exact)
     by_kind = {(type(product[0]), *product[1:]): product for product in all_products}
 
     def rows_exact_from(min_rows: int) -> bool:

@@ -31,18 +31,26 @@ from draftmill.decoders.backbones.families.causal import (
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.lean_import import from_transformers
 from draftmill.decoders.backbones.moe import Mixture
-from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
+from draftmill.decoders.backbones.packed import (
+    FixedLinear,
+    PackedLinear,
+    block_of_rows,
+    can_pack,
+    fix_products,
+    pack_products,
+)
 from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
-from draftmill.decoders.kernels.find import Attend, find_attention, find_layers, find_product
+from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _ATTENTION: Final = "draftmill_slots"
 
 
 class ModuleBackbone(OnSlots, ABC):
-    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. A slot whose
+    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. With
+    `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't. A slot whose
     sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is written at column 0: a masked
     column weighs 0, but 0 times NaN is NaN."""
 
@@ -54,6 +62,7 @@ class ModuleBackbone(OnSlots, ABC):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        exact: bool = False,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.model, self.windows = model, windows
@@ -66,25 +75,36 @@ class ModuleBackbone(OnSlots, ABC):
         if self._packed:
             pack_products(self.base)
             self.head = PackedLinear(self.head.weight, self.head.bias)
+        is_fixed = exact and self.device.type != "cpu"
+        if is_fixed:
+            fix_products(self.base)
+            self.head = FixedLinear(self.head.weight, self.head.bias)
         self.embedding_VD: Tensor = self.model.get_input_embeddings().weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         heads = key_value_heads(parsed), parsed.num_attention_heads // key_value_heads(parsed), head_width(parsed)
         longest = getattr(parsed, "max_position_embeddings", None) or getattr(parsed, "max_length", None)
         all_products = [*products(self.base), *products(self.head)]
-        self.rules = model_rules(all_products, heads, dtype, self.device, longest)
+        self.rules = model_rules(all_products, heads, dtype, self.device, longest, exact=exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         on_cpu = self.device.type == "cpu"
         self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner) if on_cpu else 1
         mixtures = [part for part in self.base.modules() if isinstance(part, Mixture)]
         for part in mixtures:
             part.padded = self._padded
-        if mixtures and (product := find_product(self.device, dtype)) is not None:
+        if mixtures and (product := find_product(self.device, dtype, fixed=is_fixed)) is not None:
             for part in mixtures:
                 part.gather(product)
-        self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2])
+        self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
         self._attend = find_attention(
-            self.device, dtype, num_heads=heads[0] * heads[1], key_heads=heads[0], width=heads[2]
+            self.device,
+            dtype,
+            num_heads=heads[0] * heads[1],
+            key_heads=heads[0],
+            width=heads[2],
+            fixed=is_fixed,
         )
+        if is_fixed:
+            self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
@@ -247,12 +267,13 @@ class TransformerBackbone(ModuleBackbone):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        exact: bool = False,
     ) -> None:
         where, parsed = torch.device(device), parse_config(family, config)
         ready = {name: weights.pop(name).to(device=where, dtype=dtype) for name in list(weights)}
         model = load_module(family, parsed, ready, where)
         ready.clear()
-        super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where)
+        super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where, exact=exact)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
         self.lean: RotaryLayers | None = None
         """Runs the layers instead of `base`, where there is such a form."""
@@ -331,13 +352,14 @@ class NetworkBackbone(ModuleBackbone):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        exact: bool = False,
     ) -> None:
         with torch.device("meta"):
             network = Network(stack, shape, bias="lm_head.bias" in weights)
         network.load_state_dict(weights, assign=True)
         weights.clear()
         network.eval().requires_grad_(False)
-        super().__init__(network, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device)
+        super().__init__(network, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device, exact=exact)
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         hidden_PD: Tensor = self.base(tokens_P, positions_P, layout)

@@ -54,7 +54,7 @@ from draftmill.decoders.backbones.invariance import (
     rows_exact,
 )
 from draftmill.decoders.backbones.rows import Rows
-from draftmill.decoders.kernels.find import Attend, find_attention
+from draftmill.decoders.kernels.find import Attend, FixedProduct, demanded, find_attention, find_fixed_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -163,7 +163,13 @@ class XLNetBackbone(OnSlots):
     """See the module's docstring; `weights` are the checkpoint's tensors by name, already checked for completeness."""
 
     def __init__(
-        self, shape: XLNetShape, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
+        self,
+        shape: XLNetShape,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        exact: bool = False,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.vocab_size, self.width = shape.vocab_size, shape.d_model
@@ -176,24 +182,28 @@ class XLNetBackbone(OnSlots):
         self.output_VD = ready.get("lm_loss.weight", self.embedding_VD)
         self.output_bias_V = ready["lm_loss.bias"]
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
-        self.rules = self._rules(shape.d_inner)
+        self.rules = self._rules(shape.d_inner, exact=exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
         heads_width = self.num_heads * self.head_width
         self.num_weights = self.num_layers * self.width * (4 * heads_width + 2 * shape.d_inner)
         """Numbers that a row is multiplied with in a forward."""
-        self._attend = find_attention(
-            self.device, dtype, num_heads=self.num_heads, key_heads=self.num_heads, width=self.head_width, relative=True
-        )
-        self.tiling = Tiling.of(self.device, dtype, group=1, width=self.head_width, relative=True)
+        is_fixed = exact and self.device.type != "cpu"
+        heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
+        self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)
+        self._product: FixedProduct | None = None
+        if is_fixed:
+            self._product = demanded("fixed products", find_fixed_product(self.device, dtype))
+            self._attend = demanded("attention", self._attend)
+        self.tiling = Tiling.of(self.device, dtype, group=1, width=self.head_width, relative=True, fixed=is_fixed)
         self.captures = self._attend is not None
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
         self.relative: list[Tensor] = []
         self.forget()
 
-    def _rules(self, inner: int) -> ShapeRules:
+    def _rules(self, inner: int, *, exact: bool) -> ShapeRules:
         if self.device.type != "cpu":
-            return NO_RULES
+            return replace(NO_RULES, exact=exact)
         widths = (self.width, self.num_heads * self.head_width, inner, self.vocab_size)
         return xlnet_rules(widths, self.num_heads, self.dtype, torch.get_num_threads())
 
@@ -365,27 +375,31 @@ class XLNetBackbone(OnSlots):
         )
 
     def _layer_forward(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> Tensor:
-        min_rows = self.rules.min_rows
         self._write(layer, index, states_ND, layout)
         start = layout.num_content if index == self.num_layers - 1 else 0
         rows_ND = states_ND[start:]
-        query_ND = linear_rows(rows_ND, layer.query_DD, None, min_rows)
+        query_ND = self._linear(rows_ND, layer.query_DD, None)
         if isinstance(layout, _FlatLayout):
             mixed_ND = self._flat_attention(layer, index, query_ND, layout)
         else:
             mixed_ND = self._attention(layer, index, query_ND, layout)
             if layout.blind_N is not None:
                 mixed_ND.masked_fill_(layout.blind_N[start:].unsqueeze(1), 0.0)
-        rows_ND = rows_ND + linear_rows(mixed_ND, layer.output_DD, None, min_rows)
+        rows_ND = rows_ND + self._linear(mixed_ND, layer.output_DD, None)
         rows_ND = functional.layer_norm(rows_ND, (self.width,), *layer.attention_norm, self.eps)
-        inner = self.activation(linear_rows(rows_ND, *layer.inner_1, min_rows))
-        return functional.layer_norm(
-            rows_ND + linear_rows(inner, *layer.inner_2, min_rows), (self.width,), *layer.inner_norm, self.eps
-        )
+        inner = self.activation(self._linear(rows_ND, *layer.inner_1))
+        rows_ND = rows_ND + self._linear(inner, *layer.inner_2)
+        return functional.layer_norm(rows_ND, (self.width,), *layer.inner_norm, self.eps)
+
+    def _linear(self, rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
+        """A product whose rows do not depend on their number, as far as this device has one."""
+        if self._product is not None:
+            return self._product(rows_NK, weight_MK, bias_M)
+        return linear_rows(rows_NK, weight_MK, bias_M, self.rules.min_rows)
 
     def _write(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> None:
         content_ND = states_ND[: layout.num_content]
-        key_value = linear_rows(content_ND, layer.key_value_DD, None, self.rules.min_rows)
+        key_value = self._linear(content_ND, layer.key_value_DD, None)
         self.cache.write(index, layout.places, key_value.view(-1, 2 * self.num_heads, self.head_width))
 
     def _flat_attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
@@ -394,14 +408,20 @@ class XLNetBackbone(OnSlots):
         keys_Hdp = self.relative[index][:, :, middle - layout.span : middle + layout.span]
         seen = layout.last if index == self.num_layers - 1 else layout.seen
         query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
-        position_HNd = (query_NHd + layer.position_bias_Hd).transpose(0, 1)
-        content_NHd, held_2SHWd, mixed = query_NHd + layer.content_bias_Hd, self.cache.layers_2SKWd[index], []
+        position_NHd, content_NHd = query_NHd + layer.position_bias_Hd, query_NHd + layer.content_bias_Hd
+        held_2SHWd, mixed = self.cache.layers_2SKWd[index], []
         for first in range(0, self.num_heads, layout.at_once):
             some = slice(first, first + layout.at_once)
-            relative_NHP = torch.bmm(position_HNd[some], keys_Hdp[some]).transpose(0, 1)
+            relative_NHP = self._score_distances(position_NHd[:, some], keys_Hdp[some])
             asked = content_NHd[:, some], held_2SHWd[:, :, some], seen
             mixed.append(layout.attend(*asked, scaling=1.0, relative_NHP=relative_NHP))
         return torch.cat(mixed, 1).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
+
+    def _score_distances(self, position_NHd: Tensor, keys_Hdp: Tensor) -> Tensor:
+        """Products of every query with the keys of all distances, [N, H, p]."""
+        if self._product is not None:
+            return self._product(position_NHd, keys_Hdp.transpose(1, 2))
+        return torch.bmm(position_NHd.transpose(0, 1), keys_Hdp).transpose(0, 1)
 
     def _attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
         """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]. Positions are
@@ -446,7 +466,7 @@ class XLNetBackbone(OnSlots):
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits [R, V] through the tied output layer, float32 or better."""
-        raw = linear_rows(hidden_RD, self.output_VD, self.output_bias_V, self.rules.min_rows)
+        raw = self._linear(hidden_RD, self.output_VD, self.output_bias_V)
         return raw if raw.dtype == torch.float64 else raw.float()
 
     def embed(self, tokens_R: Tensor) -> Tensor:

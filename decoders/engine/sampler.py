@@ -181,6 +181,11 @@ class Sampler:
         # The distribution that S2D2's measure is of is then another one than that of the other notes.
         self._of_two = self._greedy and self._cuts and algorithm.measured
         self.kernel = None if self._of_two or (self.by_ratio and algorithm.notes) else find_sampling(device, dtype)
+        if backbone.exact and device.type != "cpu" and (why := self._drawn_by_torch(setup)):
+            raise ValueError(
+                f"model.exact: true, but {why}, which torch's operations draw on a GPU, and their sums over the vocabulary "
+                "depend on the number of rows; decode on a CPU in float32 (model.device: cpu), or leave it out"
+            )
         self.notes = algorithm.notes
         self._wanted = tuple(dict.fromkeys(self.notes))
         order = [0, 1, *(2 + self._wanted.index(name) for name in self.notes)]
@@ -201,6 +206,16 @@ class Sampler:
             self._states_CD = torch.zeros(1, width, dtype=kept, device=device)
         self.noted_C = torch.zeros(2 * setup.max_rows + 1, dtype=torch.int64, device=device)
         """The tokens drafted at the last two ranks of each slot, and one for dead rows (batch.note_cells)."""
+
+    def _drawn_by_torch(self, setup: Setup) -> str:
+        """What of a job no kernel draws; empty if nothing."""
+        if self.by_ratio:
+            return "drafts are judged by the rejection rule (sampling.acceptance: rejection, or this decoder's own)"
+        if setup.has_constraints or setup.sampling.min_p:
+            return "this job has constraints, penalties or min_p"
+        return (
+            "" if self.kernel is not None else "this job has distributions or a device without the kernel for sampling"
+        )
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 

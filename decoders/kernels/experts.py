@@ -23,6 +23,7 @@ from torch.nn import functional
 from draftmill.decoders.kernels.seen import power_of_two
 
 _TORCH_MAJOR: Final = 9
+_FIXED: Final = 32
 _ALIGNED: Final = 8  # numbers of bfloat16 in the 16 bytes to which rows must be aligned
 
 
@@ -77,8 +78,13 @@ def _has_torch_product(rows_PD: Tensor, weight_EMD: Tensor) -> bool:
     return aligned and torch.cuda.get_device_capability(rows_PD.device)[0] == _TORCH_MAJOR
 
 
-def triton_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
-    """The product in Triton, for any dtype of float32 or less."""
+def fixed_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
+    """The product in Triton by tiles of one size, so that a row has the same bits in any batch."""
+    return triton_product(rows_PD, weight_EMD, end_E, block_p=_FIXED)
+
+
+def triton_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor, *, block_p: int | None = None) -> Tensor:
+    """The product in Triton, for any dtype of float32 or less. A tile has `block_p` rows; None: as many as an expert has."""
     num_rows, width_in = rows_PD.shape
     num_experts, width_out, _ = weight_EMD.shape
     out_PM = torch.empty(num_rows, width_out, dtype=rows_PD.dtype, device=rows_PD.device)
@@ -86,7 +92,7 @@ def triton_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor
         return out_PM
     assert rows_PD.stride(1) == 1 and weight_EMD.stride(2) == 1, "the numbers of a row follow each other"
     wide = rows_PD.dtype == torch.float32
-    block_p = max(16, min(64, power_of_two(num_rows // num_experts)))
+    block_p = block_p or max(16, min(64, power_of_two(num_rows // num_experts)))
     block_m, block_d = (32, 32) if wide else (64, 64)
     most_tiles = num_rows // block_p + min(num_rows, num_experts)
     multiply_tiles[(most_tiles, -(-width_out // block_m))](

@@ -9,7 +9,7 @@ results. A trial says in one line why the kernel is not used, or returns None; i
 kernel is tried, and nowhere before.
 
 Legend: N flat rows, H heads, K key heads, G = H / K, S slots, W columns, P distances; of experts: P rows, sorted by expert,
-E experts, D numbers in, M numbers out.
+E experts, D numbers in, M numbers out; of fixed products: K numbers in, M numbers out.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ _HIGH: Final = [
     [0, 0, 299, 0, 0, 0, 0, 230],
 ]
 _MOST_REASON: Final = 200
+T = TypeVar("T")
 
 
 @lru_cache
@@ -121,16 +122,39 @@ def layers_problem(
 
 
 @lru_cache
-def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the product with the weights of experts is not used."""
+def fixed_product_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the product of fixed tiles is not used. Some of the rows must have the same bits as among all of them."""
+
+    def trial() -> list[tuple[Tensor, Tensor]]:
+        from draftmill.decoders.kernels.products import fixed_product
+
+        pairs = []
+        for heads in ((), (3,)):
+            rows_NK = _normal(device, 130, *heads, 200).to(dtype)
+            weight_MK, bias_M = ((_normal(device, *shape) / 10).to(dtype) for shape in ((*heads, 72, 200), (72,)))
+            asked = (weight_MK, None) if heads else (weight_MK, bias_M)
+            whole_NM = fixed_product(rows_NK, *asked)
+            pairs.append((whole_NM, reference_fixed_product(rows_NK, *asked)))
+            for some in (slice(7, 8), slice(100, 117)):
+                differs = fixed_product(rows_NK[some], *asked) != whole_NM[some]
+                pairs.append((differs.float(), torch.zeros_like(differs, dtype=torch.float32)))
+        return pairs
+
+    return _problem("fixed products", device, trial)
+
+
+@lru_cache
+def experts_problem(device: torch.device, dtype: torch.dtype, *, fixed: bool = False) -> str | None:
+    """Why the product with the weights of experts is not used; `fixed` as in find_product."""
 
     def trial() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import experts
 
+        product = experts.fixed_product if fixed else experts.product
         rows_PD, weight_EMD = _normal(device, 70, 96).to(dtype), (_normal(device, 5, 72, 96) / 10).to(dtype)
         end_E = torch.tensor([3, 3, 40, 41, 70], dtype=torch.int32, device=device)
         expected = reference_product(rows_PD, weight_EMD, end_E)
-        return [(experts.product(rows_PD, weight_EMD, end_E), expected)]
+        return [(product(rows_PD, weight_EMD, end_E), expected)]
 
     return _problem("experts", device, trial)
 
@@ -264,6 +288,16 @@ def reference_gated(both_PI: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(both_PI.dtype)
 
 
+def reference_fixed_product(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """Multiply rows by a matrix, [N, M]; with heads, rows [N, H, K] and weights [H, M, K] give [N, H, M]. The kernel's sums are
+    in float32 and in one order. Here they are in float64: once they are rounded, the order shows in one number of a billion."""
+    rows_HNK = rows_NK.to(torch.float64).transpose(0, -2)
+    out_NM = (rows_HNK @ weight_MK.to(torch.float64).mT).transpose(0, -2)
+    if bias_M is not None:
+        out_NM = out_NM + bias_M.to(torch.float64)
+    return out_NM.to(rows_NK.dtype).contiguous()
+
+
 def reference_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
     """Multiply each row with the matrix of its expert, [P, M]; sums are in float32 or better. Expert e has the rows from the
     end of the expert before it up to `end_E[e]` (int32); the last end is P."""
@@ -282,6 +316,8 @@ Attend = Callable[..., Tensor]
 """Attention over a layer of the slot cache: that of attention.py, or reference_attend, whose signature it has."""
 REFERENCE_LAYERS: Final = SimpleNamespace(add_norm=reference_add_norm, rotate=reference_rotate, gated=reference_gated)
 """What layers.py must give."""
+FixedProduct = Callable[..., Tensor]
+"""A product whose rows have the same bits in any batch: that of products.py, or reference_fixed_product."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The product with the weights of experts: that of experts.py, or reference_product."""
 Sample = Callable[..., Tensor]
@@ -291,15 +327,24 @@ _VERDICTS: Final[dict[str, str]] = {}
 
 
 def find_attention(
-    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_heads: int,
+    key_heads: int,
+    width: int,
+    relative: bool = False,
+    fixed: bool = False,
 ) -> Attend | None:
-    """The kernel for heads of this kind; `relative` if the model adds a score that depends on distances."""
+    """The kernel for heads of this kind; `relative` if the model adds a score that depends on distances. If `fixed`, a row has
+    the same bits in any batch, provided that its tiles are fixed, too (Tiling.of)."""
     heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width, "relative": relative}
     if not _is_used("attention", device, dtype, lambda: attention_problem(device, dtype, **heads)):
         return None
     from draftmill.decoders.kernels.attention import attend
 
-    return attend
+    # How many shares are worth it depends on how many tiles there are.
+    return partial(attend, shares=1) if fixed else attend
 
 
 def find_layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int) -> Any:
@@ -312,13 +357,32 @@ def find_layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key
     return layers
 
 
-def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
-    """The product with the weights of experts."""
-    if not _is_used("experts", device, dtype, lambda: experts_problem(device, dtype)):
+def find_fixed_product(device: torch.device, dtype: torch.dtype) -> FixedProduct | None:
+    """The product of a linear layer of a model that must be exact."""
+    if not _is_used("fixed products", device, dtype, lambda: fixed_product_problem(device, dtype)):
         return None
-    from draftmill.decoders.kernels.experts import product
+    from draftmill.decoders.kernels.products import fixed_product
 
-    return product
+    return fixed_product
+
+
+def find_product(device: torch.device, dtype: torch.dtype, *, fixed: bool = False) -> Product | None:
+    """The product with the weights of experts; if `fixed`, a row has the same bits in any batch."""
+    if not _is_used("experts", device, dtype, lambda: experts_problem(device, dtype, fixed=fixed)):
+        return None
+    from draftmill.decoders.kernels import experts
+
+    return experts.fixed_product if fixed else experts.product
+
+
+def demanded(name: str, kernel: T | None) -> T:
+    """This kernel, for a model that must be exact; ValueError, with the reason, if it can't be used."""
+    if kernel is None:
+        raise ValueError(
+            f"model.exact: true needs the kernel for {name} on a GPU, and here it is {_VERDICTS.get(name)}; decode in bfloat16, "
+            "float16 or float32 on an NVIDIA GPU with Triton, or in float32 on a CPU (model.device: cpu); or leave it out"
+        )
+    return kernel
 
 
 def find_sampling(device: torch.device, dtype: torch.dtype) -> Sample | None:

@@ -55,12 +55,23 @@ class Tiling:
     few: tuple[int, ...] = _FEW_LINES
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, *, group: int, width: int, relative: bool = False) -> Tiling:
+    def of(
+        cls,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        group: int,
+        width: int,
+        relative: bool = False,
+        fixed: bool = False,
+    ) -> Tiling:
         """For heads of this width: the largest tile that a device's shared memory holds beside keys and values. `relative`: the
-        model adds a score that depends on distances."""
+        model adds a score that depends on distances. `fixed`: all tiles have one size, by which a row's bits are the same in any
+        batch."""
         most = _MOST_RELATIVE_LINES if relative else _MOST_LINES
         most = _MOST_WIDE_LINES if dtype == torch.float32 else most
-        return cls(group, max(16, min(most, tile_bytes(device) // line_bytes(width, dtype))))
+        most = max(16, min(most, tile_bytes(device) // line_bytes(width, dtype)))
+        return cls(group, min(most, _FEW_LINES[-1]), ()) if fixed else cls(group, most)
 
     @property
     def sizes(self) -> tuple[int, ...]:

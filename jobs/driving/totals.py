@@ -121,7 +121,10 @@ def exactness(exact: bool | None) -> str:
         return "unknown"
     if exact:
         return "true: results are bit-identical in any batch"
-    return "false: on GPUs and in half or double precision the batch changes last bits, which can decide near ties"
+    return (
+        "false: on GPUs without model.exact, and on CPUs in half or double precision, the batch changes last bits, which can "
+        "decide near ties"
+    )
 
 
 def ratio(above: float, below: float) -> float:

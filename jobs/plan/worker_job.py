@@ -63,6 +63,7 @@ def place_of(spec: JobSpec) -> ModelPlace:
         device="cpu" if model.device == "auto" and without_gpus else model.device,
         trust_remote_code=model.trust_remote_code,
         adapter=None if model.adapter is None else where(model.adapter),
+        exact=model.exact,
     )
 
 

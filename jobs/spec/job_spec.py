@@ -125,6 +125,7 @@ class ModelSettings(Settings):
     dtype: Dtype = Field(default="auto", description="auto: float32 on CPU, bfloat16 on GPU")
     device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto prefers GPU; cpu; cuda:N")
     trust_remote_code: bool = Field(default=False, description="for tokenizers' loaders; models never run remote code")
+    exact: bool = Field(default=False, description="true: a text has the same bits in any batch, or the job is refused")
 
 
 class BatchingSettings(Settings):
@@ -319,6 +320,26 @@ class JobSpec(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _exact_can_be(self) -> JobSpec:
+        model, is_half = self.model, self.model.dtype in {"bfloat16", "float16"}
+        if not model.exact:
+            return self
+        if model.device == "cpu":
+            if is_half:
+                raise ValueError(
+                    f"model.exact: true, but model.dtype is {model.dtype}; allowed on a CPU: auto, float32"
+                )
+        elif model.dtype == "float64" and model.device != "auto":
+            raise ValueError(
+                "model.exact: true, but model.dtype is float64; allowed on a GPU: auto, bfloat16, float16, float32"
+            )
+        elif any(shape.gpus_per_model > 1 and shape.gpus != 0 for shape in self.shapes):
+            raise ValueError(
+                "model.exact: true, but workers.gpus_per_model is above 1: the sums of several GPUs are not fixed; allowed: 1"
+            )
+        return self
+
     def results_key(self) -> dict[str, Any]:
         """The part of the spec that changes results, as JSON data; only this part enters the fingerprint.
 
@@ -352,6 +373,7 @@ class JobSpec(Settings):
             "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")}
             | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
             "model": {"dtype": self.model.dtype}
+            | ({"exact": True} if self.model.exact else {})
             | ({"gpus_per_model": split} if (split := self.shapes[0].gpus_per_model) > 1 else {}),
         }
 

@@ -91,14 +91,22 @@ class Found:
         return [step for step in self.steps if step.steady]
 
 
-def run(name: str, *, requests: int = 5, own: bool = False, prompt_rows: int | None = None, **sampling: Any) -> Found:
+def run(
+    name: str,
+    *,
+    requests: int = 5,
+    own: bool = False,
+    prompt_rows: int | None = None,
+    exact: bool = False,
+    **sampling: Any,
+) -> Found:
     """Decode a few samples on the pretended device, four at a time; `own`: some have sampling settings of their own.
 
-    `prompt_rows` as in Setup.
+    `prompt_rows` as in Setup, `exact` as in `load_backbone`.
     """
     found = Found()
     with pretending() as counts:
-        decoder = made(name, sampling, "cuda", prompt_rows)
+        decoder = made(name, sampling, "cuda", prompt_rows, exact=exact)
         _decode(decoder, toy_canvases(requests, name, own=own), counts, found)
         found.places = str(counts)
     return found
@@ -118,15 +126,21 @@ def folder_of(name: str) -> Path:
 
 
 def made(
-    name: str, sampling: dict[str, Any], device: str, prompt_rows: int | None = None, *, dtype: str = "float32"
+    name: str,
+    sampling: dict[str, Any],
+    device: str,
+    prompt_rows: int | None = None,
+    *,
+    dtype: str = "float32",
+    exact: bool = False,
 ) -> Any:
     """The decoder or scorer of a case."""
     model, given = CASES[name]
     settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
     folder = folder_of(name)
-    backbone = load_backbone(folder, dtype=dtype, device=device)
+    backbone = load_backbone(folder, dtype=dtype, device=device, exact=exact)
     drafter = getattr(getattr(settings, "drafter", None), "path", None)
-    drafting = load_backbone(BUILTIN / drafter, dtype=dtype, device=device) if drafter else None
+    drafting = load_backbone(BUILTIN / drafter, dtype=dtype, device=device, exact=exact) if drafter else None
     setup = Setup(
         backbone=backbone,
         info=inspect_model(folder),

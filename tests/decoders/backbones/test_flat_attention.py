@@ -70,7 +70,9 @@ def test_models_of_masks_and_mixtures_take_the_kernels_of_their_device(golden, m
     monkeypatch.setattr(
         "draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: find.reference_attend
     )
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_: find.reference_product)
+    monkeypatch.setattr(
+        "draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: find.reference_product
+    )
     backbone, found = hidden()
     mixtures = [part for part in backbone.model.modules() if isinstance(part, Mixture)]
     assert bool(mixtures) == (family == "llada2") and all(part._gathered for part in mixtures)

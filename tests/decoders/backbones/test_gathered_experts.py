@@ -89,7 +89,9 @@ def test_a_model_is_loaded_without_holding_its_experts_twice(monkeypatch):
     total = sum(weight.nbytes for weight in weights.values())
     experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
     assert experts > 0.8 * total
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_: find.reference_product)
+    monkeypatch.setattr(
+        "draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: find.reference_product
+    )
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
     with Peak() as peak:
         backbone = LLaDA2Backbone(shape, weights, dtype=torch.float32, device="cpu")

@@ -152,7 +152,7 @@ def main():
     from tests.decoders.kernels.test_compiled import CASES
 
     wanted = [(name, capability) for name in CASES for capability in SHARED_KIB]
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
         made = dict(zip(wanted, pool.map(_make_named, *zip(*wanted, strict=True)), strict=True))
     wide = max(map(len, CASES)) + 2
     print("registers, bytes of spill stores + loads of a thread, shared memory in KiB (in brackets: what there is)")

@@ -1,6 +1,6 @@
 """Short decodes of builtin models by given kernels, or by torch's operations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,10 @@ from pydantic import TypeAdapter
 
 import draftmill.decoders.builtin
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.invariance import NO_RULES
 from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.packed import FixedLinear, fix_products
+from draftmill.decoders.backbones.rotary import KernelLayers
 from draftmill.decoders.base import Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
@@ -74,6 +77,7 @@ class Kernels:
 
     attend: Any = None
     sample: Any = None
+    product: Any = None
 
 
 TORCH = Kernels()
@@ -84,10 +88,34 @@ def folder_of(model):
 
 
 @cache
-def loaded(model, attend):
-    backbone: Any = load_backbone(folder_of(model), dtype="float32", device="cpu")
+def loaded(model, attend, product=None):
+    return made_exact(folder_of(model), attend, product) if product else made_usual(folder_of(model), attend)
+
+
+def made_usual(folder, attend):
+    backbone: Any = load_backbone(folder, dtype="float32", device="cpu")
     # Only now: the interpreter would take long for the tests that a model passes when it is loaded.
     backbone._attend = attend
+    return backbone
+
+
+def made_exact(folder, attend, product, layers=None):
+    """A model as it is on a GPU if it must be exact, but for the device; a rotary one with the kernels between its products."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
+        patch.setattr("draftmill.decoders.backbones.transformer.TransformerBackbone.may_be_lean", False)
+        patch.setattr("draftmill.decoders.backbones.packed.find_fixed_product", lambda *_: product)
+        backbone = made_usual(folder, attend)
+        backbone.rules, backbone.min_rows = replace(NO_RULES, exact=True), 1
+        backbone.tiling = replace(backbone.tiling, most=min(64, backbone.tiling.most), few=())
+        if hasattr(backbone, "base"):
+            fix_products(backbone.base)
+            backbone.head = FixedLinear(backbone.head.weight, backbone.head.bias)
+            if layers is not None:
+                backbone.lean = KernelLayers(backbone.base, layers)
+                backbone.lean.join()
+        else:
+            backbone._product = product
     return backbone
 
 
@@ -107,7 +135,10 @@ def requests_for(model, count, *, length=18, new=7, own=False):
 def setup_for(name, kernels, sampling):
     model, given = (CASES | MASKED | BLOCKS)[name]
     settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
-    backbone, drafter = loaded(model, kernels.attend), getattr(getattr(settings, "drafter", None), "path", None)
+    backbone, drafter = (
+        loaded(model, kernels.attend, kernels.product),
+        getattr(getattr(settings, "drafter", None), "path", None),
+    )
     setup = Setup(
         backbone=backbone,
         info=inspect_model(folder_of(model)),
@@ -116,7 +147,7 @@ def setup_for(name, kernels, sampling):
         max_tokens=1 << 12,
         stops=Stops() if model in ("ar-tiny", "block-tiny") else None,
         heads=find_heads(settings, BUILTIN / model, backbone) if hasattr(settings, "fused") else None,
-        drafter=loaded(drafter, kernels.attend) if drafter else None,
+        drafter=loaded(drafter, kernels.attend, kernels.product) if drafter else None,
         drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
     )
     return setup, settings

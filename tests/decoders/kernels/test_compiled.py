@@ -89,6 +89,11 @@ def multiply(dtype):
     return lambda module: module.triton_product(rows, weights, torch.zeros(64, dtype=torch.int32))
 
 
+def linear(dtype, rows=64, *, width_in=4096, heads=()):
+    weight, bias = torch.zeros(*heads, 512, width_in, dtype=dtype), None if heads else torch.zeros(512, dtype=dtype)
+    return lambda module: module.fixed_product(torch.zeros(rows, *heads, width_in, dtype=dtype), weight, bias)
+
+
 ATTENTION, SAMPLING = ["attend_tiles", "add_shares"], ["sample_rows", "read_parts"]
 CASES = {
     "attention, an 8B Llama": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=4)),
@@ -114,13 +119,16 @@ CASES = {
     "attention, XLNet": ("attention", ATTENTION, "attend_tiles", attend(HALF, 12, 12, 64, rows_at_once=16, relative=True)),
     "attention, float32 in shares": ("attention", ATTENTION, "attend_tiles", attend(torch.float32, 9, 3, 20, shares=4)),
     "attention, the sum of shares": ("attention", ATTENTION, "add_shares", attend(HALF, 32, 8, 128, shares=4)),
+    "fixed product": ("products", ["multiply_rows"], "multiply_rows", linear(HALF)),
+    "fixed product, float32": ("products", ["multiply_rows"], "multiply_rows", linear(torch.float32)),
+    "fixed product, heads": ("products", ["multiply_rows"], "multiply_rows", linear(HALF, width_in=64, heads=(12,))),
     "tokens, no warp": ("sampling", SAMPLING, "sample_rows", sample(dtype=HALF)),
     "tokens, a part of a row": ("sampling", SAMPLING, "read_parts", sample(dtype=HALF)),
     "tokens, top-p": ("sampling", SAMPLING, "sample_rows", sample(top_p=0.9)),
     "notes, one": ("sampling", SAMPLING, "sample_rows", sample(wanted=("top1",))),
 }  # fmt: skip
 TENSOR_CORES = [
-    name for name in CASES if name == "experts" or (name.startswith("attention, ") and "float32" not in name)
+    name for name in CASES if name.startswith(("attention", "experts", "fixed product")) and "float32" not in name
 ]
 EVERYWHERE = list(CASES)[:4]
 
@@ -140,6 +148,14 @@ def test_a_kernel_compiles_ahead_of_time(launches, capability, name):
 
 
 PROMPTS = [(HALF, 128), (HALF, 256), (torch.float32, 128)]
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_one_compiled_kernel_serves_all_numbers_of_rows(launches, dtype):
+    """What Triton compiles for is the same for one row and for 2,048: so is the order of every sum."""
+    case = ("products", ["multiply_rows"], "multiply_rows")
+    found = {str(variant(*launches(*case, linear(dtype, rows)))) for rows in (1, 7, 16, 17, 64, 300, 2048)}
+    assert len(found) == 1 and ("bf16" in str(found)) == (dtype == HALF)
 
 
 @pytest.mark.slow

@@ -41,6 +41,8 @@ def test_tiles_have_few_sizes_that_fit_the_heads():
     cpu = torch.device("cpu")
     assert Tiling.of(cpu, torch.float32, group=4, width=128).sizes == (16, 32)
     assert Tiling.of(cpu, torch.bfloat16, group=4, width=256).sizes == (16, 64)
+    assert Tiling.of(cpu, torch.bfloat16, group=4, width=128, fixed=True).sizes == (64,)
+    assert Tiling.of(cpu, torch.float32, group=1, width=64, relative=True, fixed=True).sizes == (32,)
     assert Tiling.of(cpu, torch.bfloat16, group=1, width=64, relative=True).sizes == (16, 64)
 
 
@@ -93,6 +95,17 @@ def test_the_reference_multiplies_each_row_with_its_experts_weights():
     torch.testing.assert_close(found, expected)
 
 
+def test_the_reference_of_a_fixed_product_gives_a_row_the_same_bits_in_any_batch():
+    rows, weight, bias = torch.randn(40, 130), torch.randn(24, 130), torch.randn(24)
+    found = find.reference_fixed_product(rows, weight, bias)
+    torch.testing.assert_close(found, functional.linear(rows, weight, bias))
+    for some in (slice(3, 4), slice(10, 27)):
+        assert torch.equal(find.reference_fixed_product(rows[some], weight, bias), found[some])
+    heads = torch.randn(2, 24, 65)
+    found = find.reference_fixed_product(rows.view(40, 2, 65), heads)
+    torch.testing.assert_close(found, torch.einsum("nhk,hmk->nhm", rows.view(40, 2, 65), heads))
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A machine with an H100, Triton and a compiler."""
@@ -125,6 +138,18 @@ def test_kernels_that_are_not_used_have_a_reason(monkeypatch, gpu):
     with monkeypatch.context() as patch:
         patch.setattr("torch.version.cuda", None)
         assert why_no_kernels(gpu) == "they are for NVIDIA GPUs"
+
+
+def test_a_kernel_that_is_demanded_is_there_or_refused_with_the_reason(monkeypatch, gpu):
+    monkeypatch.setenv(VARIABLE, "0")
+    refusal = (
+        "model.exact: true needs the kernel for fixed products on a GPU, and here it is off: DRAFTMILL_KERNELS is 0;"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        find.demanded("fixed products", find.find_fixed_product(gpu, torch.bfloat16))
+    with pytest.raises(ValueError, match="off: float64 is computed by torch; decode in bfloat16, float16 or float32"):
+        find.demanded("fixed products", find.find_fixed_product(gpu, torch.float64))
+    assert find.demanded("experts", find.reference_product) is find.reference_product
 
 
 def test_what_was_found_of_each_kernel_can_be_asked(monkeypatch, gpu):

@@ -13,7 +13,7 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.plan.fingerprint import Hashes, digest, results_key
 from draftmill.jobs.plan.prepare import check_chat, check_task
-from draftmill.jobs.plan.worker_job import decoder_of
+from draftmill.jobs.plan.worker_job import decoder_of, place_of
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.jobs.spec.spec_file import apply_override
 from draftmill.storage.errors import UserError
@@ -237,6 +237,27 @@ def test_a_prompt_that_does_not_fit_the_task_is_refused(
     with pytest.raises(UserError) as caught:
         spec_of(base, *overrides)
     assert message in str(caught.value)
+
+
+def test_exact_models_are_in_the_fingerprint_only_where_they_are_demanded() -> None:
+    plain, exact = (spec_of(COMPLETE, *more).results_key() for more in ((), ("model.exact=true",)))
+    assert plain["model"] == {"dtype": "auto"} and exact["model"] == {"dtype": "auto", "exact": True}
+    assert place_of(spec_of(COMPLETE, "model.exact=true")).exact and not place_of(spec_of(COMPLETE)).exact
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.device=cpu", "model.dtype=bfloat16"], "model.dtype is bfloat16; allowed on a CPU: auto, float32"),
+        (["model.device=cuda", "model.dtype=float64"], "model.dtype is float64; allowed on a GPU: auto, bfloat16"),
+        (["workers.gpus_per_model=2"], "workers.gpus_per_model is above 1: the sums of several GPUs are not fixed"),
+    ],
+    ids=str,
+)
+def test_models_that_cannot_be_exact_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=f"model.exact: true, but {message}"):
+        spec_of(COMPLETE, "model.exact=true", *overrides)
+    spec_of(COMPLETE, *overrides)
 
 
 def test_prompt_and_chat_are_in_the_fingerprint_only_where_they_are_set() -> None:

@@ -97,7 +97,7 @@ def test_rows_of_few_and_of_many_tiles_and_dead_ones():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rows_numbers_depend_on_no_other_row_of_its_tile(dot_by_rows, dtype):
+def test_a_rows_numbers_depend_on_no_other_row_of_its_tile(dtype):
     """The tile's other rows see other columns, before and behind: the row has the same bits as alone."""
     slots = [1] * 4
     query, layer, seen = case(

@@ -1,13 +1,17 @@
 """Whole decodes with the kernels in the interpreter: the texts, counters and log-probabilities of torch's operations."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from draftmill.decoders.kernels import attention, sampling
+from draftmill.decoders.kernels import attention, layers, sampling
+from draftmill.decoders.kernels.products import fixed_product
 from tests.decoders.backbones.causal_models import in_a_row, load, play, random_tokens, save_random, theirs
-from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded
+from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded, made_exact
 
 ALL = Kernels(attention.attend, sampling.sample)
+FIXED = Kernels(partial(attention.attend, shares=1), product=fixed_product)
 
 
 @pytest.mark.parametrize(
@@ -31,3 +35,29 @@ def test_hidden_states_are_those_of_transformers(tmp_path):
     backbone.allocate(3, 20)
     for slot, hidden in play(backbone, {slot: in_a_row(text) for slot, text in texts.items()}).items():
         torch.testing.assert_close(hidden, theirs(model, texts[slot])[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "between"), [("qwen3", layers), ("qwen2-sliding", None), ("gpt2", None)])
+def test_exact_models_have_the_same_bits_in_any_batch(tmp_path, family, between):
+    save_random(tmp_path, family)
+    backbone = made_exact(tmp_path, FIXED.attend, FIXED.product, between)
+    backbone.allocate(5, 32)
+    texts = {slot: random_tokens(length, seed=slot) for slot, length in enumerate((3, 9, 1, 20, 6))}
+
+    def states(slots):
+        """Of a forward of these slots: hidden states and logits of each."""
+        backbone.forget()
+        backbone.allocate(5, 32)
+        found = play(backbone, {slot: in_a_row(texts[slot]) for slot in slots})
+        return {slot: (hidden, backbone.logits(hidden)) for slot, hidden in found.items()}
+
+    together = states(range(5))
+    for slots in ((0,), (1,), (2,), (3,), (4,), (1, 3), (0, 2, 4)):
+        for slot, (hidden, logits) in states(slots).items():
+            assert torch.equal(hidden, together[slot][0]) and torch.equal(logits, together[slot][1])
+
+
+@pytest.mark.parametrize("name", ["look-up", "assd"])
+def test_exact_texts_have_the_same_bits_in_any_batch(name):
+    few, many = (decoded(name, FIXED, count=count, warp="all", own=True, length=8, new=2) for count in (1, 2))
+    assert few[0].tokens.tolist() == many[0].tokens.tolist() and few[0].logprob == many[0].logprob

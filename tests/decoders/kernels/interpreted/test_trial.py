@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from draftmill.decoders.kernels import attention, experts, find, sampling
+from draftmill.decoders.kernels import attention, experts, find, products, sampling
 from draftmill.decoders.kernels.seen import Tiling
 
 CPU = torch.device("cpu")
@@ -15,7 +15,12 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """The trials remember what they found."""
-    for tried in (find.attention_problem, find.experts_problem, find.sampling_problem):
+    for tried in (
+        find.attention_problem,
+        find.experts_problem,
+        find.fixed_product_problem,
+        find.sampling_problem,
+    ):
         tried.cache_clear()
 
 
@@ -23,7 +28,8 @@ def forget():
 def test_the_kernels_work_in_the_interpreter(dtype):
     heads = {"num_heads": 3, "key_heads": 1, "width": 20}
     assert find.attention_problem(CPU, dtype, **heads, relative=dtype == torch.float32) is None
-    assert find.experts_problem(CPU, dtype) is None
+    assert find.experts_problem(CPU, dtype) is None and find.experts_problem(CPU, dtype, fixed=True) is None
+    assert find.fixed_product_problem(CPU, dtype) is None
 
 
 def test_sampling_works_in_the_interpreter():
@@ -36,6 +42,17 @@ def test_a_wrong_kernel_is_found(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert str(find.experts_problem(CPU, torch.float32)).startswith("is wrong here by up to")
     assert "the kernel for experts is wrong here by up to" in caplog.text
+
+
+def test_a_product_whose_bits_depend_on_the_number_of_rows_is_found(monkeypatch, caplog):
+    plain = products.fixed_product
+
+    def rounded(rows, *more):
+        return plain(rows, *more) * (1 + len(rows) * 2**-22)
+
+    monkeypatch.setattr(products, "fixed_product", rounded)
+    with caplog.at_level(logging.WARNING):
+        assert find.fixed_product_problem(CPU, torch.float32) == "is wrong here by up to 1"
 
 
 def test_wrong_tokens_are_found(monkeypatch):

@@ -1,0 +1,186 @@
+"""A model that must be exact on a GPU has no product of torch's there; references stand in for the kernels on a pretended one."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftmill.actors.job import ModelPlace
+from draftmill.actors.loop.loading import load_networks
+from draftmill.decoders.any_subset.settings import AssdSettings
+from draftmill.decoders.backbones.families.shares import Share
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.packed import FixedLinear
+from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
+from draftmill.decoders.kernels import find, sampling_reference
+from draftmill.decoders.registry import find_heads
+from draftmill.storage.stores.interface import S3Options
+from tests.decoders.backbones.causal_models import save_random
+from tests.device.pretend import pretending
+from tests.device.steps import BUILTIN, run, run_on_cpu
+from tests.device.test_fullgraph import FAMILIES, stream_step, token_step
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "_grouped_mm", "convolution"}
+MEANS = {"mean", "var", "var_mean", "norm"}
+
+
+class Operations(TorchDispatchMode):
+    """Notes operations whose sums a GPU would order by the number of rows, outside of what stands for a kernel.
+
+    Rotary angles are products over a single number, which has one order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Start anew."""
+        self.found, self.num_fixed = list[str](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not self.inside and name in PRODUCTS | MEANS:
+            left = args[1 if "add" in name else 0]
+            if name in MEANS or left.shape[-1] > 1:
+                self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def kernel(self, reference: Any) -> Any:
+        """What stands for a kernel."""
+
+        def launched(*args: Any, **more: Any) -> Any:
+            self.inside, self.num_fixed = True, self.num_fixed + 1
+            try:
+                return reference(*args, **more)
+            finally:
+                self.inside = False
+
+        return launched
+
+
+@pytest.fixture
+def operations(monkeypatch):
+    with Operations() as found:
+        fixed, attend = found.kernel(find.reference_fixed_product), found.kernel(find.reference_attend)
+        experts, sample = found.kernel(find.reference_product), found.kernel(sampling_reference.sample)
+        for module in ("packed", "xlnet"):
+            monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_fixed_product", lambda *_: fixed)
+        for module in ("transformer", "xlnet"):
+            monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
+        monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: experts)
+        layers = SimpleNamespace(**{name: found.kernel(one) for name, one in vars(find.REFERENCE_LAYERS).items()})
+        monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
+        monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
+        # One kernel on a GPU; on a CPU torch computes it by a mean.
+        monkeypatch.setattr(torch.nn.functional, "rms_norm", found.kernel(torch.nn.functional.rms_norm))
+        yield found
+
+
+def on_device(rows: Any) -> Any:
+    """The same rows on the pretended device."""
+    tensors = {name: getattr(rows, name) for name in rows.__dataclass_fields__}
+    return replace(rows, **{name: one.to("cuda") for name, one in tensors.items() if isinstance(one, torch.Tensor)})
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3", "gpt2"])
+def test_every_product_and_norm_of_a_network_is_fixed(operations, tmp_path, name):
+    folder = FAMILIES.get(name, tmp_path)
+    if folder == tmp_path:
+        save_random(tmp_path, name)
+    with pretending():
+        backbone: Any = load_backbone(folder, dtype="float32", device="cuda", exact=True)
+        assert backbone.exact and backbone.captures and backbone.reads_rows
+        backbone.allocate(3, 32)
+        make: Any = token_step
+        if hasattr(backbone, "set_order"):
+            make = stream_step
+            for slot in range(3):
+                backbone.set_order(slot, torch.randperm(12).to("cuda"))
+        operations.clear()
+        logits = backbone.logits(backbone.forward(on_device(make([5, 3, 4], [0, 0, 0]))))
+        assert logits.shape[1] == backbone.vocab_size
+    assert operations.num_fixed > 4 and not operations.found
+
+
+def test_products_and_norms_of_torch_are_found(operations):
+    """The test above can fail."""
+    with pretending():
+        backbone: Any = load_backbone(FAMILIES["blocks of experts (LLaDA2)"], dtype="float32", device="cuda")
+        backbone.allocate(3, 32)
+        operations.clear()
+        backbone.logits(backbone.forward(on_device(token_step([5, 3, 4], [0, 0, 0]))))
+    assert not backbone.exact and {"mean", "mm"} <= set(operations.found)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
+    "name", ["autoregressive", "any_subset", "speculative, model", "ancestral, analytic", "block_diffusion", "assd"]
+)
+def test_decoders_of_exact_models_give_the_texts_of_a_cpu(operations, monkeypatch, name):
+    found = run(name, exact=True)
+    monkeypatch.undo()
+    expected = run_on_cpu(name)
+    assert {index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()} == {
+        index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()
+    }
+
+
+def test_draft_heads_of_exact_models_are_fixed(operations):
+    with pretending():
+        backbone: Any = load_backbone(BUILTIN / "asarm-tiny", dtype="float32", device="cuda", exact=True)
+        heads = find_heads(AssdSettings(kind="assd", k=5), BUILTIN / "asarm-tiny", backbone)
+    assert heads is not None
+    assert {type(part) for part in heads.modules() if hasattr(part, "in_features")} == {FixedLinear}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({"acceptance": "rejection"}, "judged by the rejection rule"),
+        ({"min_p": 0.1}, "constraints, penalties or min_p"),
+    ],
+    ids=str,
+)
+def test_draws_that_no_kernel_makes_are_refused(operations, sampling, reason):
+    with pytest.raises(ValueError, match=f"model.exact: true, but .*{reason}"):
+        run("speculative", exact=True, **sampling)
+
+
+def test_networks_of_an_exact_place_are_exact(operations):
+    place = ModelPlace("builtin:ar-tiny", None, "auto", None, "auto", "float32", "cuda", False, exact=True)
+    drafts = SpeculativeSettings(
+        kind="speculative", drafter=ModelDrafterSettings(kind="model", path="builtin:ar-micro")
+    )
+    with pretending():
+        exact = load_networks(BUILTIN / "ar-tiny", place, drafts, S3Options())
+        usual = load_networks(BUILTIN / "ar-tiny", replace(place, exact=False), drafts, S3Options())
+    assert exact.exact and exact.drafter is not None and exact.drafter.exact and not usual.exact
+
+
+def test_a_gpu_without_kernels_is_refused_and_says_why():
+    with (
+        pretending(),
+        pytest.raises(ValueError, match=r"model.exact: true needs the kernel for fixed products .* off: "),
+    ):
+        load_backbone(BUILTIN / "ar-tiny", dtype="float32", device="cuda", exact=True)
+    with pretending(), pytest.raises(ValueError, match="off: float64 is computed by torch"):
+        load_backbone(BUILTIN / "asarm-tiny", dtype="float64", device="cuda", exact=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_cpu_whose_products_depend_on_the_batch_is_refused(dtype):
+    with pytest.raises(ValueError, match=f"model.exact: true, but in {dtype} on this CPU the batch changes last bits"):
+        load_backbone(BUILTIN / "ar-tiny", dtype=dtype, device="cpu", exact=True)
+
+
+def test_a_model_split_over_gpus_is_refused():
+    with (
+        pretending(),
+        pytest.raises(ValueError, match=r"model.exact: true, but workers.gpus_per_model is 2; allowed on GPUs: 1"),
+    ):
+        load_backbone(BUILTIN / "ar-tiny", dtype="float32", device="cuda", exact=True, share=Share(0, 2))
