@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
@@ -128,7 +127,7 @@ def _steps(case: Decoding, bench: Bench) -> Iterator[Row]:
 
 def _profile(name: str, bench: Bench, steps: Iterator[object]) -> Iterator[Row]:
     """What the device does in three steps."""
-    kind = DeviceType.CPU if bench.rehearse else DeviceType.CUDA
+    kind = "CPU" if bench.rehearse else "CUDA"
     bench.wait()
     with profile(activities=[ProfilerActivity.CPU, *([] if bench.rehearse else [ProfilerActivity.CUDA])]) as found:
         began_s = time.perf_counter()
@@ -138,7 +137,7 @@ def _profile(name: str, bench: Bench, steps: Iterator[object]) -> Iterator[Row]:
     total_us, times, gaps_us, end, num_waits = Counter[str](), Counter[str](), [0.0], None, 0
     for event in sorted(found.events(), key=lambda event: event.time_range.start):
         num_waits += event.name in ("cudaStreamSynchronize", "cudaMemcpy")
-        if event.device_type == kind:
+        if event.device_type.name == kind:
             span = event.time_range
             total_us[event.name] += span.end - span.start
             times[event.name] += 1
@@ -229,7 +228,9 @@ def _kernels(bench: Bench) -> Iterator[Row]:
     llama, xlnet = (32, 8, 128), (12, 12, 64)
     for heads, (slots, lines, columns) in ((llama, (64, 1, 768)), (llama, (2, 256, 768)), (xlnet, (64, 5, 512))):
         slots, lines, columns = (bench.size(slots, 2), bench.size(lines, 3), bench.size(columns, 40))  # noqa: PLW2901
-        distances = {"relative_NHP": bench.normal(slots * lines, heads[0], 2 * columns)} if heads == xlnet else {}
+        distances: dict[str, Any] = (
+            {"relative_NHP": bench.normal(slots * lines, heads[0], 2 * columns)} if heads == xlnet else {}
+        )
         ours, asked = _attention_over(bench, heads, (slots, lines, columns), **distances)
         reference = partial(find.reference_attend, *asked, scaling=heads[2] ** -0.5, **distances)
         case = f"{heads[0]} heads of {heads[2]}, {slots} slots of {lines} rows, {columns} columns"

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import device, device_right
 from benchmarks.device_models import AR, LLAMA_8B, Bench, Case, decoder_of, first_difference, requests_of, stream
+from tests.decoders.replaying import use_graphs
 from tests.device.steps import CASES, run_on_cpu
 
 TEXTS = next(iter(device_right.COLUMNS))
@@ -128,6 +129,13 @@ def test_a_stream_admits_what_fits_beside_the_longest():
     queue = deque(requests_of(model, [(4, 2), (18, 4), (4, 3)]))
     done = [outcome.index for _, ended in stream(decoder, queue) for outcome in ended]
     assert done == [0, 1, 2]
+
+
+def test_a_long_run_is_compared_where_steps_are_captured(monkeypatch):
+    use_graphs(monkeypatch)
+    found = [cells for _, cells in device_right._long("any_subset", "two engines", Bench(rehearse=True))]
+    assert [cells[1:3] for cells in found] == [["two engines", "equal"], ["the second engine", "equal"]]
+    assert all(re.fullmatch(r"[1-9]\d* replayed, [1-9]\d* captured", cells[-1]) for cells in found)
 
 
 def test_every_decoder_is_compared_and_names_are_given_once():
