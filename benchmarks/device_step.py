@@ -33,7 +33,7 @@ from draftmill.decoders.kernels import find, sampling_reference
 from draftmill.decoders.kernels.seen import Seen
 
 COLUMNS: Final = {
-    "Steps": "case | slots | eager, ms | replayed, ms | roofline, ms | steps replayed | captures | ms each | MiB each",
+    "Steps": "case | slots x tokens | eager, ms | replayed, ms | roofline, ms | steps replayed | captures | ms each | MiB each",
     "Where a step goes": "case | ms | kernels | they take, ms | gaps, ms | largest gap, us | host waits for all",
     "The longest kernels of a step": "case | kernel | times | us | of all kernels",
     "Attention of one layer of Llama-8B": "case | ms | reached | SDPA, ms | SDPA reached",
@@ -64,10 +64,13 @@ DECODINGS: Final = [
     Decoding("XLNet-110M any_subset, 64", models.XLNET_110M, _ANY, 64, 512),
     Decoding("XLNet-110M any_subset, 256", models.XLNET_110M, _ANY, 256, 512),
     Decoding("Llama-8B autoregressive, 16", models.LLAMA_8B, models.AR, 16),
-    Decoding("Llama-8B autoregressive, 256", models.LLAMA_8B, models.AR, 256),
+    Decoding("Llama-8B autoregressive, 256", models.LLAMA_8B, models.AR, 256, 256),
     Decoding("Llama-8B n-gram k=4, 64", models.LLAMA_8B, _NGRAM, 64),
     Decoding("LLaDA-8B stepwise, dual cache, 16", models.LLADA_8B, models.STEPWISE, 16, 768),
 ]
+
+
+_LATER: Final = 8  # their prompts take three steps
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------
@@ -81,13 +84,18 @@ class _Lap(NamedTuple):
 
 
 def _laps(decoder: Any, requests: list[Any]) -> Iterator[_Lap]:
-    """A full batch, step by step. The first ones run the prompts, the last ones have fewer rows: they are not steady."""
-    graphs, before = decoder.target.graphs, (0, 0)
-    for number, (seconds, done) in enumerate(models.stream(decoder, deque(requests))):
+    """A full batch, step by step. Steps in which prompts run, samples end or a graph is captured are not steady."""
+    graphs, before, all_decode = decoder.target.graphs, (0, 0), False
+    for seconds, done in models.stream(decoder, deque(requests)):
         now = (graphs.num_replayed, graphs.num_captured) if graphs else (0, 0)
         captured = now[1] - before[1]
-        yield _Lap(1000 * seconds, now[0] - before[0], captured, number >= 4 and not done and not captured)
-        before = now
+        yield _Lap(1000 * seconds, now[0] - before[0], captured, all_decode and not done and not captured)
+        before, all_decode = now, _all_decode(decoder, len(requests))
+
+
+def _all_decode(decoder: Any, count: int) -> bool:
+    """Whether so many samples are inside and none waits for its prompt."""
+    return len(decoder.samples) == count and all(sample.iterations for sample in decoder.samples)
 
 
 def _median_ms(laps: list[_Lap]) -> float:
@@ -95,12 +103,12 @@ def _median_ms(laps: list[_Lap]) -> float:
 
 
 def _steps(case: Decoding, bench: Bench) -> Iterator[Row]:
-    model, rows, new = bench.model(case.config), bench.size(case.rows, 2), bench.size(64, 7)
-    requests = models.requests_of(model, [(bench.size(case.length - 64, 20), new)] * (rows + 4))
+    model, rows, new = bench.model(case.config), bench.size(case.rows, 2), bench.size(64, 16)
+    requests = models.requests_of(model, [(bench.size(case.length - 64, 20), new)] * (rows + _LATER))
     requests, later = requests[:rows], requests[rows:]
     length = len(requests[0].canvas)
     # More columns than a canvas has, for rows that fill up a captured forward; and slots for those that come later.
-    make = partial(models.decoder_of, model, case.settings, rows + 4, columns=length + 64)
+    make = partial(models.decoder_of, model, case.settings, rows + _LATER, columns=length + 64)
     eager_ms, decoder = _median_ms(list(_laps(make(captures=False), requests))), make()
     laps, free_bytes = [], []
     for lap in _laps(decoder, requests):
@@ -109,7 +117,7 @@ def _steps(case: Decoding, bench: Bench) -> Iterator[Row]:
     num_bytes = model.num_bytes + rows * (length - new // 2) * int(getattr(model.backbone, "cell_bytes", 0))
     times_ms = (eager_ms, _median_ms([lap for lap in laps if lap.replayed]), num_bytes / bench.bytes_per_ms)
     share = f"{sum(lap.replayed > 0 for lap in laps) / len(laps):.0%}" if decoder.target.graphs else decoder.graphs
-    cells = [case.name, str(rows), *(f"{ms:.2f}" for ms in times_ms), share]
+    cells = [case.name, f"{rows} x {length}", *(f"{ms:.2f}" for ms in times_ms), share]
     if count := sum(lap.captured for lap in laps):
         more_ms = sum(lap.ms - eager_ms for lap in laps if lap.captured)
         taken_mib = (free_bytes[1] - free_bytes[-1]) / 2**20
@@ -117,12 +125,14 @@ def _steps(case: Decoding, bench: Bench) -> Iterator[Row]:
     yield _STEPS, cells
     if case.is_profiled:
         queue, decoder = deque(requests), make()
-        steps = models.stream(decoder, queue)
-        for _ in itertools.islice(steps, bench.size(12, 2)):
+        for _ in models.stream(decoder, queue):
+            if _all_decode(decoder, rows):
+                break
+        for _ in itertools.islice(models.stream(decoder, queue), 4):  # two forwards of a shape come before its graph
             pass
-        yield from _profile(f"{case.name}: steady", bench, steps)
+        yield from _profile(f"{case.name}: steady", bench, models.stream(decoder, queue))
         queue.extend(later)
-        yield from _profile(f"{case.name}: with four new prompts", bench, steps)
+        yield from _profile(f"{case.name}: with {_LATER} new prompts", bench, models.stream(decoder, queue))
 
 
 def _profile(name: str, bench: Bench, steps: Iterator[object]) -> Iterator[Row]:
@@ -131,7 +141,7 @@ def _profile(name: str, bench: Bench, steps: Iterator[object]) -> Iterator[Row]:
     bench.wait()
     with profile(activities=[ProfilerActivity.CPU, *([] if bench.rehearse else [ProfilerActivity.CUDA])]) as found:
         began_s = time.perf_counter()
-        count = sum(1 for _ in itertools.islice(steps, bench.size(3, 1)))
+        count = max(1, sum(1 for _ in itertools.islice(steps, bench.size(3, 1))))
         whole_ms = 1000 * (time.perf_counter() - began_s)
         bench.wait()
     total_us, times, gaps_us, end, num_waits = Counter[str](), Counter[str](), [0.0], None, 0
