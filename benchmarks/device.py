@@ -124,6 +124,8 @@ def run_apart(cases: Sequence[Case], folder: Path, seconds: float, *, rehearse: 
     elif code or any(case.name not in ended.done for case in cases):
         errors = [line for line in ended.tail.splitlines() if _ERROR.match(line)]
         ended.why = errors[-1][:200] if errors else f"exit code {code}"
+    if ended.why and len(ended.done) == len(cases):  # all rows came, but the process did not end as it should
+        ended.done.discard(cases[-1].name)
     return ended
 
 

@@ -54,9 +54,8 @@ _STEPS: Final = 300
 _Found = dict[int, Outcome]
 
 
-def _made(name: str, device: torch.device | str, dtype: str = "float32", *, captures: bool = True) -> Any:
-    with graphs_on(captures):
-        return steps.made(name, {}, str(device), dtype=dtype)
+def _made(name: str, device: torch.device | str, dtype: str = "float32") -> Any:
+    return steps.made(name, {}, str(device), dtype=dtype)
 
 
 def _decode(decoder: Any, requests: Sequence[Request], *, most_steps: int | None = None) -> _Found:
@@ -75,19 +74,27 @@ def _texts(name: str, how: str, decoder: Any, found: _Found, expected: _Found) -
         for one in found.values()
         if one.logprob is not None and one.tokens.tolist() == expected[one.index].tokens.tolist()
     ]
-    graphs = decoder.target.graphs
-    forwards = f"{graphs.num_replayed} replayed, {graphs.num_captured} captured" if graphs else decoder.graphs
+    graphs, reasons = decoder.target.graphs, [] if decoder.graphs == "on" else [decoder.graphs]
+    counts = [f"{graphs.num_replayed} replayed, {graphs.num_captured} captured"] if graphs else []
     same = first_difference(found, {index: expected[index] for index in found})
-    return _TEXTS, [name, how, same, f"{max(gaps, default=0.0):.1g}", str(decoder.stats.steps), forwards]
+    return _TEXTS, [
+        name,
+        how,
+        same,
+        f"{max(gaps, default=0.0):.1g}",
+        str(decoder.stats.steps),
+        "; ".join([*counts, *reasons]),
+    ]
 
 
 def _usual(name: str, ways: Sequence[tuple[str, str, bool]], bench: Bench) -> Iterator[Row]:
     requests, expected = steps.toy_canvases(bench.size(12, 2), name), dict[str, _Found]()
     for how, dtype, captures in ways:
-        decoder = _made(name, bench.device, dtype, captures=captures)
-        found = _decode(decoder, requests)
-        expected[dtype] = expected.get(dtype) or _decode(_made(name, "cpu", dtype), requests)
-        yield _texts(name, how, decoder, found, expected[dtype])
+        with graphs_on(captures):
+            decoder = _made(name, bench.device, dtype)
+            found = _decode(decoder, requests)
+            expected[dtype] = expected.get(dtype) or _decode(_made(name, "cpu", dtype), requests)
+            yield _texts(name, how, decoder, found, expected[dtype])
 
 
 def _long(name: str, how: str, bench: Bench) -> Iterator[Row]:
@@ -120,7 +127,7 @@ def _failed_capture(bench: Bench) -> Iterator[Row]:
     """A step asks for a number in the middle of its capture, which CUDA forbids; then everything must go on."""
     name = "autoregressive"
     requests = steps.toy_canvases(bench.size(12, 2), name)
-    expected, decoder, later = _decode(_made(name, "cpu"), requests), _made(name, bench.device), None
+    expected, decoder = _decode(_made(name, "cpu"), requests), _made(name, bench.device)
     if graphs := decoder.target.graphs:
         run = graphs.run
         graphs.run = lambda key, batch, work: run(key, batch, lambda sent: _asking(work(sent)))

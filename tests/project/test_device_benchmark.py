@@ -53,6 +53,7 @@ def test_a_case_that_raises_or_hangs_is_run_again_and_reported_and_the_others_ru
         printing("hangs", "about to wait", then="sleep 1000", limit_s=0.5),
         printing("crashes", then="kill -SEGV $$"),
         printing("says nothing"),
+        printing("ends badly", rows("ends badly", "equal"), then="exit 9"),
         printing("good too", rows("good too", "differs at token 3")),
     ]
     text = report_of(cases, tmp_path)
@@ -64,6 +65,8 @@ def test_a_case_that_raises_or_hangs_is_run_again_and_reported_and_the_others_ru
         ("hangs", "failed: took more than 0.5 s; with CUDA_LAUNCH_BLOCKING=1: took more than 0.5 s"),
         ("crashes", "failed: died by SIGSEGV; with CUDA_LAUNCH_BLOCKING=1: died by SIGSEGV"),
         ("says nothing", "failed: exit code 0; with CUDA_LAUNCH_BLOCKING=1: exit code 0"),
+        ("ends badly", "equal"),
+        ("ends badly", "failed: exit code 9; with CUDA_LAUNCH_BLOCKING=1: exit code 9"),
         ("good too", "differs at token 3"),
     ]
     assert "### raises: ValueError: 7 is odd\n\n```text\nValueError: 7 is odd\nmore\n```" in failures
