@@ -258,8 +258,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name in flags.case or ():
         if name not in known:
             parser.error(f"--case: {name!r} is not known; allowed: {', '.join(known)}")
-    usual = (name for name, case in known.items() if case.rehearsed or not flags.rehearse)
-    flags.cases = [known[name] for name in flags.case or usual]
+    chosen = flags.case or [name for name, case in known.items() if case.rehearsed or not flags.rehearse]
+    # A report always says what it is about.
+    flags.cases = [known[name] for name in dict.fromkeys([*(["facts"] if flags.command else []), *chosen])]
     flags.output = flags.output or Path(f"runs/device-{flags.command}.md")
     return flags
 
