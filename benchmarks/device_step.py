@@ -30,7 +30,7 @@ from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.kernels import find, sampling_reference
-from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.seen import Seen, Tiling
 
 COLUMNS: Final = {
     "Steps": "case | slots x tokens | eager, ms | replayed, ms | roofline, ms | steps replayed | captures | ms each | MiB each",
@@ -202,14 +202,15 @@ def _attention_over(
     )
     slot_N = torch.arange(slots, device=bench.device).repeat_interleave(lines)
     high_IN = (columns - lines + 1 + torch.arange(lines, device=bench.device)).repeat(slots).unsqueeze(0)
-    seen = Seen.of(
+    group = num_heads // key_heads
+    tiling = Tiling.of(bench.device, bench.dtype, group=group, width=width, relative=bool(scores))
+    seen = Seen(
         slot_N,
         torch.zeros_like(high_IN),
         high_IN,
         position_N=high_IN[0] - 1,
         positions_SW=torch.arange(columns, device=bench.device).repeat(slots, 1),
-        rows_at_once=lines,
-        group=num_heads // key_heads,
+        tables=tiling.tables(torch.arange(lines, device=bench.device).repeat(slots)),
     )
     asked = bench.normal(slots * lines, num_heads, width), bench.normal(2, slots, key_heads, columns, width), seen
     return attend and partial(attend, *asked, scaling=width**-0.5, **scores), asked

@@ -117,8 +117,8 @@ def join_products(products: Sequence[Any]) -> Rowwise:
     """One product in place of several, side by side; all have a bias, or none."""
     is_packed = isinstance(products[0], PackedLinear)
     weight_MK = torch.cat([product.weight_MK() if is_packed else product.weight for product in products])
-    biases = [_bias(product) for product in products]
-    bias_M = None if biases[0] is None else torch.cat(biases)
+    biases = [bias for product in products if (bias := _bias(product)) is not None]
+    bias_M = torch.cat(biases) if biases else None
     kind = type(products[0])
     if kind in {PackedLinear, FixedLinear}:
         return kind(weight_MK, bias_M).forward

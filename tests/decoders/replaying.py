@@ -155,8 +155,8 @@ def use_references(monkeypatch: Any) -> None:
 def use_graphs(monkeypatch: Any, *, watches: bool = False) -> Replaying:
     """Capture and replay on this CPU, or on a pretended GPU."""
     use_references(monkeypatch)
-    # As on a device, where nothing looks at data to decide what to do.
-    monkeypatch.setattr("draftmill.decoders.draws.sampling._looks", lambda law_RV: not watches)
+    if watches:  # as on a device, where nothing looks at data to decide what to do
+        monkeypatch.setattr("draftmill.decoders.draws.sampling._looks", lambda law_RV: False)
     recorder = Replaying(watches=watches)
     monkeypatch.setattr("draftmill.decoders.engine.cuda_graphs.find_recorder", lambda device: recorder)
     return recorder

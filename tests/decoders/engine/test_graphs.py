@@ -125,7 +125,8 @@ def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where
     assert len(replayed(engine)) == CAPTURED[name] and (min(replayed(engine)) > 0 or name == "parallel"), (
         "shapes come again"
     )
-    assert bool(recorder.num_dropped) == (engine.algorithm.kind == "any_subset") and 0 < recorder.num_captured <= 60
+    assert bool(recorder.num_dropped) == (engine.algorithm.kind == "any_subset" and name != "parallel")
+    assert 0 < recorder.num_captured <= 60 or name == "parallel"
 
 
 # What an index of suffixes proposes depends on the other samples of its engine.
