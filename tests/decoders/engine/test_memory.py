@@ -451,6 +451,8 @@ def test_a_pool_shows_its_content_in_another_shape_without_moving(slots: int, co
         for layer in range(2):
             assert (cache.layers_2SKWd[layer][:, slot, :, column] == 1000 * layer + 100 * slot + column).all()
     assert torch.equal(cache.cells(torch.tensor([1]), torch.tensor([3]))[1], torch.tensor([columns + 3]))
+    cache.reserve(1000)
+    assert cache.pools_2CKd[0].shape[1] == max(100, slots * columns), "a pool that holds something stays"
     cache.resize(0, 0)
     assert not cache.pools_2CKd[0].numel() and cache.positions_SW.shape == (0, 0)
 
