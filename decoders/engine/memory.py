@@ -126,7 +126,9 @@ class Capacity:
                 f"a canvas of {longest} tokens does not fit into memory: its batch of {needed} would take {asked:,} bytes, "
                 f"and {free:,} are there for all"
             )
-        slots, columns = now.slots, max(now.columns, rounded(least, _COLUMN_STEP))
+        # Where all slots are there, another number of columns moves the content of each: it grows by an eighth or more.
+        step = max(_COLUMN_STEP, (1 << least.bit_length()) // 8) if self.cells else _COLUMN_STEP
+        slots, columns = now.slots, max(now.columns, rounded(least, step))
         if self.most_rows(columns) < max(needed, min(slots, self.most_rows(least))):
             columns = least
         possible = max(self.most_rows(columns), needed)

@@ -249,9 +249,9 @@ class ModelRunner:
             if size is None:
                 return False
             sizes[axis] = size
+        sizes = graphs.choose(sizes)
         if len(self._sampler.parts(sizes["R"])) > 1:
             return False
-        sizes = graphs.choose(sizes)
         dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
         b.pad(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
         return True

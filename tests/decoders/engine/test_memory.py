@@ -472,3 +472,8 @@ def test_a_pool_is_allocated_once_and_has_all_its_slots(monkeypatch: pytest.Monk
     shape = capacity.shape(memory.Shape(), needed=1, longest=30)
     assert shape == (400 // 64, 64, 400 // 64)
     assert capacity.shape(shape, needed=9, longest=30)[:2] == (400 // 30, 30)
+    long = memory.Capacity(
+        max_rows=20, max_tokens=10**5, plan=MemoryPlan(0, 0, slots=10**6),
+        multiple=1, columns=lambda n: n, slot_bytes=lambda n: 2 * n, pooled=True,
+    )  # fmt: skip
+    assert [long.shape(memory.Shape(), needed=1, longest=n).columns for n in (300, 1000, 4000)] == [320, 1024, 4096]
