@@ -21,6 +21,7 @@ the next kernel. How many rows that takes depends on the model (`rows_of_launche
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Hashable
@@ -85,6 +86,11 @@ class CudaRecorder:
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = work()
+        except BaseException:
+            # Where a capture can't be ended torch leaves its allocator as if it went on: it would free no memory any more.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
         finally:
             torch.cuda.set_stream(stream)  # torch.cuda.graph leaves its own stream current where a capture fails
         return graph.replay, result

@@ -428,6 +428,14 @@ def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails: bool, 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: cleared.append("synchronized"))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append("cleared"), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    ended = list[tuple[int, Any]]()
+
+    def end(device: int, pool: Any) -> None:
+        ended.append((device, pool))
+        raise RuntimeError("not currently recording to this pool")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     recorder, calls = CudaRecorder(), itertools.count()
     made = Graphs(recorder, CPU)
 
@@ -437,7 +445,7 @@ def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails: bool, 
         return doubled(sent)
 
     assert [run(made, 4, work=work) for _ in range(3)] == [[8.0]] * 3
-    assert current == ["usual"]
+    assert current == ["usual"] and ended == ([(0, 1)] if fails else [])
     assert made.stopped == ("a step could not be captured: RuntimeError: capture failed" if fails else None)
     assert made.num_replayed == (0 if fails else 2)
     drop_all()
