@@ -217,8 +217,8 @@ class Batch:
         tables = tiling.cut(line_N)
         if self.is_padded:
             for size, first_T in tables.items():
-                missing = tiling.most_tiles(size, num_runs, len(line_N)) - len(first_T)
-                tables[size] = np.pad(first_T, (0, missing), constant_values=len(line_N))
+                tables[size] = np.full(tiling.most_tiles(size, num_runs, len(line_N)), len(line_N))
+                tables[size][: len(first_T)] = first_T
         self.tile_lines = tuple(tables)
         self.few_T, self.many_U = [*tables.values(), None, None][:2]
 

@@ -90,26 +90,38 @@ class Tiling:
     def cut(self, line_N: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
         """The first rows of the tiles by their lines. Row n is row number `line_N[n]` of its slot, whose rows follow each other.
         Rows below zero are dead: they see nothing, and get zeros in one kind of tile or the other."""
-        is_dead_N = line_N < 0
-        first_B = np.flatnonzero((line_N == 0) | (np.diff(is_dead_N, prepend=False) & is_dead_N))
-        count_B, is_dead_B = np.diff(first_B, append=len(line_N)), is_dead_N[first_B]
-        *small, most = self.sizes
-        few_B = (count_B <= (self.rows(small[-1]) if small else 0)) & ~is_dead_B
-        few_B |= is_dead_B & few_B.any()
+        begins_N, is_dead_N = line_N == 0, line_N < 0
+        begins_N[1:] |= is_dead_N[1:] & ~is_dead_N[:-1]
+        begins_N[:1] |= is_dead_N[:1]
+        first_B = np.flatnonzero(begins_N)
+        end_B = np.append(first_B[1:], len(line_N))
+        is_dead_B = is_dead_N[first_B]
+        count_B = np.where(is_dead_B, 0, end_B - first_B)
+        *small, most = sizes = self.sizes
+        few_B = count_B <= (self.rows(small[-1]) if small else 0)
+        if not (few_B & ~is_dead_B).any():
+            few_B[:] = False  # dead rows go with the others
         found = {}
         for some_B in (few_B, ~few_B):
             if some_B.any():
-                count = count_B[some_B & ~is_dead_B].max(initial=0)
-                lines = next((size for size in self.sizes if count <= self.rows(size)), most)
-                tiles = -(-count_B[some_B] // self.rows(lines))
-                step = np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)
-                found[lines] = np.repeat(first_B[some_B], tiles) + step * self.rows(lines)
+                count = int(count_B[some_B].max())
+                lines = next((size for size in sizes if count <= self.rows(size)), most)
+                found[lines] = _cut_runs(first_B[some_B], end_B[some_B], self.rows(lines))
         return found
 
     def tables(self, line_N: Tensor) -> Tables:
         """The same on the rows' device. It waits for the device: only for callers outside of the engine."""
         found = self.cut(line_N.cpu().numpy())
         return Tables(tuple(found), tuple(torch.from_numpy(first_T).to(line_N.device) for first_T in found.values()))
+
+
+def _cut_runs(first_B: NDArray[np.int64], end_B: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:
+    """The first rows of tiles of so many rows over some runs of rows."""
+    tiles_B = (end_B - first_B + num_rows - 1) // num_rows
+    if (tiles_B == 1).all():
+        return first_B
+    step = np.arange(tiles_B.sum()) - np.repeat(tiles_B.cumsum() - tiles_B, tiles_B)
+    return np.repeat(first_B, tiles_B) + step * num_rows
 
 
 def tile_bytes(device: torch.device) -> int:
