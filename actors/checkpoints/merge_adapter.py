@@ -20,6 +20,7 @@ from draftmill.actors.checkpoints.models import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from draftmill.decoders.backbones.checkpoint import inspect_model, read_config
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
 from draftmill.decoders.backbones.families.table import find_family
+from draftmill.decoders.backbones.quantized import find_form
 
 _ENDS = ("lm_head", "embed_tokens", "wte")
 
@@ -82,6 +83,8 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
 
 def _family(base: Path) -> CausalFamily:
     family = find_family(read_config(base), "auto")
+    if find_form(read_config(base)) is not None:
+        raise MergeRefused("the model's checkpoint is quantized; an adapter needs one that is not")
     if family.causal not in CAUSAL_FAMILIES:
         names = ", ".join(known.name for known in CAUSAL_FAMILIES)
         reason = f"this model is of family {family.name!r}"
