@@ -176,7 +176,7 @@ def slot_attention(
     query_1HNd: Tensor,
     key_1KNd: Tensor,
     value_1KNd: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float,
     layout: AnyLayout,

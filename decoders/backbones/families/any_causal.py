@@ -14,9 +14,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families.config_fields import fitting
+
+TESTED: Final = (
+    "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "helium",
+    "mimo_v2_flash", "minicpm3", "ministral3", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe",
+    "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+)  # fmt: skip
+TESTED_WITH: Final = "5.23.0"
+"""The types of which tiny random models were compared with transformers' own texts, and its version."""
 
 PROBE: Final = "draftmill_probe"
 _HOW_TO_RUN: Final = {
@@ -60,9 +70,7 @@ def is_causal(name: str) -> bool:
 
 def version() -> str:
     """The version of transformers, whose models these are."""
-    import transformers
-
-    return str(transformers.__version__)
+    return metadata.version("transformers")
 
 
 @lru_cache
@@ -173,7 +181,7 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
 
     calls: list[tuple[int, dict[str, Any]]] = []
 
-    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any) -> Any:
         window = more.get("sliding_window")
         call = {
             "heads": query.shape[1],
@@ -202,8 +210,10 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
             rows = {"input_ids": torch.zeros(1, 1).long(), "position_ids": torch.zeros(1, 1).long()}
             model.get_decoder()(**rows, attention_mask=torch.zeros(1, 1, 1, 1), use_cache=False, layout=PROBE)
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"its network does not run on rows of tokens: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if PROBE in reason:
+            reason = "its attention does not go through transformers' interface"
+        raise ValueError(f"its network does not run on rows of tokens: {reason}") from error
     tied = frozenset(model.all_tied_weights_keys or ())
     held = revert_weight_conversion(model, model.state_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items() if name not in tied}

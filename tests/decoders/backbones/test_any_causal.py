@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
@@ -83,6 +83,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "mimo_v2_flash": EXPERTS | HALF | {"v_head_dim": 6},
     "ministral3": {},
+    "apertus": {},
+    "arcee": {},
 }
 
 
@@ -120,6 +122,10 @@ def requests():
         canvas[num_prompt:] = -1
         made.append(Request(index, sample_key(7, str(index)), canvas))
     return made
+
+
+def test_the_types_that_are_named_as_tested_are_these_with_this_version():
+    assert set(any_causal.TESTED) == set(FAMILIES) and any_causal.version() == any_causal.TESTED_WITH
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -240,3 +246,45 @@ def test_positions_whose_turns_follow_the_longest_text_end_where_the_training_di
     ours = backbone.forward(causal_rows([0], [longest], [0], token_N))
     theirs = own.eval().model(token_N.unsqueeze(0)).last_hidden_state[0]
     assert (ours - theirs).abs().max() < 1e-3 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["language_model.model", "model.language_model"])
+def test_the_text_model_of_a_larger_one_is_read_and_the_rest_left(published, tmp_path):
+    text = {key: value for key, value in SIZES.items() if not key.endswith("_token_id")} | FAMILIES["gemma3_text"]
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+    }
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision | {"patch_size": 8}, mm_tokens_per_image=4
+    )
+    torch.manual_seed(3)
+    own = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    shake(own)
+    own.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    names = {name: re.sub(r"^(model\.language_model\.|language_model\.model\.)", "model.", name) for name in weights}
+    prefix = "language_model.model." if published else "model.language_model."
+    weights = {
+        names[name].replace("model.", prefix, 1) if names[name] != name else name: weights[name] for name in weights
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    assert sum(name.startswith(prefix) for name in weights) > 20 and sum("vision" in name for name in weights) > 5
+    info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, dtype="float32", device="cpu")
+    settings, sampling = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
+    found = texts(decode(backbone, info, settings, sampling, requests(), rows=3))
+    assert info.family == "gemma3_text" and info.num_parameters < sum(part.numel() for part in own.parameters())
+    for request in requests():
+        prompt = torch.tensor(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
+        max_new = int((request.canvas < 0).sum())
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        theirs = own.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert found[request.index] == theirs[0, prompt.shape[1] :].tolist()
