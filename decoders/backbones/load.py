@@ -104,7 +104,7 @@ def load_backbone(
     if exact and share is not None and place != "cpu":
         raise ValueError(f"model.exact: true, but workers.gpus_per_model is {share.count}; allowed on GPUs: 1")
     problems = {
-        f"family {entry.name!r} has no small form": entry.causal is None,
+        f"family {entry.name!r} has no small form": entry.causal is None and not entry.any_causal,
         "model.dtype is float64": torch_dtype == torch.float64,
         "workers.gpus_per_model is above 1": share is not None,
         "model.exact has other products on a GPU": exact and place != "cpu",
@@ -130,24 +130,28 @@ def load_backbone(
 def _load_module(
     family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str, *, exact: bool, small: str
 ) -> TokenBackbone:
+    from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
     from draftmill.decoders.backbones.ddit import DDiTBackbone
     from draftmill.decoders.backbones.llada2 import LLaDA2Backbone
     from draftmill.decoders.backbones.self_test import check_masking
     from draftmill.decoders.backbones.transformer import TransformerBackbone
 
     # Our own networks keep some of their weights in float32 whatever their dtype.
-    place = device if small == "auto" else "cpu"
-    weights = load_weights(folder, dtype=None if family.causal is None else dtype, device=place, form=find_form(config))
+    # transformers puts the weights of the other causal models together on the CPU; small ones are made there, too.
+    place, stored = "cpu" if family.any_causal or small != "auto" else device, family.causal is None
+    weights = load_weights(folder, dtype=None if stored else dtype, device=place, form=find_form(config))
     full = family.full_names(weights)
     weights = {full[name]: tensor for name, tensor in weights.items()}
-    backbone: DDiTBackbone | LLaDA2Backbone | TransformerBackbone
+    kinds: Any = {"exact": exact, "small": small}
+    backbone: AnyCausalBackbone | DDiTBackbone | LLaDA2Backbone | TransformerBackbone
     if family.ddit is not None:
         backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device, exact=exact)
     elif family.llada2 is not None:
         backbone = LLaDA2Backbone(family.llada2(config), weights, dtype=dtype, device=device, exact=exact)
+    elif family.any_causal:
+        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, **kinds)
     else:
         assert family.causal is not None
-        kinds: Any = {"exact": exact, "small": small}
         backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device, **kinds)
     check_masking(backbone)
     return backbone

@@ -130,7 +130,7 @@ def _block(given: Mapping[str, Any]) -> tuple[int, int]:
 def _dense(form: Form, parts: Mapping[str, Tensor]) -> Tensor:
     """The numbers of one matrix in float32, [M, K]. Scales and zeros are [M, G], or one a row, a block, or a matrix."""
     code_MK, scale = parts[_CODES[form.layout]], parts[next(part for part in _SCALES if part in parts)]
-    zero = parts.get("qzeros", parts.get("weight_zero_point"))
+    zero: Any = parts.get("qzeros", parts.get("weight_zero_point"))
     if form.layout == "awq":
         code_MK, zero = (
             _codes(words, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T for words in (code_MK, zero)

@@ -1,6 +1,6 @@
 """Linear layers that keep their weights in 8 or 4 bits a number and compute in the model's dtype (`model.weights`).
 
-A forward writes a layer's numbers into a buffer that all layers share, and multiplies by it as any layer does. Memory holds the
+A forward writes a layer's codes into a buffer that all layers share, and multiplies by it as any layer does. Memory holds the
 codes and one matrix, and rows agree by the shape rules of other products. Codes are computed on the CPU: they are the same on
 every device.
 
@@ -28,6 +28,9 @@ _ROUTERS: Final = ("gate", "router")
 class SmallLinear(nn.Module):
     """A linear layer [R, K] -> [R, M] with weights of a kind; `shrink_products` sets `buffer`. ValueError if K has no groups."""
 
+    scale_MG1: Tensor
+    low_MG1: Tensor | None
+
     def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, kind: str) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_MK.shape
@@ -50,25 +53,29 @@ class SmallLinear(nn.Module):
         for name, tensor in (("code_MK", code_MK), ("scale_MG1", scale_MG1), ("low_MG1", low_MG1)):
             self.register_buffer(name, None if tensor is None else tensor.contiguous())
 
-    def weight_MK(self) -> Tensor:  # noqa: N802
-        """The weight that a forward multiplies by, in the buffer."""
+    def _codes(self) -> Tensor:
+        """The codes in the buffer, [M, K] in the layer's dtype."""
         code: Any = self.code_MK
-        weight_MK = self.buffer[: self.out_features * self.in_features].view(self.out_features, -1)
+        code_MK = self.buffer[: self.out_features * self.in_features].view(self.out_features, -1)
         if self.kind == "int4":  # one byte of two codes becomes two bytes
             wide = code.view(torch.uint8).to(torch.int16)
             code = wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.int8)
         elif self.kind == "fp8" and code.device.type == "cpu" and self.dtype != torch.float16:
             # torch converts one code after the other. Moved by 4 bits, codes are bfloat16 of 2^-120 times the numbers.
             wide = code.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(~0x7800)
-            return weight_MK.copy_(wide.view(torch.bfloat16)).mul_(2.0**120).mul_(self.scale_MG1[:, 0])
-        parts_MGg = weight_MK.copy_(code).unflatten(1, (self.scale_MG1.shape[1], -1)).mul_(self.scale_MG1)
-        if self.low_MG1 is not None:
-            parts_MGg.add_(self.low_MG1)
-        return weight_MK
+            return code_MK.copy_(wide.view(torch.bfloat16)).mul_(2.0**120)
+        return code_MK.copy_(code)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the products, any number of leading dimensions."""
-        return functional.linear(rows, self.weight_MK(), self.bias)
+        weight_MK = self._codes()
+        if self.low_MG1 is None and self.dtype != torch.float16:  # products of codes would exceed float16's numbers
+            out = functional.linear(rows, weight_MK).mul_(self.scale_MG1.flatten())
+            return out if self.bias is None else out.add_(self.bias)
+        parts_MGg = weight_MK.unflatten(1, (self.scale_MG1.shape[1], -1)).mul_(self.scale_MG1)
+        if self.low_MG1 is not None:
+            parts_MGg.add_(self.low_MG1)
+        return functional.linear(rows, weight_MK, self.bias)
 
 
 def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:

@@ -31,19 +31,23 @@ def small(kind, dtype=torch.float32, *, shape=(48, 128), bias=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_numbers_are_those_of_the_codes(kind, dtype):
-    layer, weight_MK = small(kind, dtype)
-    scale, code = layer.scale_MG1, layer.code_MK
+def test_a_product_is_that_of_the_numbers_of_the_codes(kind, dtype):
+    bias_M = torch.linspace(-1, 1, 48).to(dtype)
+    layer, weight_MK = small(kind, dtype, bias=bias_M)
+    scale, code = layer.scale_MG1.double(), layer.code_MK
     if kind == "int4":
         halves = torch.stack([code & 15, (code >> 4) & 15], 2).flatten(1)
-        expected = (halves.to(dtype).unflatten(1, (-1, 64)) * scale + layer.low_MG1).flatten(1)
+        numbers = (halves.double().unflatten(1, (-1, 64)) * scale + layer.low_MG1.double()).flatten(1)
     else:
-        expected = code.float().to(dtype) * scale[:, 0]
-    assert torch.equal(layer.weight_MK(), expected)
+        numbers = code.double() * scale[:, 0]
     step = {"int8": 1 / 254, "int4": 1 / 12, "fp8": 1 / 16}[kind]  # of the row's or the number's own size
-    near = weight_MK.float().abs() if kind == "fp8" else weight_MK.float().abs().amax(1, keepdim=True)
-    rounding = 8 * torch.finfo(dtype).eps * weight_MK.float().abs().amax(1, keepdim=True) + 2**-9 * scale.float()[:, 0]
-    assert ((expected.float() - weight_MK.float()).abs() <= step * near + rounding).all()
+    largest = weight_MK.double().abs().amax(1, keepdim=True)
+    near = weight_MK.double().abs() if kind == "fp8" else largest
+    rounding = 8 * torch.finfo(dtype).eps * largest + 2**-9 * scale[:, 0]
+    assert ((numbers - weight_MK.double()).abs() <= step * near + rounding).all()
+    rows = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = rows.double() @ numbers.T + bias_M.double()
+    assert (layer(rows).double() - expected).abs().max() <= 16 * torch.finfo(dtype).eps * expected.abs().max()
 
 
 def test_every_fp8_code_is_read_as_torch_reads_it():
@@ -51,9 +55,14 @@ def test_every_fp8_code_is_read_as_torch_reads_it():
     finite = codes.float().isfinite()
     for dtype in DTYPES:
         layer = SmallLinear(torch.ones(1, 256, dtype=dtype), None, "fp8")
-        layer.code_MK, layer.scale_MG1 = codes, torch.ones(1, 1, 1, dtype=dtype)
-        layer.buffer = torch.empty(256, dtype=dtype)
-        assert torch.equal(layer.weight_MK()[finite], codes.float()[finite].to(dtype))
+        layer.code_MK, layer.buffer = codes, torch.empty(256, dtype=dtype)
+        assert torch.equal(layer._codes()[finite], codes.float()[finite].to(dtype))
+
+
+def test_large_products_of_codes_do_not_leave_half_precision():
+    layer = SmallLinear(torch.full((4, 4096), 0.001, dtype=torch.float16), None, "int8")
+    layer.buffer = torch.empty(4 * 4096, dtype=torch.float16)
+    assert layer(torch.full((2, 4096), 8.0, dtype=torch.float16)).isfinite().all()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 1.05), ("int4", 0.65), ("fp8", 1.05)])
