@@ -306,7 +306,7 @@ def test_names_of_older_versions_and_of_layers_of_the_training_are_read(name, pr
     save_file(weights | {key: torch.ones(2) for key in more}, tmp_path / "model.safetensors")
     shutil.copy(folder / "config.json", tmp_path)
     assert inspect_model(tmp_path) == inspect_model(folder)
-    found = load_backbone(tmp_path, dtype="float32", device="cpu")
+    found: Any = load_backbone(tmp_path, dtype="float32", device="cpu")
     assert all(torch.equal(a, b) for a, b in zip(found._states(), backbone._states(), strict=True))
 
 
