@@ -63,7 +63,7 @@ def _full_attention_moe(config: Config) -> Config:
     return {key: value for key, value in _full_attention(config).items() if key != "output_router_logits"}
 
 
-def _own_experts(model: Any) -> Any:
+def own_experts(model: Any) -> Any:
     """Replace transformers' mixtures by ours: theirs depend on the batch, and name the experts' weights differently."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -99,7 +99,7 @@ _FAST_DLLM_V2: Final = BlockFacts(
 )
 QWEN_FAMILIES: Final = (
     (rotary_family("sdar", "Qwen3", translate=_full_attention), _SDAR),
-    (rotary_family("sdar_moe", "Qwen3Moe", translate=_full_attention_moe, adapt=_own_experts), _SDAR),
+    (rotary_family("sdar_moe", "Qwen3Moe", translate=_full_attention_moe, adapt=own_experts), _SDAR),
     (rotary_family("fast_dllm_v2", "Qwen2", translate=_full_attention), _FAST_DLLM_V2),
 )
 

@@ -146,6 +146,15 @@ FAMILIES: dict[str, Family] = {
         shift=0,
         ends=("<|eot_id|>",),
     ),
+    "llada_moe": dataclasses.replace(
+        _causal(masked_families.LLADA_MOE),
+        kind="masked",
+        mask_id=partial(token_id, key="mask_token_id", default=masked_families.LLADA_MOE_MASK),
+        has_mask=True,
+        mask_token="<|mask|>",
+        shift=0,
+        ends=("<|role_end|>",),
+    ),
     "dream": dataclasses.replace(
         _causal(masked_families.DREAM),
         kind="masked",
@@ -162,7 +171,12 @@ FAMILIES: dict[str, Family] = {
 
 
 # The `model_type` in config.json of families that have another name here.
-_MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe": "llada2"}
+_MODEL_TYPES = {
+    "Dream": "dream",
+    "Fast_dLLM_Qwen": "fast_dllm_v2",
+    "llada2_moe": "llada2",
+    "lladamoe": "llada_moe",
+}
 
 
 def masked_diffusion_families() -> tuple[str, ...]:
@@ -181,12 +195,15 @@ def find_family(config: Config, requested: str) -> Family:
 
 
 def _recognise(config: Config) -> str:
-    """Return the family that `model_type` stands for; SEDD's checkpoints and the training runs of MDLM have none."""
+    """Return the family that `model_type` stands for; SEDD's checkpoints and the training runs of MDLM have none, and LLaDA-MoE's
+    have that of LLaDA."""
     name = str(config.get("model_type"))
     if "model_type" not in config and "graph" in config:
         return "sedd"
     if "model_type" not in config and "parameterization" in config:
         return "mdlm"
+    if name == "llada" and "num_experts" in config:
+        return "llada_moe"
     return _MODEL_TYPES.get(name, name)
 
 
