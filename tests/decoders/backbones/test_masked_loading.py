@@ -203,7 +203,11 @@ def test_a_tied_llada_takes_its_embeddings_as_output_layer(golden, tmp_path):
         ("llada", {"mask_token_id": 96}, r"model.mask_id: 96 is outside the vocabulary; allowed: 0 .. 95"),
         ("llada_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32; supported: None"),
         ("llada_moe", {"qk_layernorm": False}, "qk_layernorm = False; supported: True"),
-        ("llada_moe", {"norm_topk_prob": True}, "family 'llada_moe': it has norm_topk_prob = True; supported: False, None"),
+        (
+            "llada_moe",
+            {"norm_topk_prob": True},
+            "family 'llada_moe': it has norm_topk_prob = True; supported: False, None",
+        ),
         ("llada_moe", {"moe_layer_freq": [1, 0]}, "moe_layer_freq has not one entry for each of the 3 layers"),
         ("llada_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 of 6 experts"),
         ("llada_moe", {"expert_intermediate_size": None}, "expert_intermediate_size"),
