@@ -88,7 +88,7 @@ def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool) -> Decoding:
     """Verify and draft in every forward. `by_ratio`: a verified token is no draft, so copies are asked for drafts, too."""
     size = rules.size
     s.widen(s.length)
-    purpose, drafts = PREFILL if s.prompt >= size else DRAFTED, Drafts()
+    purpose, drafts = PREFILL if rules.start(s.prompt) else DRAFTED, Drafts()
     while not s.is_over:
         n, k, g = s.decided, len(drafts.tokens), drafts.guess
         s.draws += 1
@@ -108,13 +108,13 @@ def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool) -> Decoding:
 
 def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
     """The rows of a round: main, ahead, copies, in this order; what is judged comes first among those sampled."""
-    n, g, size, shift, cached = now.n, now.drafts.guess, rules.size, rules.shift, s.cached
+    n, g, size, cached = now.n, now.drafts.guess, rules.size, s.cached
     main = n + len(now.drafts.tokens) - cached
     spans: tuple[int, ...] = Span(main, cached, cached) if main else ()
     masks, column = min(size + 1, s.length - n - g), n + 2 * (size + 1)
     if masks:
         spans += Span(masks, column, n + g, n + g, FAR, own=column, till=column + masks)
-    copied = int(n == 0) if shift else len(now.judged)
+    copied = int(n == 0) if rules.left_shift else len(now.judged)
     if copied:
         spans += Span(copied, n + size + 1, n, 0, size + 2, own=SELF)
     tokens = s.tokens[cached:n] + now.drafts.tokens + [rules.mask] * (masks + copied)
@@ -123,7 +123,7 @@ def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
     # Those after all drafts have none of their own, and any bank.
     for row, position, bank in zip(says, now.judged, [*now.drafts.banks, _COPIES], strict=False):
         runs += Run(row, 1, position, JUDGE, bank=bank)
-    runs += s.runs(DRAFT, [main + position - n - g - shift for position in now.ahead], now.ahead, _AHEAD)
+    runs += s.runs(DRAFT, [main + position - n - g - rules.shift for position in now.ahead], now.ahead, _AHEAD)
     if now.redraft:
         runs += s.runs(DRAFT, says[1:], now.judged[1:], _COPIES)
     num_sampled = sum(runs[1::6])

@@ -209,7 +209,8 @@ class BlockSettings(DecoderChoice):
 
     def check_model(self, info: ModelInfo) -> None:
         self.check_steps(self.size_for(info))
-        if self.fused and info.shift and not self.drafts_in_verifications:
+        seeds = info.shift or (_left_shift(info) and self.causal_cache)
+        if self.fused and seeds and not self.drafts_in_verifications:
             raise ValueError(
                 f"decoder.fused: true does not work with family {info.family!r}, which predicts the first token of a block in "
                 "the forward before it; allowed: false, or s2d2 over a causal cache that verifies always, without sub_block, "
@@ -250,6 +251,13 @@ class S2d2Settings(BlockSettings):
     causal_draft: bool = Field(default=False, description="draft with the decided front of the block run causally")
     paper_compat: bool = Field(default=False, description="at temperature 0: untempered, as the public code")
 
+    def check_model(self, info: ModelInfo) -> None:
+        super().check_model(info)
+        if _left_shift(info) != info.shift and not self.causal_cache:
+            raise ValueError(
+                f"decoder.causal_cache: false, but models of family {info.family!r} verify over causal blocks only; allowed: true"
+            )
+
     @property
     def verifies_always(self) -> bool:
         """Whether every token comes from a verification."""
@@ -286,13 +294,18 @@ class S2d2Settings(BlockSettings):
             )
 
 
+def _left_shift(info: ModelInfo) -> int:
+    return info.shift if info.left_shift is None else info.left_shift
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The settings of a block decoder and what it needs to know of its model, as plain numbers.
 
-    Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row predicts
-    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step
-    draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
+    Blocks of `size`, denoised in parts of `sub_block`; with `prompt_block` they begin at the prompt's end, and the prompt is one.
+    `mask` is the id of a mask, `shift` is 1 in models in which a row predicts the next token, `left_shift` the same for rows that
+    see only to their left. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each
+    step draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
     """
 
     settings: BlockSettings
@@ -300,6 +313,8 @@ class Rules:
     sub_block: int
     mask: int
     shift: int
+    left_shift: int
+    prompt_block: bool
     grain: int
     causal_draft: bool
     fresh: bool
@@ -319,6 +334,8 @@ class Rules:
             sub_block=settings.sub_block or size,
             mask=info.mask_id,
             shift=info.shift,
+            left_shift=_left_shift(info),
+            prompt_block=info.prompt_block,
             grain=1 if settings.causal_cache else size,
             causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
             fresh=settings.draws_anew,
@@ -326,14 +343,26 @@ class Rules:
             max_length=info.max_length,
         )
 
-    def full(self, length: int) -> int:
+    def start(self, prompt: int) -> int:
+        """Where the first block begins that is to be filled."""
+        return prompt if self.prompt_block else prompt // self.size * self.size
+
+    def full(self, length: int, prompt: int) -> int:
         """Where the last block of a canvas ends."""
-        whole = -(-length // self.size) * self.size
+        start = self.start(prompt)
+        whole = start + -(-(length - start) // self.size) * self.size
         return whole if self.max_length is None else max(min(whole, self.max_length), length)
 
     def columns(self, length: int) -> int:
-        """The columns of a canvas: copies come after the last block, and a block that is cut short has as many as any other."""
-        return self.full(length) + 2 * self.size
+        """The most columns of a canvas: copies come after the last block, and a block that is cut short has as many as any
+        other."""
+        whole = length + self.size - 1 if self.prompt_block else self.full(length, 0)
+        return whole + 2 * self.size
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the last row of decided blocks predicts the first token after them."""
+        return bool(self.shift or (self.left_shift and self.grain == 1))
 
     @property
     def takes_all_steps(self) -> bool:
