@@ -78,5 +78,7 @@ def check_model(settings: DecoderChoice, info: ModelInfo, task: str | None = Non
             f"decoder.kind: {settings.name()!r} does not run on models of family {info.family!r}; allowed: {allowed}"
         )
     if task == "score" and info.prompt_block:
-        raise ValueError(f"task.kind: models of family {info.family!r} don't score, since their blocks begin at a prompt's end")
+        raise ValueError(
+            f"task.kind: models of family {info.family!r} don't score, since their blocks begin at a prompt's end"
+        )
     settings.check_model(info)

@@ -33,8 +33,9 @@ class Family:
 
     `full_names` maps the names in a checkpoint to those. `mask_id` gives the id of the mask token, `has_mask` says whether
     there is one, `fixed_mask` that users cannot change it, and `mask_token` is its name in a tokenizer, used if config.json has
-    no id; `max_length` reads the longest text from config.json. `shift` and `block_size`, and `ends`, the special tokens that
-    end a turn of a chat, are as in ModelInfo and `stop_ids`.
+    no id; `max_length` reads the longest text from config.json, and with `fixed_length` users cannot set a longer one. `shift`,
+    `left_shift`, `prompt_block` and `block_size`, and `ends`, the special tokens that end a turn of a chat, are as in ModelInfo
+    and `stop_ids`.
     `causal` is set for the families that run on transformers' causal models, `ddit` and `llada2` for those that run on ddit.py
     and llada2.py.
     """
@@ -51,7 +52,10 @@ class Family:
     fixed_mask: bool = False
     mask_token: str = ""
     max_length: Callable[[Config], int | None] = lambda config: None
+    fixed_length: bool = False
     shift: int = 0
+    left_shift: int | None = None
+    prompt_block: bool = False
     block_size: Callable[[Config], int | None] = lambda config: None
     ends: tuple[str, ...] = ()
     causal: CausalFamily | None = None
@@ -76,6 +80,7 @@ def _causal(family: CausalFamily) -> Family:
         full_names=partial(causal_families.full_names, family),
         has_mask=False,
         max_length=partial(causal_families.max_positions, family),
+        fixed_length=family.position_table,
         shift=1,
         causal=family,
     )
@@ -105,6 +110,8 @@ def _with_facts(family: Family, facts: BlockFacts) -> Family:
         has_mask=True,
         mask_token=facts.mask_token,
         shift=facts.shift,
+        left_shift=facts.left_shift,
+        prompt_block=facts.prompt_block,
         block_size=facts.find_block,
         ends=facts.ends,
     )
@@ -165,9 +172,31 @@ FAMILIES: dict[str, Family] = {
     ),
     **{family.name: _with_facts(_causal(family), facts) for family, facts in block_families.QWEN_FAMILIES},
     "llada2": _with_facts(_LLADA2, block_families.LLADA2),
+    "nemotron_labs_diffusion": dataclasses.replace(
+        _with_facts(_causal(block_families.NEMOTRON), block_families.NEMOTRON_FACTS),
+        weight_shapes=block_families.nemotron_shapes,
+        max_length=block_families.nemotron_length,
+        fixed_length=True,
+    ),
     "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
     "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
 }
+
+
+def _forced(name: str) -> Family:
+    """A masked model that was trained by discrete diffusion forcing (D2F; Wang et al., 2025, and its public code): the same
+    network, which sees blocks of a text one after the other. They had 16 tokens in training."""
+    return dataclasses.replace(
+        FAMILIES[name],
+        name=f"d2f_{name}",
+        kind="blocks",
+        prompt_block=True,
+        block_size=lambda config: 16,
+    )
+
+
+# No config says that a model was trained so: the user does.
+FAMILIES |= {family.name: family for family in (_forced("llada"), _forced("dream"))}
 
 
 # The `model_type` in config.json of families that have another name here.
@@ -228,6 +257,8 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
         num_parameters=sum(prod(shape) for shape in shapes.values()),
         suppressed=() if mask is None else (mask,),
         shift=family.shift,
+        left_shift=family.left_shift,
+        prompt_block=family.prompt_block,
         block_size=family.block_size(config),
     )
 
@@ -254,7 +285,6 @@ def _max_length(family: Family, config: Config, asked: int | None) -> int | None
     held = ours.get("max_length") is not None
     own = numbers(ours, {"max_length": "max_length"}, family.name)["max_length"] if held else None
     length = next((value for value in (asked, own, public) if value is not None), None)
-    has_table = family.causal is not None and family.causal.position_table
-    if has_table and length is not None and public is not None and length > public:
-        raise ValueError(f"model.max_length: {length}, but the model's position table has {public} entries")
+    if family.fixed_length and length is not None and public is not None and length > public:
+        raise ValueError(f"model.max_length: {length}, but the model has {public} positions")
     return length
