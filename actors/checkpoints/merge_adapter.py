@@ -56,7 +56,8 @@ def _plain_model(family: Family, base: Path) -> Any:
     config = read_config(base)
     tied = bool(config.get("tie_word_embeddings") or config.get("weight_tying"))
     model: Any = modules_of(load_weights(base, dtype=torch.float32))
-    model.config = transformers.PretrainedConfig(tie_word_embeddings=tied)
+    model.config = transformers.PretrainedConfig()
+    model.config.tie_word_embeddings = tied
     # PEFT asks every model for language for it, and calls it only in generation.
     model.prepare_inputs_for_generation = None
     return model
@@ -87,7 +88,7 @@ def _module(name: str, weight: torch.Tensor | None) -> nn.Module:
     if weight is None:
         return nn.Module()
     if name in _TABLES:
-        return nn.Embedding(*weight.shape, device="meta")
+        return nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
     return nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
 
 

@@ -130,7 +130,7 @@ def write_adapter(folder: Path, weights: dict[str, torch.Tensor], settings: dict
     """Write random LoRA weights for these tensors of a checkpoint by hand; returns what the merged tensors must be."""
     folder.mkdir()
     torch.manual_seed(4)
-    merged, held = dict(weights), {}
+    merged, held = dict(weights), dict[str, torch.Tensor]()
     for name, tensor in weights.items():
         part = name.removesuffix(".weight").rpartition(".")[2]
         if name.endswith(".weight") and tensor.ndim == 2 and part in settings["target_modules"]:

@@ -67,6 +67,7 @@ def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golde
     """Differs on purpose in the order only: the public code reveals that token when it is sure of it, ours at once."""
     info = inspect_model(golden / "dream", family="d2f_dream")
     assert (info.kind, info.shift, info.left_shift, info.prompt_block) == ("blocks", 1, None, True)
+    assert info.mask_id is not None
     prompt = [5, 17, 3, 60, 1]
     settings = BlockDiffusionSettings(kind="block_diffusion", block_size=4, schedule="sequential")
     tokens = list(prompt)
