@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Sampling, Settings, Tasks
+from draftmill.decoders.common_settings import DecoderChoice, DrafterPlace, Sampling, Settings, Tasks
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -240,7 +240,9 @@ class BlockDiffusionSettings(BlockSettings):
 
 
 class S2d2Settings(BlockSettings):
-    """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so."""
+    """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so. With a
+    `drafter` a smaller block-diffusion model fills in `block_size` masks after the text, in one forward, and each verification
+    is followed by a new draft."""
 
     runs: ClassVar = "draftmill.decoders.blocks.s2d2:algorithm"
     kind: Literal["s2d2"]
@@ -250,6 +252,9 @@ class S2d2Settings(BlockSettings):
     temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, if it is used")
     causal_draft: bool = Field(default=False, description="draft with the decided front of the block run causally")
     paper_compat: bool = Field(default=False, description="at temperature 0: untempered, as the public code")
+    drafter: DrafterPlace | None = Field(
+        default=None, description="a block-diffusion model that drafts; null: the model itself"
+    )
 
     def check_model(self, info: ModelInfo) -> None:
         super().check_model(info)
@@ -280,8 +285,22 @@ class S2d2Settings(BlockSettings):
     @property
     def drafts_in_verifications(self) -> bool:
         """Whether a verification can also draft: no schedule reveals anything, and the cache that it leaves is correct."""
+        return self.fused and self.leaves_text
+
+    @property
+    def leaves_text(self) -> bool:
+        """Whether a verification leaves nothing in the text or in the cache but what is decided."""
         parts = self.sub_block is not None or self.tau_edit is not None or self.paper_compat
-        return self.fused and self.causal_cache and self.verifies_always and not parts
+        return self.causal_cache and self.verifies_always and not parts
+
+    @model_validator(mode="after")
+    def _drafter_fits(self) -> S2d2Settings:
+        if self.drafter is not None and (self.fused or not self.leaves_text):
+            raise ValueError(
+                f"decoder.drafter: {self.drafter.path!r} drafts where every token is verified over a causal cache; allowed with "
+                "it: causal_cache true, fused false, no router, sub_block, tau_edit and paper_compat"
+            )
+        return self
 
     def check_sampling(self, sampling: Sampling) -> None:
         """See DecoderChoice; also ValueError if `temper` is set but no ratio p/q is used."""
