@@ -130,9 +130,10 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
 
 
 def _family(base: Path) -> Family:
-    """The model's family; MergeRefused for two-stream models, whose adapters have no public layout."""
+    """The model's family; MergeRefused for two-stream models, whose adapters have no public layout, and for those whose tensors
+    only transformers knows."""
     family = find_family(read_config(base), "auto")
-    if not family.rows_are_tokens:
+    if family.any_causal or not family.rows_are_tokens:
         names = ", ".join(name for name, known in FAMILIES.items() if known.rows_are_tokens)
         reason = f"this model is of family {family.name!r}"
         raise MergeRefused(f"adapters are supported for models of the families {names}; {reason}")

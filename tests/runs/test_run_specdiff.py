@@ -161,7 +161,10 @@ def save_other_tokens(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "message"),
     [
-        (save_causal, "is of family 'qwen2', which is not a masked-diffusion model; allowed: dream, llada, llada_moe, mdlm, sedd"),
+        (
+            save_causal,
+            "is of family 'qwen2', which is not a masked-diffusion model; allowed: dream, llada, llada_moe, mdlm, sedd",
+        ),
         (save_other_size, "has 2047 ids, the model 2048"),
         (save_other_tokens, "and of the model differ, for example in the token"),
         (lambda folder: folder.symlink_to(TOKENIZER), "is of family 'xlnet', which is not a masked-diffusion model"),

@@ -156,7 +156,7 @@ def test_nemotrons_config_gives_the_published_size_and_a_length_at_which_no_quer
     assert len(found.weight_shapes(NEMOTRON_3B)) == 237
     long = NEMOTRON_3B | {"max_position_embeddings": 262144}
     assert describe(found, long, mask_id=None, max_length=None).max_length == 16384
-    with pytest.raises(ValueError, match=r"model.max_length: 20000, but the model has 16384 positions"):
+    with pytest.raises(ValueError, match=r"model.max_length: 20000, but the model's positions end at 16384"):
         describe(found, long, mask_id=None, max_length=20000)
 
 
