@@ -16,7 +16,7 @@ from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import in_a_row, play
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.blocks.golden_blocks import cases_of
-from tests.decoders.support import decode
+from tests.decoders.support import decode, texts
 
 GREEDY = Sampling(temperature=0.0)
 load = cache(load)
@@ -82,6 +82,22 @@ def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golde
         tokens.append(int(law.argmax()))
     outcome = completed(golden / "dream", info, settings, prompt, 8)
     assert outcome.tokens.tolist() == tokens[5:]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("family", ["d2f_llada", "d2f_dream", "nemotron_labs_diffusion"])
+def test_prompts_share_and_are_cut_only_where_they_are_causal(golden: Path, family: str, causal: bool) -> None:
+    """Twelve prompts that begin alike, in two slots and in chunks of 4 rows, give the texts that each gives alone."""
+    folder = golden / family.removeprefix("d2f_").removesuffix("_labs_diffusion")
+    info = inspect_model(folder, family=family)
+    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=4, causal_cache=causal)
+    heads = np.random.default_rng(3).integers(0, 88, (2, 9))
+    canvases = [np.concatenate([heads[at % 2, : 6 + at % 4], [at, *[-1] * 6]]).astype(np.int32) for at in range(12)]
+    requests = [Request(at, at, canvas) for at, canvas in enumerate(canvases)]
+    alone = {
+        request.index: decode(load(folder), info, settings, GREEDY, [request])[request.index] for request in requests
+    }
+    assert texts(decode(load(folder), info, settings, GREEDY, requests, rows=2, prompt_rows=4)) == texts(alone)
 
 
 # ---- Nemotron-Labs-Diffusion -----------------------------------------------------------------------------------------------

@@ -7,7 +7,16 @@ import pytest
 
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.settings import check_model
-from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, prompts, refer, table_info
+from tests.decoders.blocks.block_tables import (
+    GREEDY,
+    REJECTING,
+    SAMPLED,
+    check,
+    ours,
+    prompts,
+    refer,
+    table_info,
+)
 from tests.decoders.references.fused_blocks import decode_fused
 from tests.decoders.support import pairwise, texts
 
@@ -90,15 +99,6 @@ def test_drafting_with_what_was_decided_changes_no_token() -> None:
     )
     assert texts(along) == texts(apart)
     assert sum(outcome.nfe for outcome in along.values()) < sum(outcome.nfe for outcome in apart.values())
-
-
-def test_alike_prompts_share_nothing_that_depends_on_their_ends() -> None:
-    info, settings = info_of("masks"), BlockDiffusionSettings(kind="block_diffusion", block_size=2)
-    requests = prompts([(4, 6)] * 12)
-    for request in requests:
-        request.canvas[:3] = 1
-    alone = {request.index: ours([request], info, settings, SAMPLED)[request.index] for request in requests}
-    assert texts(ours(requests, info, settings, SAMPLED, rows=2)) == texts(alone)
 
 
 def test_what_such_a_model_does_not_do_is_refused() -> None:

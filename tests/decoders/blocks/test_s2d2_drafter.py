@@ -44,9 +44,11 @@ def drafted(
     drafter: Any = None,
     rows: int = 3,
     trace: bool = False,
+    prompt_rows: int | None = None,
 ) -> dict[int, Any]:
     """Our outcomes where a table drafts that knows nothing of the target's."""
-    more = {"drafter": copy(_other(seed)), "drafter_info": drafter or table_info(), "trace": trace}
+    more = {"drafter": copy(_other(seed)), "drafter_info": drafter or table_info()}
+    more |= {"trace": trace, "prompt_rows": prompt_rows}
     setup = Setup(backbone=table(3), info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, **more)
     return run_all(build_decoder(setup, settings_of(size)), requests)
 
@@ -93,6 +95,13 @@ def test_no_sample_depends_on_its_neighbours() -> None:
         outcomes = drafted(requests[::order], info, 3, REJECTING, rows=rows)
         found.append([(o.tokens.tolist(), o.nfe, o.nfe_draft, o.accept_hist) for _, o in sorted(outcomes.items())])
     assert found[0] == found[1] == found[2]
+
+
+def test_a_prompt_in_chunks_is_drafted_for_as_a_whole_one() -> None:
+    info, requests = table_info(), prompts([(4, 6), (5, 6), (1, 4)])
+    whole, cut = (drafted(requests, info, 2, SAMPLED, prompt_rows=rows) for rows in (None, 2))
+    assert texts(cut) == texts(whole)
+    assert [cut[index].accepted for index in cut] == [whole[index].accepted for index in cut]
 
 
 def test_under_rejection_texts_have_the_law_of_block_size_one() -> None:
