@@ -102,7 +102,7 @@ def test_drafting_with_what_was_decided_changes_no_token() -> None:
 
 
 def test_what_such_a_model_does_not_do_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^task.kind: models of family 'token_table' don't score"):
+    with pytest.raises(ValueError, match=r"^task.kind: 'score', but the blocks of family 'token_table' begin at"):
         check_model(ONE, info_of("masks"), "score")
     with pytest.raises(ValueError, match=r"^decoder.causal_cache: false, but models of family .*; allowed: true$"):
         check_model(S2d2Settings(kind="s2d2", block_size=2), info_of("both"))
