@@ -79,7 +79,7 @@ def check_model(settings: DecoderChoice, info: ModelInfo, task: str | None = Non
         )
     if task == "score" and info.prompt_block:
         raise ValueError(
-            f"task.kind: 'score', but the blocks of family {info.family!r} begin at a prompt's end, which a text to score doesn't "
+            f"task.kind: 'score', but the blocks of family {info.family!r} begin at a prompt's end, which a scored text does not "
             "tell; allowed: complete"
         )
     settings.check_model(info)
