@@ -192,7 +192,7 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
     """Raise ValueError where a tensor is missing, unexpected, or of another shape than config.json says."""
     expected, optional = family.weight_shapes(config), family.optional(config)
     full = family.full_names(shapes)
-    shapes = {full[name]: shape for name, shape in shapes.items()}
+    shapes = {full[name]: shape for name, shape in shapes.items() if name in full}
     missing = sorted(expected.keys() - shapes.keys())
     surplus = sorted(shapes.keys() - expected.keys() - optional)
     wrong = sorted(name for name in expected.keys() & shapes.keys() if shapes[name] != expected[name])

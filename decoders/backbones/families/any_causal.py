@@ -11,7 +11,8 @@ transformers is imported inside of functions, since it takes seconds. Its own cl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -39,6 +40,8 @@ _HOW_TO_RUN: Final = {
 }
 # Frequencies that follow the longest text of a batch. Up to the length of the training they are what they are without it.
 _LONGER_ROPE: Final = {"dynamic", "longrope"}
+_OLD_BUFFERS: Final = (r"rotary_emb\.inv_freq$", r"\.masked_bias$")
+_HEADS: Final = {"lm_head.weight", "lm_head.bias", "embed_out.weight"}
 _LAYERS: Final = {"full_attention", "sliding_attention"}
 
 Config = Mapping[str, Any]
@@ -83,6 +86,20 @@ def _classes() -> dict[str, str]:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def full_names(name: str, names: Iterable[str]) -> dict[str, str]:
+    """Map a checkpoint's names to full ones: those of a bare base model lack its prefix. What no module reads is left out: layers
+    of the training alone, and the buffers of older versions."""
+    from draftmill.decoders.backbones.lean_import import from_transformers
+
+    module_class, names = from_transformers(_classes()[name]), list(names)
+    unread = re.compile("|".join([*(module_class._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]))
+    prefix = f"{module_class.base_model_prefix}."
+    is_bare = not any(held.startswith(prefix) for held in names)
+    return {
+        held: prefix + held if is_bare and held not in _HEADS else held for held in names if not unread.search(held)
+    }
 
 
 def parse(name: str, config: Config) -> Any:
