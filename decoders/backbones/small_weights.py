@@ -23,6 +23,7 @@ from torch.nn import functional
 from draftmill.decoders.backbones.packed import replace_products
 
 _LARGEST: Final = {"int8": 127, "int4": 15, "fp8": 448}
+_TRIED, _ROWS = 64, 1024  # rows that are looked at for a grid, and then at a time
 _ROUTERS: Final = ("gate", "router")
 
 
@@ -78,21 +79,26 @@ class SmallLinear(nn.Module):
 
 def _grouped(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix in groups of columns, [M, G, g], and the steps of a grid that has all numbers of a group, [M, G, 1]: 15 if there
-    is none of so few. Groups of 32 are taken where they alone have such grids."""
-    found, most = [], _LARGEST["int4"]
-    for size in (size for size in (64, 32) if weight_MK.shape[1] % size == 0):
-        part_MGg = weight_MK.unflatten(1, (-1, size))
-        gap_MGg = part_MGg.sort(2).values.diff(dim=2)
-        least_MG1 = gap_MGg.masked_fill(gap_MGg == 0, torch.inf).amin(2, keepdim=True)
-        # Several gaps of one step: in half precision they differ by rounding.
-        near_MGg = (gap_MGg > 0) & (gap_MGg < 1.5 * least_MG1)
-        step_MG1 = (gap_MGg * near_MGg).sum(2, keepdim=True) / near_MGg.sum(2, keepdim=True)
-        span_MG1 = part_MGg.amax(2, keepdim=True) - part_MGg.amin(2, keepdim=True)
-        found.append((part_MGg, (span_MG1 / step_MG1).nan_to_num(1.0).round().clamp(min=1)))
-    if not found:
+    is none of so few, by the first rows. Groups of 32 are taken where they alone have such grids."""
+    sizes, most = [size for size in (64, 32) if weight_MK.shape[1] % size == 0], _LARGEST["int4"]
+    if not sizes:
         raise ValueError(f"model.weights: int4, but a layer has {weight_MK.shape[1]} inputs; allowed: auto, int8, fp8")
-    part_MGg, steps_MG1 = next((one for one in found if bool((one[1] <= most).all())), found[0])
-    return part_MGg, steps_MG1.clamp(max=most)
+    on_grid = (size for size in sizes if bool((_steps(weight_MK[:_TRIED].unflatten(1, (-1, size))) <= most).all()))
+    size = next(on_grid, 0)
+    part_MGg = weight_MK.unflatten(1, (-1, size or sizes[0]))
+    if not size:
+        return part_MGg, torch.full((*part_MGg.shape[:2], 1), float(most))
+    return part_MGg, torch.cat([_steps(block) for block in part_MGg.split(_ROWS)]).clamp(max=most)
+
+
+def _steps(part_MGg: Tensor) -> Tensor:
+    """How many of its least differences a group spans, [M, G, 1]."""
+    gap_MGg = part_MGg.sort(2).values.diff(dim=2)
+    least_MG1 = gap_MGg.masked_fill(gap_MGg == 0, torch.inf).amin(2, keepdim=True)
+    # The mean over several gaps of one step: in half precision they differ by rounding.
+    near_MGg = (gap_MGg > 0) & (gap_MGg < 1.5 * least_MG1)
+    step_MG1 = (gap_MGg * near_MGg).sum(2, keepdim=True) / near_MGg.sum(2, keepdim=True)
+    return (gap_MGg.sum(2, keepdim=True) / step_MG1).nan_to_num(1.0).round().clamp(min=1)
 
 
 def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:

@@ -65,9 +65,9 @@ def save_random(folder, name="qwen2", *, seed=0, std=0.25, **changes):
     return model
 
 
-def load(folder, dtype="float32"):
+def load(folder, dtype="float32", **more):
     """Load saved weights on the CPU."""
-    backbone = load_backbone(folder, dtype=dtype, device="cpu")
+    backbone = load_backbone(folder, dtype=dtype, device="cpu", **more)
     assert isinstance(backbone, TransformerBackbone)
     return backbone
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from draftmill.decoders.backbones.rotary import KernelLayers
 from draftmill.decoders.kernels import attention, layers, sampling
 from draftmill.decoders.kernels.products import fixed_product
 from tests.decoders.backbones.causal_models import in_a_row, load, play, random_tokens, save_random, theirs
@@ -61,3 +62,20 @@ def test_exact_models_have_the_same_bits_in_any_batch(tmp_path, family, between)
 def test_exact_texts_have_the_same_bits_in_any_batch(name):
     few, many = (decoded(name, FIXED, count=count, warp="all", own=True, length=8, new=2) for count in (1, 2))
     assert few[0].tokens.tolist() == many[0].tokens.tolist() and few[0].logprob == many[0].logprob
+
+
+@pytest.mark.slow
+def test_layers_with_small_weights_run_between_the_kernels(tmp_path):
+    save_random(tmp_path, "qwen3", hidden_size=64, intermediate_size=32, num_hidden_layers=1)
+    backbone = load(tmp_path, small="int8")
+    texts = {0: random_tokens(3, seed=1), 2: random_tokens(5, seed=3)}
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            backbone._attend, backbone.lean = attention.attend, KernelLayers(backbone.base, layers)
+            backbone.lean.join()
+            backbone.forget()
+        backbone.allocate(3, 20)
+        found.append(play(backbone, {slot: in_a_row(text) for slot, text in texts.items()}))
+    for slot in texts:
+        torch.testing.assert_close(found[0][slot], found[1][slot], atol=1e-5, rtol=1e-5)
