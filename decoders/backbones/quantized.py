@@ -37,6 +37,7 @@ _SUPPORTED: Final[dict[Any, dict[str, tuple[Any, ...]]]] = {
         "num_bits": (8, 4, 2),
     },
 }
+METHODS: Final = tuple(_SUPPORTED)
 _WHERE: Final = "model.path: config.json has quantization_config"
 _ROWS: Final = 1024  # of codes that are unpacked at a time
 
@@ -113,7 +114,7 @@ def _form(given: Mapping[str, Any]) -> Form:
         sparsity = (given.get("sparsity_config") or {}).get("format")
         given = {**given, "num_bits": bits, "format": written or given.get("format"), "sparsity_format": sparsity}
     given = {**given, "quant_method": method}
-    for key, values in _SUPPORTED.get(method, {"quant_method": tuple(_SUPPORTED)}).items():
+    for key, values in _SUPPORTED.get(method, {"quant_method": METHODS}).items():
         if (value := given.get(key, values[0])) not in values:
             raise ValueError(f"{_WHERE}.{key} = {value!r}; supported: {', '.join(map(str, values))}")
     # The first version of GPTQ's format stores a zero minus one.

@@ -6,7 +6,8 @@ every device.
 
     int8    code * scale, one scale a row of the matrix
     fp8     the same with codes of e4m3
-    int4    code * scale + low, for each 64 (or 32) columns of a row
+    int4    code * scale + low, for each 64 (or 32) columns of a row. Numbers that are on such a grid, as those of checkpoints of
+            4 bits, stay what they are
 
 Legend: K in, M out, G groups of g columns.
 """
@@ -35,17 +36,14 @@ class SmallLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight_MK.shape
         self.kind, self.bias, self.dtype, self.buffer = kind, bias_M, weight_MK.dtype, weight_MK.new_empty(0)
-        group, low_MG1 = self.in_features, None
-        if kind == "int4" and not (group := next((size for size in (64, 32) if self.in_features % size == 0), 0)):
-            raise ValueError(
-                f"model.weights: int4, but a layer has {self.in_features} inputs; allowed: auto, int8, fp8"
-            )
-        exact_MGg = weight_MK.detach().float().unflatten(1, (-1, group))
+        exact_MGg, low_MG1, most = weight_MK.detach().float().unsqueeze(1), None, _LARGEST[kind]
+        steps: Any = most
         if kind == "int4":
+            exact_MGg, steps = _grouped(exact_MGg.squeeze(1))
             low_MG1 = exact_MGg.amin(2, keepdim=True).to(self.dtype)
             exact_MGg = exact_MGg - low_MG1
-        most, least = _LARGEST[kind], torch.finfo(self.dtype).tiny
-        scale_MG1 = (exact_MGg.abs().amax(2, keepdim=True) / most).clamp(min=least).to(self.dtype)
+        largest_MG1, least = exact_MGg.abs().amax(2, keepdim=True), torch.finfo(self.dtype).tiny
+        scale_MG1 = (largest_MG1 / steps).clamp(min=least).to(self.dtype)
         code_MK = (exact_MGg / scale_MG1.float()).clamp(-most if low_MG1 is None else 0, most).flatten(1)
         code_MK = code_MK.to(torch.float8_e4m3fn) if kind == "fp8" else code_MK.round().to(torch.int8)
         if kind == "int4":
@@ -76,6 +74,25 @@ class SmallLinear(nn.Module):
         if self.low_MG1 is not None:
             parts_MGg.add_(self.low_MG1)
         return functional.linear(rows, weight_MK, self.bias)
+
+
+def _grouped(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in groups of columns, [M, G, g], and the steps of a grid that has all numbers of a group, [M, G, 1]: 15 if there
+    is none of so few. Groups of 32 are taken where they alone have such grids."""
+    found, most = [], _LARGEST["int4"]
+    for size in (size for size in (64, 32) if weight_MK.shape[1] % size == 0):
+        part_MGg = weight_MK.unflatten(1, (-1, size))
+        gap_MGg = part_MGg.sort(2).values.diff(dim=2)
+        least_MG1 = gap_MGg.masked_fill(gap_MGg == 0, torch.inf).amin(2, keepdim=True)
+        # Several gaps of one step: in half precision they differ by rounding.
+        near_MGg = (gap_MGg > 0) & (gap_MGg < 1.5 * least_MG1)
+        step_MG1 = (gap_MGg * near_MGg).sum(2, keepdim=True) / near_MGg.sum(2, keepdim=True)
+        span_MG1 = part_MGg.amax(2, keepdim=True) - part_MGg.amin(2, keepdim=True)
+        found.append((part_MGg, (span_MG1 / step_MG1).nan_to_num(1.0).round().clamp(min=1)))
+    if not found:
+        raise ValueError(f"model.weights: int4, but a layer has {weight_MK.shape[1]} inputs; allowed: auto, int8, fp8")
+    part_MGg, steps_MG1 = next((one for one in found if bool((one[1] <= most).all())), found[0])
+    return part_MGg, steps_MG1.clamp(max=most)
 
 
 def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:

@@ -113,7 +113,14 @@ def test_awq_loads_as_its_numbers(tmp_path):
             codes - zeros.repeat_interleave(32, 1)
         ) * scales.float().repeat_interleave(32, 1)
 
-    assert_same_states(*save_quantized(tmp_path, AWQ, parts_of))
+    dense, small = save_quantized(tmp_path, AWQ, parts_of)
+    assert_same_states(dense, small)
+    texts = {0: random_tokens(9, seed=1)}
+    found, expected = (
+        decode_with_rejections(load_backbone(small, device="cpu", small=kind), texts, prompts={0: 4})[0]
+        for kind in ("int4", "auto")
+    )
+    assert (found - expected).abs().max() < 1e-4, "int4 has the checkpoint's own numbers"
 
 
 # ---- compressed-tensors, by its own compressors ----------------------------------------------------------------------

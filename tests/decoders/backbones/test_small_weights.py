@@ -59,6 +59,23 @@ def test_every_fp8_code_is_read_as_torch_reads_it():
         assert torch.equal(layer._codes()[finite], codes.float()[finite].to(dtype))
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_on_a_grid_of_four_bits_keep_their_places(dtype, group):
+    generator = torch.Generator().manual_seed(0)
+    code = torch.randint(2, 14, (48, 256), generator=generator)
+    zero, scale = (torch.rand(48, 256 // group, generator=generator) for _ in range(2))
+    scale = (scale * 0.01 + 0.002).half().float()
+    zero_MK, scale_MK = ((zero * 16).int().repeat_interleave(group, 1), scale.repeat_interleave(group, 1))
+    layer = SmallLinear(((code - zero_MK) * scale_MK).to(dtype), None, "int4")
+    low_MG1 = layer.low_MG1
+    assert low_MG1 is not None and low_MG1.shape[1] == 256 // min(group, 64)
+    halves = torch.stack([layer.code_MK & 15, (layer.code_MK >> 4) & 15], 2).flatten(1)
+    numbers = (halves.double().unflatten(1, (low_MG1.shape[1], -1)) * layer.scale_MG1 + low_MG1).flatten(1)
+    steps = numbers / scale_MK + zero_MK - code
+    assert steps.abs().max() < (1e-5 if dtype == torch.float32 else 0.15)
+
+
 def test_large_products_of_codes_do_not_leave_half_precision():
     layer = SmallLinear(torch.full((4, 4096), 0.001, dtype=torch.float16), None, "int8")
     layer.buffer = torch.empty(4 * 4096, dtype=torch.float16)
