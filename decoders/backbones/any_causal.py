@@ -41,6 +41,8 @@ class AnyCausalBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by their names there; they are removed from the dict.
     `small` is a kind of small_weights.py. ValueError where our forward gives other numbers than the model's own."""
 
+    is_foreign = True
+
     def __init__(
         self,
         name: str,

@@ -56,6 +56,9 @@ class ModuleBackbone(OnSlots, ABC):
     sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is written at column 0: a masked
     column weighs 0, but 0 times NaN is NaN."""
 
+    is_foreign: ClassVar[bool] = False
+    """Whether the layers' code may do anything, so that only a test says whether rows are exact."""
+
     def __init__(
         self,
         model: Any,

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families import any_causal
@@ -372,3 +373,14 @@ def test_attention_over_flat_rows_as_kernels_compute_it_gives_the_same_states(na
     flat: Any = load_backbone(folder, dtype="float64", device="cpu")
     assert flat.cache.is_pooled and not plain.cache.is_pooled
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(flat._states(), plain._states(), strict=True))
+
+
+def test_a_model_that_rounds_by_the_size_of_its_batch_runs_and_is_not_called_exact(load, monkeypatch):
+    folder, run = load("granite")[0], AnyCausalBackbone._run
+    monkeypatch.setattr(
+        AnyCausalBackbone, "_run", lambda self, tokens, *more: run(self, tokens, *more) + 1e-6 * len(tokens)
+    )
+    backbone = load_backbone(folder, dtype="float32", device="cpu")
+    assert not backbone.exact
+    with pytest.raises(ValueError, match="the batch changes last bits"):
+        load_backbone(folder, dtype="float32", device="cpu", exact=True)
