@@ -61,12 +61,18 @@ class AnyCausalBackbone(ModuleBackbone):
             )
         model = _load(name, config, known, weights, dtype)
         base = model.get_decoder()
+        first = (
+            where if small == "auto" else torch.device("cpu")
+        )  # full weights never reach a device that has small ones
+        model.to(first)
+        if small != "auto":
+            shrink_products(base, small, first)
+        self._forward, self._given = base.forward, torch.empty(0)
+        own = [states.to(where) for states in _own_states(model, known, first)]
+        take_experts(model)
         if small != "auto":
             shrink_products(base, small, where)
-        model.to(where)
-        self._forward, self._given = base.forward, torch.empty(0)
-        own = _own_states(model, known, where)
-        take_experts(model)
+            model.to(where)
         super().__init__(model, known, known.windows, dtype=dtype, device=where, exact=exact)
         base.config._attn_implementation = ATTENTION
         model.set_output_embeddings(self.head)

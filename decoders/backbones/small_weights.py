@@ -24,7 +24,7 @@ from draftmill.decoders.backbones.packed import replace_products
 
 _LARGEST: Final = {"int8": 127, "int4": 15, "fp8": 448}
 _TRIED, _ROWS = 64, 1024  # rows that are looked at for a grid, and then at a time
-_ROUTERS: Final = ("gate", "router")
+_ROUTERS: Final = ("gate", "router", "shared_expert_gate")
 
 
 class SmallLinear(nn.Module):
@@ -65,16 +65,20 @@ class SmallLinear(nn.Module):
             return code_MK.copy_(wide.view(torch.bfloat16)).mul_(2.0**120)
         return code_MK.copy_(code)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Return the products, any number of leading dimensions."""
+    def weight_MK(self) -> Tensor:  # noqa: N802
+        """The numbers that stand for the weight, in the buffer."""
         weight_MK = self._codes()
-        if self.low_MG1 is None and self.dtype != torch.float16:  # products of codes would exceed float16's numbers
-            out = functional.linear(rows, weight_MK).mul_(self.scale_MG1.flatten())
-            return out if self.bias is None else out.add_(self.bias)
         parts_MGg = weight_MK.unflatten(1, (self.scale_MG1.shape[1], -1)).mul_(self.scale_MG1)
         if self.low_MG1 is not None:
             parts_MGg.add_(self.low_MG1)
-        return functional.linear(rows, weight_MK, self.bias)
+        return weight_MK
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the products, any number of leading dimensions."""
+        if self.low_MG1 is None and self.dtype != torch.float16:  # products of codes would exceed float16's numbers
+            out = functional.linear(rows, self._codes()).mul_(self.scale_MG1.flatten())
+            return out if self.bias is None else out.add_(self.bias)
+        return functional.linear(rows, self.weight_MK(), self.bias)
 
 
 def _grouped(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,12 +106,19 @@ def _steps(part_MGg: Tensor) -> Tensor:
 
 
 def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
-    """Make the linear layers of a model small and move them to a device, in place; routers and the output layer stay. ValueError
-    where weights of the layers could not be made small."""
+    """Make the linear layers of a model small and move them to a device, in place; routers and the output layer stay.
+    Experts that transformers has in one tensor get the numbers of small ones, and become small in a second call, once they are
+    layers. ValueError where weights can't be made small."""
     if kind not in _LARGEST:
         raise ValueError(f"model.weights: {kind!r}; allowed: auto, {', '.join(_LARGEST)}")
-    if any(weight.ndim > 2 for weight in base.parameters()):
-        raise ValueError(f"model.weights: {kind}, but this model has its experts in one tensor; allowed: auto")
+    for part in base.modules():
+        for weight in (weight for weight in part.parameters(recurse=False) if weight.ndim > 2):
+            if not hasattr(part, "is_transposed"):
+                raise ValueError(f"model.weights: {kind}, but {type(part).__name__} has no small form; allowed: auto")
+            for weight_MK in weight.data.mT if part.is_transposed else weight.data:
+                rounded = SmallLinear(weight_MK, None, kind)
+                rounded.buffer = torch.empty(weight_MK.numel(), dtype=weight.dtype)
+                weight_MK.copy_(rounded.weight_MK())
     replace_products(base, lambda weight, bias: SmallLinear(weight, bias, kind).to(device), but=_ROUTERS)
     layers = [part for part in base.modules() if isinstance(part, SmallLinear)]
     size = max(part.out_features * part.in_features for part in layers)

@@ -154,7 +154,5 @@ def test_what_has_no_small_form_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"^model.weights: {message}$"):
             load_backbone(tmp_path, device="cpu", **arguments)
-    experts = nn.Module()
-    experts.weight = nn.Parameter(torch.zeros(2, 3, 4))
-    with pytest.raises(ValueError, match="this model has its experts in one tensor; allowed: auto"):
-        shrink_products(experts, "int8", torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"model.weights: int8, but Conv1d has no small form; allowed: auto"):
+        shrink_products(nn.Sequential(nn.Conv1d(2, 3, 4)), "int8", torch.device("cpu"))
