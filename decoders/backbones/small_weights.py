@@ -30,6 +30,7 @@ _ROUTERS: Final = ("gate", "router", "shared_expert_gate")
 class SmallLinear(nn.Module):
     """A linear layer [R, K] -> [R, M] with weights of a kind; `shrink_products` sets `buffer`. ValueError if K has no groups."""
 
+    code_MK: Tensor
     scale_MG1: Tensor
     low_MG1: Tensor | None
 
@@ -54,7 +55,7 @@ class SmallLinear(nn.Module):
 
     def _codes(self) -> Tensor:
         """The codes in the buffer, [M, K] in the layer's dtype."""
-        code: Any = self.code_MK
+        code = self.code_MK
         code_MK = self.buffer[: self.out_features * self.in_features].view(self.out_features, -1)
         if self.kind == "int4":  # one byte of two codes becomes two bytes
             wide = code.view(torch.uint8).to(torch.int16)

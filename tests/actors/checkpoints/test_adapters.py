@@ -100,6 +100,15 @@ def test_an_adapter_of_another_model_is_refused_with_what_does_not_fit(tmp_path:
     assert "Target modules" in refused(tmp_path, base="gpt2")
 
 
+def test_an_adapter_is_not_merged_into_a_quantized_checkpoint(tmp_path: Path) -> None:
+    train(save_random(tmp_path / "base", "llama"), tmp_path / "adapter", LLAMA)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    assert "the model's checkpoint is quantized" in refused(tmp_path)
+
+
 def test_what_can_not_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     import peft
 
