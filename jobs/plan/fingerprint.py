@@ -91,12 +91,16 @@ LEFT_OUT: Final = {
 """Defaults that a plan does not have, so that plans of earlier versions stay the same."""
 
 
+_OF_THE_SPEC: Final = {"model.small_weights": "model.weights"}
+"""Keys of the spec that are in the fingerprint under other names: there `model.weights` is the hash of the checkpoint."""
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each dotted key whose value differs, as `decoder.k was 5, is 4`; sorted."""
     old, new = dict(flat(before)), dict(flat(now))
     old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | values for values in (old, new))
     return [
-        f"{key} was {format_value(old, key)}, is {format_value(new, key)}"
+        f"{_OF_THE_SPEC.get(key, key)} was {format_value(old, key)}, is {format_value(new, key)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]

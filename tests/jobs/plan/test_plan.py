@@ -129,6 +129,7 @@ def test_what_does_not_change_results_does_not_change_the_plan(rows: Path) -> No
         ({"input__limit": 4}, "input.limit was null, is 4"),
         ({"input__columns": {"text": "text"}}, 'input.columns.text was null, is "text"'),
         ({"model__dtype": "float64"}, 'model.dtype was "auto", is "float64"'),
+        ({"model__weights": "int8"}, 'model.weights was not set, is "int8"'),
     ],
 )
 def test_another_job_on_the_same_directory_is_refused_by_its_keys(
