@@ -27,14 +27,14 @@ _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 _LAYOUTS: Final = {"pack-quantized": "packed"} | {f"{kind}-quantized": "scaled" for kind in ("int", "float", "naive")}
 # What is read of quantization_config, by quant_method; a missing key stands for the first value.
 _SUPPORTED: Final[dict[Any, dict[str, tuple[Any, ...]]]] = {
-    "gptq": {"bits": (4, 2, 8), "checkpoint_format": ("gptq", "gptq_v2")},
-    "awq": {"bits": (4,), "version": ("gemm", "GEMM")},
-    "fp8": {"expert_dtype": ("fp8",)},
+    "gptq": {"bits": (4, 2, 8), "format": ("gptq", "gptq_v2")},
+    "awq": {"bits": (4,), "format": ("gemm",)},
+    "fp8": {"bits": (8,), "expert_dtype": ("fp8",)},
     "compressed-tensors": {
         "transform_config": (None, {}),
         "sparsity_format": (None, "dense"),
         "format": tuple(_LAYOUTS),
-        "num_bits": (8, 4, 2),
+        "bits": (8, 4, 2),
     },
 }
 METHODS: Final = tuple(_SUPPORTED)
@@ -104,23 +104,29 @@ def find_form(config: Mapping[str, Any]) -> Form | None:
 
 
 def _form(given: Mapping[str, Any]) -> Form:
-    method, block = given.get("quant_method", "compressed-tensors" if "config_groups" in given else None), _block(given)
+    method = given.get("quant_method", "compressed-tensors" if "config_groups" in given else None)
+    block, written = _block(given), given.get("checkpoint_format") or given.get("version") or given.get("format")
+    if method not in _SUPPORTED:
+        raise ValueError(f"{_WHERE}.quant_method = {method!r}; supported: {', '.join(METHODS)}")
+    asked: dict[str, Any] = dict(given)
     if method == "compressed-tensors":
         groups = [one for one in (given.get("config_groups") or {}).values() if one.get("weights")]
         kinds = {(one.get("format"), one["weights"].get("num_bits"), _block(one["weights"])) for one in groups}
-        if len(kinds) > 1:
-            raise ValueError(f"{_WHERE}.config_groups of several kinds of weights; supported: one kind")
-        written, bits, block = kinds.pop() if kinds else (None, None, block)
-        sparsity = (given.get("sparsity_config") or {}).get("format")
-        given = {**given, "num_bits": bits, "format": written or given.get("format"), "sparsity_format": sparsity}
-    given = {**given, "quant_method": method}
-    for key, values in _SUPPORTED.get(method, {"quant_method": METHODS}).items():
-        if (value := given.get(key, values[0])) not in values:
-            raise ValueError(f"{_WHERE}.{key} = {value!r}; supported: {', '.join(map(str, values))}")
+        if len(kinds) != 1:
+            raise ValueError(f"{_WHERE}.config_groups of {len(kinds)} kinds of weights; supported: one kind")
+        own, asked["bits"], block = kinds.pop()
+        written, asked["sparsity_format"] = (
+            own or given.get("format"),
+            (given.get("sparsity_config") or {}).get("format"),
+        )
+    asked["format"] = written and str(written).lower()
+    for key, values in _SUPPORTED[method].items():
+        asked[key] = values[0] if asked.get(key) is None else asked[key]
+        if asked[key] not in values:
+            raise ValueError(f"{_WHERE}.{key} = {asked[key]!r}; supported: {', '.join(map(str, values))}")
+    layout = {"compressed-tensors": _LAYOUTS.get(asked["format"]), "fp8": "scaled"}.get(method) or str(method)
     # The first version of GPTQ's format stores a zero minus one.
-    shift = int(method == "gptq" and given.get("checkpoint_format", "gptq") == "gptq")
-    layout = _LAYOUTS[given["format"]] if method == "compressed-tensors" else "scaled" if method == "fp8" else method
-    return Form(layout, given.get("num_bits") or given.get("bits") or (8 if method == "fp8" else 4), block, shift)
+    return Form(layout, int(asked["bits"]), block, int(method == "gptq" and asked["format"] == "gptq"))
 
 
 def _block(given: Mapping[str, Any]) -> tuple[int, int]:
@@ -164,6 +170,8 @@ def _codes(words: Tensor, bits: int) -> Tensor:
     """The codes in int32 words, the lowest bits first: uint8, as many more columns as a word holds."""
     import torch
 
+    if words.dtype != torch.int32:
+        raise ValueError(f"codes in words of {words.dtype}")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     blocks = [((block.unsqueeze(2) >> shifts) & (2**bits - 1)).to(torch.uint8) for block in words.split(_ROWS)]
     return torch.cat(blocks).flatten(1)

@@ -214,13 +214,18 @@ def test_fp8_loads_as_transformers_reads_it(tmp_path, block):
         ),
         ({"quant_method": "gptq", "bits": 3}, "bits = 3; supported: 4, 2, 8"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'; supported: gptq, gptq_v2"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv'; supported: gemm, GEMM"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "format = 'gemv'; supported: gemm"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4'; supported: fp8"),
         (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            {"config_groups": {"0": {"weights": {"num_bits": 4}}}, "format": "nvfp4-pack-quantized"},
             "supported: pack-quantized, int-quan",
         ),
-        ({"config_groups": {}, "format": "int-quantized", "transform_config": {"a": 1}}, "transform_config = {'a': 1}"),
+        (
+            {"config_groups": {"0": {"weights": {"num_bits": 4}}}, "transform_config": {"a": 1}},
+            "transform_config = {'a': 1}",
+        ),
+        ({"config_groups": {}, "format": "int-quantized"}, "config_groups of 0 kinds of weights; supported: one kind"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "format = 'marlin'; supported: gptq, gptq_v2"),
         ("int4", " = 'int4', which is no such object"),
     ],
 )
