@@ -149,6 +149,7 @@ def write_adapter(folder: Path, weights: dict[str, torch.Tensor], settings: dict
     ("name", "settings"),
     [
         ("llada", D2F),
+        ("llada", D2F | {"target_modules": ["ff_proj", "ff_out"]}),
         ("llada_moe", D2F | PATTERNS | {"target_modules": ["k_proj", "o_proj", "gate_proj"]}),
         ("llada2", D2F | {"target_modules": ["query_key_value", "down_proj", "lm_head"]}),
         ("sdar", D2F | PATTERNS | {"target_modules": ["k_proj", "gate_proj", "up_proj"]}),
