@@ -147,7 +147,13 @@ def load_model(folder: Path, place: ModelPlace) -> Model:
     from draftmill.decoders.backbones.load import load_backbone
 
     load = partial(
-        load_backbone, folder, family=place.family, dtype=place.dtype, device=place.device, exact=place.exact
+        load_backbone,
+        folder,
+        family=place.family,
+        dtype=place.dtype,
+        device=place.device,
+        exact=place.exact,
+        small=place.weights,
     )
     if place.share is None:
         return load()
@@ -168,7 +174,7 @@ def network_keys(
     `folder` and `drafter` are the local folders of the checkpoints.
     """
     options = (place.dtype, place.device, place.share, place.exact)
-    keys: dict[str, Hashable] = {"model": (folder, place.family, *options)}
+    keys: dict[str, Hashable] = {"model": (folder, place.family, place.weights, *options)}
     if drafter is not None:
         keys["drafter"] = (drafter, *options)
     head = head_place(decoder, folder if drafter is None else drafter)

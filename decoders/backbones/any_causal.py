@@ -20,6 +20,7 @@ from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.lean_import import from_transformers, lean
 from draftmill.decoders.backbones.moe import Experts, take_experts
 from draftmill.decoders.backbones.rows import TokenRows, causal_rows
+from draftmill.decoders.backbones.small_weights import shrink_products
 from draftmill.decoders.backbones.transformer import ATTENTION, ModuleBackbone
 
 # Texts of the comparison, and the window that stands in for a longer one: shorter than the texts.
@@ -38,7 +39,9 @@ _HALVES: Final = (torch.float16, torch.bfloat16)
 
 class AnyCausalBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by their names there; they are removed from the dict.
-    ValueError where our forward gives other numbers than the model's own."""
+    `small` is a kind of small_weights.py. ValueError where our forward gives other numbers than the model's own."""
+
+    is_foreign = True
 
     def __init__(
         self,
@@ -49,14 +52,18 @@ class AnyCausalBackbone(ModuleBackbone):
         dtype: torch.dtype,
         device: torch.device | str,
         exact: bool = False,
+        small: str = "auto",
     ) -> None:
         known, where = facts(name, config), torch.device(device)
         if exact and where.type != "cpu":
             raise ValueError(
                 f"model.exact: true, but models of family {name!r} are not exact on GPUs; allowed there: false"
             )
-        model = _load(name, config, known, weights, dtype).to(where)
+        model = _load(name, config, known, weights, dtype)
         base = model.get_decoder()
+        if small != "auto":
+            shrink_products(base, small, where)
+        model.to(where)
         self._forward, self._given = base.forward, torch.empty(0)
         own = _own_states(model, known, where)
         take_experts(model)

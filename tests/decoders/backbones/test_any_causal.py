@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families import any_causal
@@ -32,7 +33,7 @@ from draftmill.decoders.causal.settings import (
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.kernels.find import reference_product
+from draftmill.decoders.kernels import find
 from tests.decoders.support import decode, texts
 
 VOCAB = 61
@@ -165,7 +166,7 @@ def test_lossless_decoders_give_the_text_of_autoregressive(name, temperature, lo
         ("bloom", {}, "its network does not run on rows of tokens"),
         ("bart", {}, "it has an encoder"),
         ("bert", {}, "its attention sees texts in both directions"),
-        ("gemma2", {"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ("gemma2", {"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'; supported: gptq"),
         ("gemma2", {"num_attention_heads": 0}, "gemma2"),
     ],
 )
@@ -176,6 +177,42 @@ def test_a_model_that_cannot_run_is_refused_in_one_line_before_its_weights_are_r
     with pytest.raises(ValueError, match=re.escape(reason)) as refused:
         inspect_model(tmp_path)
     assert str(refused.value).startswith("model.") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gemma2", "int8"), ("phi", "fp8")])
+def test_layers_may_have_small_weights(load, name, kind):
+    folder, _, full = load(name)
+    small: Any = load_backbone(folder, dtype="float32", device="cpu", small=kind)
+    assert small.exact and all(weight.ndim < 2 or "embed" in name for name, weight in small.base.named_parameters())
+    states = []
+    for backbone in (full, small):
+        backbone.allocate(1, 32)
+        states.append(backbone.forward(causal_rows([0], [20], [0], torch.arange(20) % VOCAB)))
+    assert 0 < (states[0] - states[1]).norm() / states[0].norm() < 0.5
+
+
+def test_experts_in_one_tensor_are_not_made_small(load):
+    with pytest.raises(ValueError, match=r"model.weights: int8, but this model has its experts in one tensor; allowed"):
+        load_backbone(load("mixtral")[0], device="cpu", small="int8")
+
+
+def test_a_quantized_checkpoint_is_unpacked(load, tmp_path):
+    folder = load("phi")[0]
+    dense = load_file(folder / "model.safetensors")
+    stored, name = dict(dense), "model.layers.2.mlp.fc1.weight"
+    stored[name] = (dense[name] * 64).to(torch.float8_e4m3fn)
+    stored[f"{name}_scale_inv"] = torch.tensor(1 / 64)
+    dense[name] = stored[name].float() / 64
+    states = []
+    for place, tensors, quantization in (("a", dense, None), ("b", stored, {"quant_method": "fp8"})):
+        shutil.copytree(folder, tmp_path / place)
+        save_file(tensors, tmp_path / place / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+        (tmp_path / place / "config.json").write_text(json.dumps(config))
+        backbone: Any = load_backbone(tmp_path / place, dtype="float32", device="cpu")
+        backbone.allocate(1, 32)
+        states.append(backbone.forward(causal_rows([0], [20], [0], torch.arange(20) % VOCAB)))
+    assert torch.equal(*states)
 
 
 def test_a_type_that_transformers_does_not_have_is_refused_with_the_types_that_can_be_named(tmp_path):
@@ -322,5 +359,28 @@ def test_experts_that_are_multiplied_at_once_give_the_same(name, load):
     expected = own(rows_ND, expert_NK, weight_NK)
     experts = GivenExperts(own)
     assert torch.allclose(experts(rows_ND, expert_NK, weight_NK), expected, atol=1e-5)
-    experts.gather(reference_product)
+    experts.gather(find.reference_product)
     assert experts.is_gathered and torch.allclose(experts(rows_ND, expert_NK, weight_NK), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma4_text", "gpt_oss", "deepseek_v3", "mimo_v2_flash"])
+def test_attention_over_flat_rows_as_kernels_compute_it_gives_the_same_states(name, load, monkeypatch):
+    folder = load(name)[0]
+    plain: Any = load_backbone(folder, dtype="float64", device="cpu")
+    monkeypatch.setattr(
+        "draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: find.reference_attend
+    )
+    flat: Any = load_backbone(folder, dtype="float64", device="cpu")
+    assert flat.cache.is_pooled and not plain.cache.is_pooled
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(flat._states(), plain._states(), strict=True))
+
+
+def test_a_model_that_rounds_by_the_size_of_its_batch_runs_and_is_not_called_exact(load, monkeypatch):
+    folder, run = load("granite")[0], AnyCausalBackbone._run
+    monkeypatch.setattr(
+        AnyCausalBackbone, "_run", lambda self, tokens, *more: run(self, tokens, *more) + 1e-6 * len(tokens)
+    )
+    backbone = load_backbone(folder, dtype="float32", device="cpu")
+    assert not backbone.exact
+    with pytest.raises(ValueError, match="the batch changes last bits"):
+        load_backbone(folder, dtype="float32", device="cpu", exact=True)

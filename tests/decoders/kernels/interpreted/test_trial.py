@@ -28,6 +28,7 @@ def forget():
 def test_the_kernels_work_in_the_interpreter(dtype):
     heads = {"num_heads": 3, "key_heads": 1, "width": 20}
     assert find.attention_problem(CPU, dtype, **heads, relative=dtype == torch.float32) is None
+    assert find.attention_problem(CPU, dtype, **heads, plain=False) is None
     assert find.experts_problem(CPU, dtype) is None and find.experts_problem(CPU, dtype, fixed=True) is None
     assert find.fixed_product_problem(CPU, dtype) is None
 
