@@ -8,6 +8,8 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -35,6 +37,7 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.kernels import find
+from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.support import decode, texts
 
 VOCAB = 61
@@ -413,3 +416,18 @@ def test_experts_of_fp4_are_read_as_transformers_reads_them(load, tmp_path):
     assert found == expected
     states: list[Any] = [load_backbone(tmp_path / name, dtype="float32", device="cpu") for name in ("dense", "small")]
     assert all(torch.equal(a, b) for a, b in zip(*(one._states() for one in states), strict=True))
+
+
+def test_a_model_is_described_in_a_process_that_loaded_one_of_the_table_before(tmp_path):
+    """torch keeps a list of what makes tensors, from its first use on."""
+    save_random(tmp_path)
+    config = json.dumps(SIZES | FAMILIES["gemma4_text"])
+    code = f"""
+import json, pathlib
+from draftmill.decoders.backbones.families.any_causal import facts
+from draftmill.decoders.backbones.load import load_backbone
+load_backbone(pathlib.Path({str(tmp_path)!r}), device="cpu")
+print(facts("gemma4_text", json.loads({config!r})).head_dim)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "16", found.stderr[-1000:]
