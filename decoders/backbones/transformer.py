@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -106,6 +107,8 @@ class ModuleBackbone(OnSlots, ABC):
         if is_fixed:
             self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
+        self.reader: Any = None
+        """The draft head that reads states of the layers, if any (speculators.py); its cache follows this one's."""
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
@@ -126,6 +129,18 @@ class ModuleBackbone(OnSlots, ABC):
         )
         self.sums_N: Tensor | None = None
         """The sum of each row's hidden states in the last forward, float64: not finite if any of them is not."""
+
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of slot `source` onto slot `target`."""
+        super().copy_prefix(source, target, num_columns)
+        if self.reader is not None:
+            self.reader.copy_prefix(source, target, num_columns)
+
+    def clear_slot(self, slot: int) -> None:
+        """Put zeros into a slot that holds NaN or infinity."""
+        super().clear_slot(slot)
+        if self.reader is not None:
+            self.reader.clear_slot(slot)
 
     def find_layers(self) -> Any:
         """The kernels for what stands between the products of a layer, where they are used and attention is a kernel."""
@@ -279,8 +294,37 @@ class TransformerBackbone(ModuleBackbone):
         """Runs the layers instead of `base`, where there is such a form."""
         if self.may_be_lean:
             self.lean = lean_layers(self)
+        self._hooks, self._states = list[Any](), dict[int, Tensor]()
+
+    def tap(self, reader: Any) -> None:
+        """Give a draft head the states after some layers, from the next forward on; None gives them to nobody. ValueError where
+        the layers can't be found."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.reader = [], reader
+        ids = () if reader is None else reader.speculator.layer_ids
+        if self.lean is not None:
+            self.lean.taps = frozenset(ids)
+            return
+        layers: Any = getattr(self.base, "layers", None) or getattr(self.base, "h", None)
+        if ids and not layers:
+            raise ValueError(f"decoder.drafter.kind: 'head' can't read the layers of {type(self.base).__name__}")
+        for number in ids:
+            self._hooks.append(layers[number - 1].register_forward_hook(partial(self._note_states, number)))
+
+    def _note_states(self, number: int, layer: Any, arguments: Any, output: Any) -> None:
+        self._states[number] = output if isinstance(output, Tensor) else output[0]
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
+        hidden_PD, reader = self._run_layers(tokens_P, positions_P, layout), self.reader
+        if reader is not None:
+            noted = self._states if self.lean is None else self.lean.tapped
+            states = [noted[number].view(len(tokens_P), -1)[: rows.num_rows] for number in reader.speculator.layer_ids]
+            reader.read(torch.cat(states, 1), rows)
+            noted.clear()
+        return hidden_PD
+
+    def _run_layers(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         if self.lean is not None:
             return self.lean(tokens_P, positions_P, layout)
         hidden_1PD: Tensor = self.base(
