@@ -143,6 +143,34 @@ def bias_of(seen_NW: Tensor, shape: tuple[int, int], rectangle_N: Tensor | None,
     return bias_PW.view(*shape, -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of the products of queries and keys: times `scaling`; then cap * tanh(score / cap), if there is a cap; and, if
+    a head has a sink, one more place with this score, which is seen by every row and holds nothing (`sink_H`)."""
+
+    scaling: float
+    cap: float | None = None
+    sink_H: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether they are scaled only."""
+        return self.cap is None and self.sink_H is None
+
+    def capped_(self, scores: Tensor) -> Tensor:
+        """The scaled scores, in place."""
+        return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
+
+    def left(self, scores_BKTGW: Tensor, weight_BKTGW: Tensor) -> Tensor | None:
+        """The share of each row's weight that its sink leaves; None without sinks. Weights of a row sum up to one, and the
+        largest one is exp(0) / sum: so this takes no sum, whose order would depend on the number of columns."""
+        if self.sink_H is None:
+            return None
+        sink_K1G1 = self.sink_H.to(scores_BKTGW.dtype).view(scores_BKTGW.shape[1], 1, -1, 1)
+        most, largest = scores_BKTGW.amax(-1, keepdim=True), weight_BKTGW.amax(-1, keepdim=True)
+        return 1 / (1 + (sink_K1G1 - most).exp() * largest)
+
+
 def slot_attention(
     module: Any,
     query_1HNd: Tensor,
@@ -152,30 +180,45 @@ def slot_attention(
     *,
     scaling: float,
     layout: AnyLayout,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers; returns ([1, N, H, d], no attention weights)."""
+    """The attention function registered with transformers; returns ([1, N, H, d], no attention weights). All layers of a cache
+    have its number of key heads and its width: a layer with fewer heads writes each of them more than once, a narrower one
+    zeros."""
+    held: Any = layout.cache.layers_2SKWd[0]
+    key_heads, width, value_width = held.shape[2], held.shape[4], value_1KNd.shape[3]
+    if key_1KNd.shape[1] != key_heads or not key_1KNd.shape[3] == value_width == width:
+        times = key_heads // key_1KNd.shape[1]
+        query_1HNd = functional.pad(query_1HNd, (0, width - query_1HNd.shape[3]))
+        key_1KNd, value_1KNd = (
+            functional.pad(rows, (0, width - rows.shape[3])).repeat_interleave(times, 1)
+            for rows in (key_1KNd, value_1KNd)
+        )
     query_NHd, key_NKd, value_NKd = (rows[0].transpose(0, 1) for rows in (query_1HNd, key_1KNd, value_1KNd))
     held_NXd = torch.cat([key_NKd, value_NKd], 1)
-    mixed = attend_rows(int(module.layer_idx), query_NHd, held_NXd, scaling=scaling, layout=layout)
-    return mixed.unsqueeze(0), None
+    scores = Scores(scaling, softcap, s_aux)
+    mixed = attend_rows(int(module.layer_idx), query_NHd, held_NXd, scores=scores, layout=layout)
+    return mixed[..., :value_width].unsqueeze(0), None
 
 
-def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scaling: float, layout: AnyLayout) -> Tensor:
+def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scores: Scores, layout: AnyLayout) -> Tensor:
     """Write the valid rows' keys and, beside them, values (X = 2 K), and attend; what padding rows get is 0. [P, H, d]."""
     count = layout.count
     layout.cache.write(layer, layout.places, held_PXd[:count])
     window = layout.windows[layer]
     if isinstance(layout, FlatLayout):
         held_2SKWd = layout.cache.layers_2SKWd[layer]
-        mixed_NHd = layout.attend(query_PHd[:count], held_2SKWd, layout.seen, scaling=scaling, window=window)
+        assert scores.is_plain, "kernels neither cap scores nor know sinks"
+        mixed_NHd = layout.attend(query_PHd[:count], held_2SKWd, layout.seen, scaling=scores.scaling, window=window)
     else:
-        mixed_NHd = _mix(query_PHd[:count], layer, layout, layout.sights[window], scaling)
+        mixed_NHd = _mix(query_PHd[:count], layer, layout, layout.sights[window], scores)
     padding = query_PHd.shape[0] - count
     return functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd
 
 
-def _mix(query_NHd: Tensor, layer: int, layout: Layout, bias_BTW: Tensor, scaling: float) -> Tensor:
+def _mix(query_NHd: Tensor, layer: int, layout: Layout, bias_BTW: Tensor, scores: Scores) -> Tensor:
     """Spread the valid rows over the rectangle, attend part by part, gather them; [valid N, H, d]."""
     held: Held | Scattered
     if layout.order_BW is None:
@@ -183,7 +226,7 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, bias_BTW: Tensor, scalin
     else:
         assert isinstance(layout.slots, Tensor), "each slot is named with its columns"
         held = Scattered(layout.cache, layer, layout.slots, layout.order_BW)
-    attend = partial(attend_grouped, scaling=scaling, rules=layout.rules)
+    attend = partial(attend_grouped, scores=scores, rules=layout.rules)
     spread = query_NHd
     if layout.rectangle_N is not None:
         spread = query_NHd.new_zeros(layout.num_slots * layout.num_rows, *query_NHd.shape[1:])
@@ -275,7 +318,7 @@ def _parts(query_BTHd: Tensor, num_columns: int, limit: int, most_slots: int) ->
 
 
 def attend_grouped(
-    query_BTHd: Tensor, key_BKWd: Tensor, value_BKWd: Tensor, bias_BTW: Tensor, *, scaling: float, rules: ShapeRules
+    query_BTHd: Tensor, key_BKWd: Tensor, value_BKWd: Tensor, bias_BTW: Tensor, *, scores: Scores, rules: ShapeRules
 ) -> Tensor:
     """Softmax attention with an additive bias that all heads share; head h of the queries reads key head h // G. [B, T, H, d].
     In float32 and float64 on a CPU the products keep the shape rules (invariance.py), so that a row's bits depend on no
@@ -285,24 +328,33 @@ def attend_grouped(
     group = num_heads // key_heads
     count, rows = num_slots * key_heads, num_rows * group
     grouped = (num_slots, num_rows, key_heads, group, width)
-    if query_BTHd.device.type == "cpu" and query_BTHd.dtype in EXACT_DTYPES:
-        query_CRd = (query_BTHd * scaling).reshape(grouped).transpose(1, 2).reshape(count, rows, width)
+    is_exact = query_BTHd.device.type == "cpu" and query_BTHd.dtype in EXACT_DTYPES
+    if is_exact or not scores.is_plain:
+        wide = torch.promote_types(query_BTHd.dtype, torch.float32)
+        query_CRd = (query_BTHd.to(wide) * scores.scaling).reshape(grouped).transpose(1, 2).reshape(count, rows, width)
         # Rows that are too few are repeated, and what the others give is cut off.
         times = -(-rules.min_queries // rows)
         if times > 1:
             query_CRd = query_CRd.unsqueeze(1).expand(-1, times, -1, -1).contiguous().flatten(1, 2)
-        scores = torch.bmm(query_CRd, key_BKWd.flatten(0, 1).transpose(1, 2))
+        score_CRW = scores.capped_(torch.bmm(query_CRd, key_BKWd.to(wide).flatten(0, 1).transpose(1, 2)))
         if num_rows == 1:
-            scores.view(num_slots, key_heads * times * rows, num_columns).add_(bias_BTW)
+            score_CRW.view(num_slots, key_heads * times * rows, num_columns).add_(bias_BTW)
         else:
             all_rows = (num_slots, key_heads, times, num_rows, group, num_columns)
-            scores.view(all_rows).add_(bias_BTW[:, None, None, :, None])
-        mixed = weigh_values(scores.softmax(-1), value_BKWd.flatten(0, 1), rules.sum_columns)[:, :rows]
+            score_CRW.view(all_rows).add_(bias_BTW[:, None, None, :, None])
+        weight_CRW, by_head = score_CRW.softmax(-1), (num_slots, key_heads, times * num_rows, group, num_columns)
+        left = scores.left(score_CRW.view(by_head), weight_CRW.view(by_head))
+        mixed_CRd = weigh_values(weight_CRW, value_BKWd.to(wide).flatten(0, 1), rules.sum_columns)
+        if left is not None:
+            mixed_CRd = mixed_CRd * left.reshape(count, times * rows, 1)
+        mixed = mixed_CRd[:, :rows].to(query_BTHd.dtype)
         if num_rows == 1:
             return mixed.reshape(query_BTHd.shape)
     else:
         query_BKRd = query_BTHd.reshape(grouped).transpose(1, 2).reshape(num_slots, key_heads, rows, width)
         bias = bias_BTW.unsqueeze(2).expand(-1, -1, group, -1).reshape(num_slots, 1, rows, num_columns)
-        mixed = functional.scaled_dot_product_attention(query_BKRd, key_BKWd, value_BKWd, attn_mask=bias, scale=scaling)
+        mixed = functional.scaled_dot_product_attention(
+            query_BKRd, key_BKWd, value_BKWd, attn_mask=bias, scale=scores.scaling
+        )
     mixed_BTKGd = mixed.reshape(num_slots, key_heads, num_rows, group, width).transpose(1, 2)
     return mixed_BTKGd.reshape(num_slots, num_rows, num_heads, width)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftmill.decoders.backbones.attention import AnyLayout, attend_rows
+from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
 from draftmill.decoders.backbones.families.masked import DDiTShape
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
@@ -73,7 +73,7 @@ class _Block(nn.Module):
         heads_N3Hd = self.attn_qkv(inner_ND).view(inner_ND.shape[0], 3, self.num_heads, -1)
         query_NHd, key_NHd = (_turn(heads_N3Hd[:, index], turn_2Nd) for index in range(2))
         key_value_NXd, scaling = torch.cat([key_NHd, heads_N3Hd[:, 2]], 1), query_NHd.shape[2] ** -0.5
-        mixed_NHd = attend_rows(self.layer_idx, query_NHd, key_value_NXd, scaling=scaling, layout=layout)
+        mixed_NHd = attend_rows(self.layer_idx, query_NHd, key_value_NXd, scores=Scores(scaling), layout=layout)
         mixed_ND: Tensor = self.attn_out(mixed_NHd.flatten(1))
         return mixed_ND
 

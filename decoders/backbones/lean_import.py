@@ -5,8 +5,8 @@ that decoding never uses; they take as long as all other imports. During the imp
 that asks for them gets a stand-in that does nothing, or that loads the real module on use. Afterwards they can be imported as
 usual. Modules that are already imported stay unchanged.
 
-transformers imports scipy for the training losses of its object detectors. During the import scipy is reported as not
-installed, so these losses do not work in a process that decodes.
+transformers imports scipy for the training losses of its object detectors, and torchao, which needs the compilers, for its own
+quantized models. During the import both are reported as not installed, so these do not work in a process that decodes.
 
 transformers itself scans the files of all its models twice before it imports one; the second scan is skipped.
 """
@@ -27,6 +27,7 @@ import torch.compiler
 import torch.distributed
 
 _HELD = ("torch._dynamo", "torch.distributed.tensor")
+_REPORTED_MISSING = ("is_scipy_available", "is_torchao_available")
 _WRAPPED = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
@@ -52,7 +53,7 @@ def lean() -> Iterator[None]:
         stands_in["transformers.models"] = _models()
     sys.modules |= stands_in
     try:
-        with _without_scipy():
+        with _without_others():
             yield
     finally:
         torch.distributed.is_available, torch.compiler.disable = available, disable
@@ -62,14 +63,16 @@ def lean() -> Iterator[None]:
 
 
 @contextmanager
-def _without_scipy() -> Iterator[None]:
+def _without_others() -> Iterator[None]:
     utils: Any = importlib.import_module("transformers.utils")
-    real = utils.is_scipy_available
-    utils.is_scipy_available = lambda: False
+    real = {name: getattr(utils, name) for name in _REPORTED_MISSING if hasattr(utils, name)}
+    for name in real:
+        setattr(utils, name, lambda: False)
     try:
         yield
     finally:
-        utils.is_scipy_available = real
+        for name, function in real.items():
+            setattr(utils, name, function)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.attention import AnyLayout, attend_rows
+from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
 from draftmill.decoders.backbones.families.llada2 import LLaDA2Shape
 from draftmill.decoders.backbones.moe import GatedMLP, SigmoidMixture
 from draftmill.decoders.backbones.transformer import NetworkBackbone
@@ -51,7 +51,7 @@ class _Attention(nn.Module):
         query_NHd = self._turn(self.query_layernorm(query_NHd), turn_2Nd)
         key_NKd = self._turn(self.key_layernorm(key_NKd), turn_2Nd)
         key_value_NXd, scaling = torch.cat([key_NKd, value_NKd], 1), query_NHd.shape[2] ** -0.5
-        mixed_NHd = attend_rows(self.layer_idx, query_NHd, key_value_NXd, scaling=scaling, layout=layout)
+        mixed_NHd = attend_rows(self.layer_idx, query_NHd, key_value_NXd, scores=Scores(scaling), layout=layout)
         mixed_ND: Tensor = self.dense(mixed_NHd.flatten(1))
         return mixed_ND
 

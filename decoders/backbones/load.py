@@ -110,20 +110,26 @@ def load_backbone(
 def _load_module(
     family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str, *, exact: bool
 ) -> TokenBackbone:
+    from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
     from draftmill.decoders.backbones.ddit import DDiTBackbone
     from draftmill.decoders.backbones.llada2 import LLaDA2Backbone
     from draftmill.decoders.backbones.self_test import check_masking
     from draftmill.decoders.backbones.transformer import TransformerBackbone
 
     # Our own networks keep some of their weights in float32 whatever their dtype.
-    weights = load_weights(folder, dtype=None if family.causal is None else dtype, device=device)
+    # transformers puts the weights of the other causal models together on the CPU.
+    weights = load_weights(
+        folder, dtype=None if family.causal is None else dtype, device="cpu" if family.any_causal else device
+    )
     full = family.full_names(weights)
     weights = {full[name]: tensor for name, tensor in weights.items()}
-    backbone: DDiTBackbone | LLaDA2Backbone | TransformerBackbone
+    backbone: AnyCausalBackbone | DDiTBackbone | LLaDA2Backbone | TransformerBackbone
     if family.ddit is not None:
         backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device, exact=exact)
     elif family.llada2 is not None:
         backbone = LLaDA2Backbone(family.llada2(config), weights, dtype=dtype, device=device, exact=exact)
+    elif family.any_causal:
+        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, exact=exact)
     else:
         assert family.causal is not None
         backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device, exact=exact)

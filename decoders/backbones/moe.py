@@ -12,9 +12,11 @@ Knows nothing of caches and masks. Legend: E experts, K experts of a row, G grou
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +35,40 @@ def _exact(rows: Tensor) -> Tensor:
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), [N, D] -> [N, D]."""
 
+    ups = ("gate_proj", "up_proj")
+
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = (UnsetLinear(width, inner, bias=False) for _ in range(2))
         self.down_proj = UnsetLinear(inner, width, bias=False)
 
+    def activate(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+        """The inner numbers of both products' results."""
+        return functional.silu(gate_NI) * up_NI
+
     def forward(self, rows_ND: Tensor) -> Tensor:
         """Return the network's output, any number of leading dimensions."""
-        inner = functional.silu(self.gate_proj(rows_ND)) * self.up_proj(rows_ND)
-        mixed: Tensor = self.down_proj(inner)
+        mixed: Tensor = self.down_proj(self.activate(self.gate_proj(rows_ND), self.up_proj(rows_ND)))
         return mixed
+
+
+class GivenExpert(nn.Module):
+    """down(activate(up(x))), [N, D] -> [N, D], with the weights of transformers' experts; `activate` is theirs."""
+
+    ups = ("up_proj",)
+
+    def __init__(self, up: nn.Linear, down: nn.Linear, activate: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj, self.activate = up, down, activate
+
+    def forward(self, rows_ND: Tensor) -> Tensor:
+        """Return the network's output."""
+        mixed: Tensor = self.down_proj(self.activate(self.up_proj(rows_ND)))
+        return mixed
+
+
+Stacked = tuple[Tensor, Tensor | None]
+"""The weights of one product of all experts, [E, M, D], and their biases, [E, M]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +76,34 @@ class Gathered:
     """The weights of all experts, and the product that takes them. Nothing is read back from the device."""
 
     product: Product
-    gate_EID: Tensor
-    up_EID: Tensor
-    down_EDI: Tensor
+    ups: Sequence[Stacked]
+    down: Stacked
+    activate: Callable[..., Tensor]
 
     def answers(self, rows_ND: Tensor, expert_P: Tensor, num_chosen: int) -> Tensor:
         """The outputs of the experts of all pairs, [P, D]; pair p is of row p // `num_chosen`."""
         sorted_P, order_P = expert_P.sort(stable=True)
-        expert_E = torch.arange(len(self.gate_EID), device=expert_P.device)
+        expert_E = torch.arange(len(self.down[0]), device=expert_P.device)
         end_E = torch.searchsorted(sorted_P, expert_E, right=True, out_int32=True)
+
+        def multiplied(rows: Tensor, stacked: Stacked) -> Tensor:
+            weight_EMD, bias_EM = stacked
+            result = self.product(rows, weight_EMD, end_E)
+            return result if bias_EM is None else result + bias_EM[sorted_P]
+
         asked_PD = rows_ND.index_select(0, order_P // num_chosen)
-        inner_PI = functional.silu(self.product(asked_PD, self.gate_EID, end_E))
-        inner_PI *= self.product(asked_PD, self.up_EID, end_E)
-        answer_PD = rows_ND.new_empty(expert_P.shape[0], self.down_EDI.shape[1])
-        return answer_PD.index_copy_(0, order_P, self.product(inner_PI, self.down_EDI, end_E))
+        inner_PI = self.activate(*(multiplied(asked_PD, up) for up in self.ups))
+        answer_PD = rows_ND.new_empty(expert_P.shape[0], rows_ND.shape[1])
+        return answer_PD.index_copy_(0, order_P, multiplied(inner_PI, self.down))
 
 
-class Mixture(nn.Module, ABC):
-    """A layer of experts; a subclass implements the router. Choices, weights and sums are in float32 or better. `padded` maps a
-    number of rows to the number that a product runs over; the backbone sets it for the machine."""
+class Experts(nn.Module):
+    """Networks of which every row asks a few. `padded` maps a number of rows to the number that a product runs over; the backbone
+    sets it for the machine."""
 
-    def __init__(self, width: int, inner: int, *, num_experts: int, num_chosen: int) -> None:
+    def __init__(self, experts: Iterable[GatedMLP | GivenExpert]) -> None:
         super().__init__()
-        self.num_chosen = num_chosen
-        self.gate = UnsetLinear(width, num_experts, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(width, inner) for _ in range(num_experts))
+        self.experts = nn.ModuleList(experts)
         self.padded: Callable[[int], int] = lambda count: count
         self._gathered: Gathered | None = None
 
@@ -86,18 +115,99 @@ class Mixture(nn.Module, ABC):
     def gather(self, product: Product) -> None:
         """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them.
         Memory grows by one kind of one layer's weights at most, provided that nothing else holds the weights."""
-        self._gathered = Gathered(product, *(self._stack(name) for name in ("gate_proj", "up_proj", "down_proj")))
+        first: Any = self.experts[0]
+        self._gathered = Gathered(
+            product, [self._stack(name) for name in first.ups], self._stack("down_proj"), first.activate
+        )
 
-    def _stack(self, name: str) -> Tensor:
+    def _stack(self, name: str) -> Stacked:
         """One kind of weights of all experts, which share its memory from now on."""
-        layers: list[UnsetLinear] = [getattr(expert, name) for expert in self.experts]
+        layers: list[nn.Linear] = [getattr(expert, name) for expert in self.experts]
         first = layers[0].weight
         stacked = first.new_empty(len(layers), *first.shape)
         del first  # each weight is freed as soon as it is copied
         for layer, weight in zip(layers, stacked, strict=True):
             weight.copy_(layer.weight.detach())
             layer.weight = nn.Parameter(weight, requires_grad=False)
-        return stacked
+        biases: list[Any] = [layer.bias for layer in layers]
+        return stacked, None if biases[0] is None else torch.stack(biases).detach()
+
+    def mix(self, rows_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
+        """The sum of each row's experts' answers, weighted, [N, D] in the weights' dtype."""
+        each_NKD = self._ask(rows_ND, expert_NK).to(weight_NK.dtype)
+        # One after another: torch may sum over a dimension in another order for another shape.
+        mixed_ND = each_NKD[:, 0] * weight_NK[:, :1]
+        for rank in range(1, expert_NK.shape[1]):
+            mixed_ND += each_NKD[:, rank] * weight_NK[:, rank : rank + 1]
+        return mixed_ND
+
+    def _ask(self, rows_ND: Tensor, expert_NK: Tensor) -> Tensor:
+        """The outputs of each row's experts, [N, K, D]."""
+        expert_P, num_chosen = expert_NK.flatten(), expert_NK.shape[1]
+        if self._gathered is not None:
+            return self._gathered.answers(rows_ND, expert_P, num_chosen).view(*expert_NK.shape, -1)
+        order_P = expert_P.argsort(stable=True)
+        answer_PD = rows_ND.new_empty(order_P.shape[0], rows_ND.shape[1])
+        counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
+        for expert, pairs in zip(self.experts, order_P.split(counts), strict=True):
+            count = pairs.shape[0]
+            if count:
+                asked = rows_ND[pairs // num_chosen]
+                answer_PD[pairs] = at_least_rows(self.padded(count), expert, asked)
+        return answer_PD.view(*expert_NK.shape, -1)
+
+
+class GivenExperts(Experts):
+    """The experts of a model of transformers, whose own router calls them; see transformers.integrations.moe."""
+
+    def __init__(self, module: Any) -> None:
+        """`module` is transformers' own and loses its weights."""
+        name, activate = ("gate_up_proj", module._apply_gate) if module.has_gate else ("up_proj", module.act_fn)
+        ups, downs = _linears(module, name), _linears(module, "down_proj")
+        super().__init__(GivenExpert(up, down, activate) for up, down in zip(ups, downs, strict=True))
+        self.norm = module.post_expert_norm if module.has_post_expert_norm else None
+
+    def forward(self, rows_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
+        """Mix the answers of the experts that transformers' router chose."""
+        return self.mix(rows_ND, expert_NK, _exact(weight_NK)).to(rows_ND.dtype)
+
+    def _ask(self, rows_ND: Tensor, expert_NK: Tensor) -> Tensor:
+        each_NKD = super()._ask(rows_ND, expert_NK)
+        return each_NKD if self.norm is None else self.norm(each_NKD)
+
+
+def _linears(module: Any, name: str) -> list[nn.Linear]:
+    """A product of each expert: views of the module's tensors, which lay weights out as [E, M, D] or [E, D, M]."""
+    weight_EMD = getattr(module, name).detach()
+    biases: Any = getattr(module, f"{name}_bias").detach() if module.has_bias else itertools.repeat(None)
+    if module.is_transposed:
+        weight_EMD = weight_EMD.transpose(1, 2).contiguous()
+    delattr(module, name)
+    made: list[nn.Linear] = []
+    for weight_MD, bias_M in zip(weight_EMD, biases, strict=False):
+        with torch.device("meta"):
+            made.append(UnsetLinear(weight_MD.shape[1], weight_MD.shape[0], bias=bias_M is not None))
+        made[-1].weight = nn.Parameter(weight_MD, requires_grad=False)
+        if bias_M is not None:
+            made[-1].bias = nn.Parameter(bias_M, requires_grad=False)
+    return made
+
+
+def take_experts(module: nn.Module) -> None:
+    """Replace the experts of transformers below `module` by ours, in place: the numbers of theirs depend on the batch."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "is_transposed") and hasattr(child, "_apply_gate"):
+                setattr(parent, name, GivenExperts(child))
+
+
+class Mixture(Experts, ABC):
+    """A layer of experts; a subclass implements the router. Choices, weights and sums are in float32 or better."""
+
+    def __init__(self, width: int, inner: int, *, num_experts: int, num_chosen: int) -> None:
+        super().__init__(GatedMLP(width, inner) for _ in range(num_experts))
+        self.num_chosen = num_chosen
+        self.gate = UnsetLinear(width, num_experts, bias=False)
 
     @abstractmethod
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,28 +216,7 @@ class Mixture(nn.Module, ABC):
     def forward(self, hidden: Tensor) -> Tensor:
         """Mix every row's experts; shape and dtype stay."""
         rows_ND = hidden.reshape(-1, hidden.shape[-1])
-        expert_NK, weight_NK = self.choose(rows_ND)
-        each_NKD = self._ask(rows_ND, expert_NK).to(weight_NK.dtype)
-        # One after another: torch may sum over a dimension in another order for another shape.
-        mixed_ND = each_NKD[:, 0] * weight_NK[:, :1]
-        for rank in range(1, self.num_chosen):
-            mixed_ND += each_NKD[:, rank] * weight_NK[:, rank : rank + 1]
-        return mixed_ND.to(hidden.dtype).view(hidden.shape)
-
-    def _ask(self, rows_ND: Tensor, expert_NK: Tensor) -> Tensor:
-        """The outputs of each row's experts, [N, K, D]."""
-        expert_P = expert_NK.flatten()
-        if self._gathered is not None:
-            return self._gathered.answers(rows_ND, expert_P, self.num_chosen).view(*expert_NK.shape, -1)
-        order_P = expert_P.argsort(stable=True)
-        answer_PD = rows_ND.new_empty(order_P.shape[0], rows_ND.shape[1])
-        counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
-        for expert, pairs in zip(self.experts, order_P.split(counts), strict=True):
-            count = pairs.shape[0]
-            if count:
-                asked = rows_ND[pairs // self.num_chosen]
-                answer_PD[pairs] = at_least_rows(self.padded(count), expert, asked)
-        return answer_PD.view(*expert_NK.shape, -1)
+        return self.mix(rows_ND, *self.choose(rows_ND)).to(hidden.dtype).view(hidden.shape)
 
 
 class SoftmaxMixture(Mixture):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, attend_rows
+from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Scores, attend_rows
 from draftmill.decoders.backbones.families.causal import head_width, key_value_heads
 from draftmill.decoders.backbones.invariance import VECTOR, normal
 from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear
@@ -142,7 +142,7 @@ class _Layer:
     attention_norm: _Norm
     inner_norm: _Norm
     head_norms: tuple[_Norm, _Norm] | None
-    scaling: float
+    scores: Scores
 
     @classmethod
     def of(cls, module: Any) -> _Layer:
@@ -157,7 +157,7 @@ class _Layer:
             attention_norm=_Norm.of(module.input_layernorm),
             inner_norm=_Norm.of(module.post_attention_layernorm),
             head_norms=(_Norm.of(attention.q_norm), _Norm.of(attention.k_norm)) if has_norms else None,
-            scaling=attention.scaling,
+            scores=Scores(attention.scaling),
         )
 
 
@@ -213,7 +213,7 @@ class RotaryLayers:
             swapped_PJd = turned_PJd.roll(half, -1).mul_(sin_P1d)
             turned_PJd.mul_(cos_P1d).add_(swapped_PJd)
             mixed_PHd = attend_rows(
-                index, heads_PJd[:, :num_heads], heads_PJd[:, num_heads:], scaling=layer.scaling, layout=layout
+                index, heads_PJd[:, :num_heads], heads_PJd[:, num_heads:], scores=layer.scores, layout=layout
             )
             states_PD = states_PD + layer.output(mixed_PHd.flatten(1))
             gate_PI, up_PI = layer.inner.apart(layer.inner_norm(states_PD))
@@ -264,7 +264,7 @@ class KernelLayers(RotaryLayers):
                 heads_PJd[:count, :num_heads],
                 cache.layers_2SKWd[index],
                 layout.seen,
-                scaling=layer.scaling,
+                scaling=layer.scores.scaling,
                 window=layout.windows[index],
             )
             if padding:  # only where a CPU stands in for a GPU

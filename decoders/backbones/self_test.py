@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.attention import attend_grouped
+from draftmill.decoders.backbones.attention import Scores, attend_grouped
 from draftmill.decoders.backbones.invariance import (
     EXACT_DTYPES,
     NO_RULES,
@@ -28,7 +28,7 @@ from draftmill.decoders.backbones.invariance import (
     probe_columns,
     rows_exact,
 )
-from draftmill.decoders.backbones.moe import Mixture
+from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import PackedLinear, is_conv1d
 from draftmill.decoders.backbones.rows import causal_rows
 
@@ -72,12 +72,14 @@ def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest:
     key, value = (probe_columns(seed, longest, heads=key_heads, width=width).to(dtype) for seed in (1, 2))
     query = normal(3, 2, NUM_PROBE_ROWS, key.shape[1] * group, width).to(dtype)
 
+    scores = Scores(width**-0.5)
+
     def attention(slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
         part = query[:slots, rows]
         bias = torch.zeros(slots, part.shape[1], columns, dtype=dtype)
         bias[..., visible:] = -torch.inf
         near = (slice(0, slots), slice(None), slice(0, columns))
-        return attend_grouped(part, key[near], value[near], bias, scaling=width**-0.5, rules=rules)
+        return attend_grouped(part, key[near], value[near], bias, scores=scores, rules=rules)
 
     return attention
 
@@ -87,11 +89,30 @@ def products(module: nn.Module) -> Iterator[Product]:
     for part in module.modules():
         if isinstance(part, PackedLinear):
             yield part, part.in_features, part.out_features, torch.float32
-        elif isinstance(part, nn.Linear):
+        elif isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward:
             yield part, part.in_features, part.out_features, part.weight.dtype
         elif is_conv1d(part):
             matrix: Any = part
             yield part, matrix.nx, matrix.nf, matrix.weight.dtype
+        elif (weight_MK := _own_matrix(part)) is not None:
+            yield _Plain(weight_MK), weight_MK.shape[1], weight_MK.shape[0], weight_MK.dtype
+
+
+class _Plain(nn.Module):
+    """The product of a module that does more with its weight than multiply by it."""
+
+    def __init__(self, weight_MK: Tensor) -> None:
+        super().__init__()
+        self.weight_MK = weight_MK
+
+    def forward(self, rows_RK: Tensor) -> Tensor:
+        return nn.functional.linear(rows_RK, self.weight_MK)
+
+
+def _own_matrix(part: nn.Module) -> Tensor | None:
+    """A matrix that a module multiplies by itself, as those do that choose experts; None for tables and for all others."""
+    weight = part._parameters.get("weight")
+    return None if weight is None or weight.ndim != 2 or isinstance(part, nn.Embedding) else weight
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------
@@ -112,7 +133,7 @@ def check_masking(backbone: ModuleBackbone) -> None:
     if not torch.isfinite(calm).all():
         raise ValueError(f"model.dtype: in {backbone.dtype} this model's hidden states contain NaN or infinity")
     exact = backbone.rules.exact
-    mixes = any(isinstance(part, Mixture) for part in backbone.model.modules())
+    mixes = any(isinstance(part, Experts) for part in backbone.model.modules())
     if not torch.equal(calm, junk) or not _agree(calm, others, exact=exact or not mixes):
         raise RuntimeError("self-test of the model: masked columns or other slots change a row's hidden states")
     if not _agree(calm, alone, exact=exact):

@@ -31,7 +31,7 @@ from draftmill.decoders.backbones.families.causal import (
 )
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.lean_import import from_transformers
-from draftmill.decoders.backbones.moe import Mixture
+from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
     FixedLinear,
     PackedLinear,
@@ -46,7 +46,8 @@ from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
-_ATTENTION: Final = "draftmill_slots"
+ATTENTION: Final = "draftmill_slots"
+"""The name of slot_attention in transformers' interface."""
 
 
 class ModuleBackbone(OnSlots, ABC):
@@ -67,7 +68,7 @@ class ModuleBackbone(OnSlots, ABC):
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.model, self.windows = model, windows
-        self.base, self.head = self.model.base_model, self.model.get_output_embeddings()
+        self.base, self.head = self._stack(model), model.get_output_embeddings()
         inner = [num_out for _, _, num_out, _ in products(self.base)]
         self._inner = max(inner)
         self.num_weights = sum(num_in * num_out for _, num_in, num_out, _ in products(self.base))
@@ -89,20 +90,25 @@ class ModuleBackbone(OnSlots, ABC):
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         on_cpu = self.device.type == "cpu"
         self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner) if on_cpu else 1
-        mixtures = [part for part in self.base.modules() if isinstance(part, Mixture)]
+        mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
         for part in mixtures:
             part.padded = self._padded
         if mixtures and (product := find_product(self.device, dtype, fixed=is_fixed)) is not None:
             for part in mixtures:
                 part.gather(product)
         self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
-        self._attend = find_attention(
-            self.device,
-            dtype,
-            num_heads=heads[0] * heads[1],
-            key_heads=heads[0],
-            width=heads[2],
-            fixed=is_fixed,
+        has_kernel = getattr(parsed, "is_plain", True)  # attention without soft caps and sinks
+        self._attend = (
+            None
+            if not has_kernel
+            else find_attention(
+                self.device,
+                dtype,
+                num_heads=heads[0] * heads[1],
+                key_heads=heads[0],
+                width=heads[2],
+                fixed=is_fixed,
+            )
         )
         if is_fixed:
             self._attend = demanded("attention", self._attend)
@@ -112,17 +118,19 @@ class ModuleBackbone(OnSlots, ABC):
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
+        self._cached = len(windows), heads[0], heads[2]
         self.forget()
+
+    def _stack(self, model: Any) -> Any:
+        """All of a model but its output layer."""
+        return model.base_model
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop the whole cache."""
-        config = self.model.config
         self.cache = SlotCache(
-            len(self.windows),
-            key_value_heads(config),
-            head_width(config),
+            *self._cached,
             dtype=self.dtype,
             device=self.device,
             pooled=self._attend is not None,
@@ -341,9 +349,9 @@ def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], d
     """Build the transformers module that runs a checkpoint, with these tensors as its parameters (no copies). `weights` have
     the family's full names. As transformers does, a tied output layer takes the embeddings unless the checkpoint holds another
     one."""
-    from_transformers("AttentionInterface").register(_ATTENTION, slot_attention)
+    from_transformers("AttentionInterface").register(ATTENTION, slot_attention)
     config = family.runs_as(parsed)
-    config._attn_implementation = _ATTENTION
+    config._attn_implementation = ATTENTION
     model = empty_model(family.module_class or family.model_class, config, family.adapt)
     model.load_state_dict(family.convert(weights), strict=False, assign=True)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

@@ -13,6 +13,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from draftmill.decoders.backbones.families import any_causal
 from draftmill.decoders.backbones.families import blocks as block_families
 from draftmill.decoders.backbones.families import causal as causal_families
 from draftmill.decoders.backbones.families import masked as masked_families
@@ -36,7 +37,7 @@ class Family:
     no id; `max_length` reads the longest text from config.json. `shift` and `block_size`, and `ends`, the special tokens that
     end a turn of a chat, are as in ModelInfo and `stop_ids`.
     `causal` is set for the families that run on transformers' causal models, `ddit` and `llada2` for those that run on ddit.py
-    and llada2.py.
+    and llada2.py, and `any_causal` for those that are not in the table. Texts are at most `max_length` tokens if `is_bounded`.
     """
 
     name: str
@@ -51,17 +52,19 @@ class Family:
     fixed_mask: bool = False
     mask_token: str = ""
     max_length: Callable[[Config], int | None] = lambda config: None
+    is_bounded: Callable[[Config], bool] = lambda config: False
     shift: int = 0
     block_size: Callable[[Config], int | None] = lambda config: None
     ends: tuple[str, ...] = ()
     causal: CausalFamily | None = None
     ddit: Callable[[Config], DDiTShape] | None = None
     llada2: Callable[[Config], LLaDA2Shape] | None = None
+    any_causal: bool = False
 
     @property
     def rows_are_tokens(self) -> bool:
         """Whether every row carries a token; two-stream models have rows that don't."""
-        return any((self.causal, self.ddit, self.llada2))
+        return any((self.causal, self.ddit, self.llada2, self.any_causal))
 
 
 def _causal(family: CausalFamily) -> Family:
@@ -76,6 +79,7 @@ def _causal(family: CausalFamily) -> Family:
         full_names=partial(causal_families.full_names, family),
         has_mask=False,
         max_length=partial(causal_families.max_positions, family),
+        is_bounded=lambda config: family.position_table,
         shift=1,
         causal=family,
     )
@@ -174,10 +178,37 @@ def find_family(config: Config, requested: str) -> Family:
     """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'. Raises ValueError
     with the field path, the value and the known families."""
     name = _recognise(config) if requested == "auto" else requested
-    if name not in FAMILIES:
-        source = "config.json has model_type" if requested == "auto" else "given as"
-        raise ValueError(f"model.family: {source} {name!r}; known families: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[name]
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if any_causal.is_causal(name):
+        return _outside(name)
+    source = "config.json has model_type" if requested == "auto" else "given as"
+    raise ValueError(
+        f"model.family: {source} {name!r}; known families: {', '.join(sorted(FAMILIES))}, and the causal models of transformers "
+        f"{any_causal.version()}"
+    )
+
+
+def _outside(name: str) -> Family:
+    """A causal model of transformers that the table does not have."""
+
+    def known(config: Config) -> any_causal.CausalFacts:
+        return any_causal.facts(name, config)
+
+    return Family(
+        name=name,
+        kind="causal",
+        mask_id=lambda config: None,
+        vocab_size=lambda config: known(config).vocab_size,
+        weight_shapes=lambda config: known(config).shapes,
+        optional=lambda config: set(known(config).tied),
+        check=known,
+        has_mask=False,
+        max_length=lambda config: known(config).max_position_embeddings,
+        is_bounded=lambda config: known(config).is_bounded,
+        shift=1,
+        any_causal=True,
+    )
 
 
 def _recognise(config: Config) -> str:
@@ -237,7 +268,6 @@ def _max_length(family: Family, config: Config, asked: int | None) -> int | None
     held = ours.get("max_length") is not None
     own = numbers(ours, {"max_length": "max_length"}, family.name)["max_length"] if held else None
     length = next((value for value in (asked, own, public) if value is not None), None)
-    has_table = family.causal is not None and family.causal.position_table
-    if has_table and length is not None and public is not None and length > public:
-        raise ValueError(f"model.max_length: {length}, but the model's position table has {public} entries")
+    if length is not None and public is not None and length > public and family.is_bounded(config):
+        raise ValueError(f"model.max_length: {length}, but the model's positions end at {public}")
     return length

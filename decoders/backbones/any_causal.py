@@ -1,0 +1,196 @@
+"""Runs any causal model of transformers whose attention goes through its interface, as families/any_causal.py describes it.
+
+The model keeps its own code between attention and experts, which are ours. When it is loaded, its own forward with eager
+attention, one text at a time and without a cache, is compared with ours: ragged texts beside each other, with a cache, after
+drafts that were rejected, and with windows that the short texts exceed. A model that gives other numbers is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
+from draftmill.decoders.backbones.families.any_causal import CausalFacts, facts, parse, pin_rotations
+from draftmill.decoders.backbones.invariance import at_least_rows
+from draftmill.decoders.backbones.lean_import import from_transformers, lean
+from draftmill.decoders.backbones.moe import Experts, take_experts
+from draftmill.decoders.backbones.rows import TokenRows, causal_rows
+from draftmill.decoders.backbones.transformer import ATTENTION, ModuleBackbone
+
+# Texts of the comparison, and the window that stands in for a longer one: shorter than the texts.
+_LENGTHS: Final = (23, 5, 14)
+_WINDOW: Final = 6
+# Forwards of it: the columns of each text that are computed, and what is added to the tokens of a draft that is rejected later.
+_FORWARDS: Final = (
+    ((0, 9, 0), (0, 2, 0), (0, 4, 0)),
+    ((9, 14, 3), (2, 4, 3), (4, 7, 3)),
+    ((9, 23, 0), (2, 5, 0), (4, 14, 0)),
+)
+# The largest difference of hidden states allowed, beside the largest number: rounding in other orders, through all layers.
+_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_HALVES: Final = (torch.float16, torch.bfloat16)
+
+
+class AnyCausalBackbone(ModuleBackbone):
+    """See the module's docstring. `weights` are the checkpoint's tensors by their names there; they are removed from the dict.
+    ValueError where our forward gives other numbers than the model's own."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        weights: dict[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        exact: bool = False,
+    ) -> None:
+        known, where = facts(name, config), torch.device(device)
+        model = _load(name, config, known, weights, dtype).to(where)
+        base = model.get_decoder()
+        self._forward, self._given = base.forward, torch.empty(0)
+        own = _own_states(model, known, where)
+        take_experts(model)
+        super().__init__(model, known, known.windows, dtype=dtype, device=where, exact=exact)
+        base.config._attn_implementation = ATTENTION
+        model.set_output_embeddings(self.head)
+        base.forward = self._hand_over
+        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
+        self._compare(name, own)
+
+    def _stack(self, model: Any) -> Any:
+        return model.get_decoder()
+
+    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
+        hidden_1PD: Tensor = self._forward(
+            input_ids=tokens_P.unsqueeze(0),
+            position_ids=positions_P.unsqueeze(0),
+            attention_mask=self._no_mask,
+            use_cache=False,
+            layout=layout,
+        ).last_hidden_state
+        return hidden_1PD[0]
+
+    @torch.no_grad()
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """See ModuleBackbone. What a model does to its logits (scales, soft caps) is left to its own code."""
+        raw = at_least_rows(self._padded(len(hidden_RD)), self._finish, hidden_RD)
+        return raw if raw.dtype == torch.float64 else raw.float()
+
+    def _finish(self, hidden_RD: Tensor) -> Tensor:
+        self._given = hidden_RD.unsqueeze(0)
+        no_tokens_1R = torch.zeros(self._given.shape[:2], dtype=torch.int64, device=self.device)
+        logits_1RV: Tensor = self.model(input_ids=no_tokens_1R, use_cache=False).logits
+        return logits_1RV[0]
+
+    def _hand_over(self, *_: Any, **__: Any) -> Any:
+        """The stack's forward while its model makes logits of hidden states that are there already."""
+        return _Given(self._given)
+
+    # ---- the comparison ------------------------------------------------------------------------------------------
+
+    def _compare(self, name: str, own: list[Tensor]) -> None:
+        """ValueError if a row differs from the model's own forward by more than rounding. The cache is empty afterwards."""
+        windows = self.windows
+        self.windows = tuple(None if window is None else _WINDOW for window in windows)
+        try:
+            with _narrow(self.base, windows):
+                found = self._states()
+        finally:
+            self.windows = windows
+            self.forget()
+        # In half precision rounding lets rows choose other experts, and then all rows that see them differ: half of them may.
+        mixes = self.dtype in _HALVES and any(isinstance(part, Experts) for part in self.base.modules())
+        for text, (theirs, ours) in enumerate(zip(own, found, strict=True)):
+            right = (theirs - ours).abs().amax(1) <= _ROUNDING[self.dtype] * theirs.abs().max()
+            if not (right.float().mean() > 0.5 if mixes else right.all()):
+                row = int((~right).nonzero()[0])
+                raise ValueError(
+                    f"model.path: models of family {name!r} can't run here: at token {row} of text {text} the hidden states "
+                    f"differ from transformers' own by {float((theirs - ours)[row].abs().max()):.2g}, beside numbers up to "
+                    f"{float(theirs.abs().max()):.2g}"
+                )
+
+    def _states(self) -> list[Tensor]:
+        """The hidden states of all texts by the forwards of _FORWARDS."""
+        self.allocate(len(_LENGTHS), max(_LENGTHS))
+        texts = _texts(self.vocab_size, self.device)
+        states = [torch.empty(length, self.width, device=self.device) for length in _LENGTHS]
+        for parts in _FORWARDS:
+            pieces = [
+                (text[first:end] + more) % self.vocab_size
+                for text, (first, end, more) in zip(texts, parts, strict=True)
+            ]
+            counts, firsts = [end - first for first, end, _ in parts], [first for first, _, _ in parts]
+            hidden_ND = self.forward(causal_rows(range(len(texts)), counts, firsts, torch.cat(pieces))).float()
+            for state, (first, end, _), piece_ND in zip(states, parts, hidden_ND.split(counts), strict=True):
+                state[first:end] = piece_ND
+        return states
+
+
+class _Given:
+    """What stands for the output of a stack: hidden states, and None for all else."""
+
+    def __init__(self, hidden_1RD: Tensor) -> None:
+        self.last_hidden_state = hidden_1RD
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return (self.last_hidden_state, None)[min(index, 1)]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _texts(vocab_size: int, device: torch.device) -> list[Tensor]:
+    return [(torch.arange(length, device=device) * 7 + 11 * length + 1) % vocab_size for length in _LENGTHS]
+
+
+@torch.no_grad()
+def _own_states(model: Any, known: CausalFacts, device: torch.device) -> list[Tensor]:
+    """The hidden states of the texts by transformers' own forward, one text at a time."""
+    base = model.get_decoder()
+    base.config._attn_implementation = base.config._experts_implementation = "eager"
+    with _narrow(base, known.windows):
+        return [
+            base(input_ids=text.unsqueeze(0), use_cache=False).last_hidden_state[0].float()
+            for text in _texts(known.vocab_size, device)
+        ]
+
+
+@contextmanager
+def _narrow(base: Any, windows: tuple[int | None, ...]) -> Iterator[None]:
+    """Within the `with` block, the layers with a window have one of _WINDOW positions."""
+    sizes = {window for window in windows if window is not None}
+    holders = [base.config, *base.modules()]
+    held = [(one, value) for one in holders if (value := getattr(one, "sliding_window", None)) in sizes]
+    try:
+        for one, _ in held:
+            one.sliding_window = _WINDOW
+        yield
+    finally:
+        for one, value in held:
+            one.sliding_window = value
+
+
+def _load(
+    name: str, config: Mapping[str, Any], known: CausalFacts, weights: dict[str, Tensor], dtype: torch.dtype
+) -> Any:
+    """Build transformers' module with these tensors, renamed and put together by its own rules for the family."""
+    from_transformers("AttentionInterface").register(ATTENTION, slot_attention)
+    module_class = from_transformers(known.model_class)
+    with lean():
+        from transformers.utils import logging
+    logging.disable_progress_bar()
+    model, report = module_class.from_pretrained(
+        None, config=parse(name, config), state_dict=weights, dtype=dtype, output_loading_info=True
+    )
+    weights.clear()
+    lacking = sorted(set(report["missing_keys"]) - known.tied)
+    if lacking:
+        raise ValueError(f"model.path: the weights lack {', '.join(lacking[:5])}")
+    return pin_rotations(model).eval().requires_grad_(False)

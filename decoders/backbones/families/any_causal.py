@@ -1,0 +1,211 @@
+"""Causal models of transformers without an entry in the table: what is known of them before their weights are read.
+
+What a layer's attention needs (heads, widths, a window, a soft cap, sinks) is not looked up by the names of a family's fields.
+The model is built from config.json without memory, on the meta device, and run once; what it asks of transformers' attention
+interface is noted. A layer that mixes positions in another way (state spaces, linear attention, convolutions) does not ask there,
+and has no place in a slot cache: such models are refused before anything is written.
+
+transformers is imported inside of functions, since it takes seconds. Its own classes alone are used, never remote code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from draftmill.decoders.backbones.families.config_fields import fitting
+
+PROBE: Final = "draftmill_probe"
+_HOW_TO_RUN: Final = {
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+}
+# Frequencies that follow the longest text of a batch. Up to the length of the training they are what they are without it.
+_LONGER_ROPE: Final = {"dynamic", "longrope"}
+_LAYERS: Final = {"full_attention", "sliding_attention"}
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CausalFacts:
+    """What is known of a model without its weights. `shapes` are its tensors by their names in a checkpoint, without tied ones,
+    which are `tied`. A layer may have fewer key heads than `num_key_value_heads`, and narrower heads than `head_dim`. `is_plain`
+    says that no layer has a soft cap or sinks. Longer texts than `max_position_embeddings` are refused if `is_bounded`."""
+
+    model_class: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    is_plain: bool
+    max_position_embeddings: int | None
+    is_bounded: bool
+    shapes: dict[str, tuple[int, ...]]
+    tied: frozenset[str]
+
+
+def is_causal(name: str) -> bool:
+    """Whether transformers has a causal model of this `model_type`."""
+    return name in _classes()
+
+
+def version() -> str:
+    """The version of transformers, whose models these are."""
+    import transformers
+
+    return str(transformers.__version__)
+
+
+@lru_cache
+def _classes() -> dict[str, str]:
+    from draftmill.decoders.backbones.lean_import import lean
+
+    with lean():
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def parse(name: str, config: Config) -> Any:
+    """config.json as transformers' config object; ValueError if it is invalid."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    from draftmill.decoders.backbones.lean_import import lean
+
+    with lean():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = {key: value for key, value in config.items() if key not in _HOW_TO_RUN}
+    with fitting(name, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError):
+        return CONFIG_MAPPING[name].from_dict(fields)
+
+
+def facts(name: str, config: Config) -> CausalFacts:
+    """What is known of a model of this `model_type`; ValueError, in one line, if it can't run on the slot cache."""
+    return _facts(name, json.dumps(dict(config), sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _facts(name: str, config: str) -> CausalFacts:
+    parsed = parse(name, json.loads(config))
+    with fitting(name):
+        _check(parsed)
+        pinned = {kind for kind in _rope_types(parsed) if kind in _LONGER_ROPE}
+        calls, shapes, tied, num_tables = _probe(name, parsed)
+        layers = [index for index, _ in calls]
+        if layers != list(range(parsed.num_hidden_layers)):
+            raise ValueError(
+                f"{sum(layers.count(index) == 1 for index in set(layers))} of its {parsed.num_hidden_layers} layers attend once, "
+                "through transformers' attention interface; supported: all layers (no state spaces, no linear or differential "
+                "attention)"
+            )
+        found = [call for _, call in calls]
+        heads = {call["heads"] for call in found}
+        keys = max(call["keys"] for call in found)
+        if len(heads) > 1 or any(keys % call["keys"] for call in found):
+            raise ValueError(
+                "its layers have unequal numbers of heads; supported: one number, and key heads that divide it"
+            )
+    longest = getattr(parsed, "max_position_embeddings", None)
+    if pinned:
+        trained = parsed.rope_parameters.get("original_max_position_embeddings")
+        longest = getattr(parsed, "original_max_position_embeddings", None) or trained or longest
+    return CausalFacts(
+        model_class=_classes()[name],
+        vocab_size=int(parsed.vocab_size),
+        hidden_size=int(parsed.hidden_size),
+        num_hidden_layers=len(found),
+        num_attention_heads=heads.pop(),
+        num_key_value_heads=keys,
+        head_dim=max(call["width"] for call in found),
+        windows=tuple(call["window"] for call in found),
+        is_plain=all(call["plain"] for call in found),
+        max_position_embeddings=longest,
+        is_bounded=bool(pinned) or num_tables > 1,
+        shapes=shapes,
+        tied=tied,
+    )
+
+
+def _check(parsed: Any) -> None:
+    if getattr(parsed, "quantization_config", None):
+        raise ValueError("it has a quantization_config; quantized checkpoints of this family are not read")
+    if parsed.is_encoder_decoder or getattr(parsed, "add_cross_attention", False):
+        raise ValueError("it has an encoder; supported: decoders alone")
+    inner = [key for key in parsed.sub_configs if getattr(parsed, key, None) is not None]
+    if inner:
+        raise ValueError(f"it has {inner[0]}, the config of a model inside of it; supported: models of text alone")
+    unknown = sorted(set(getattr(parsed, "layer_types", None) or ()) - _LAYERS)
+    if unknown:
+        raise ValueError(f"layer_types holds {', '.join(unknown)}; supported: {', '.join(sorted(_LAYERS))}")
+
+
+def _rope_types(parsed: Any) -> set[str]:
+    """The kinds of rotary positions, of which a model may have one for each kind of layer."""
+    rope = getattr(parsed, "rope_parameters", None) or {}
+    each = rope.values() if any(isinstance(value, dict) for value in rope.values()) else [rope]
+    return {str(one.get("rope_type", "default")) for one in each if isinstance(one, dict)}
+
+
+def pin_rotations(model: Any) -> Any:
+    """Let the frequencies of rotary positions stay what they are in texts as long as those of the training, whatever the length
+    of a batch: longer texts are refused, see CausalFacts."""
+    for part in model.modules():
+        if isinstance(kind := getattr(part, "rope_type", None), str) and kind in _LONGER_ROPE:
+            part.rope_type = "default"
+    return model
+
+
+def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], dict[str, Any], frozenset[str], int]:
+    """Run the model without memory: each call of attention, the tensors of a checkpoint, tied ones, the number of tables."""
+    import torch
+
+    from draftmill.decoders.backbones.lean_import import from_transformers, lean
+
+    calls: list[tuple[int, dict[str, Any]]] = []
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+        window = more.get("sliding_window")
+        call = {
+            "heads": query.shape[1],
+            "keys": key.shape[1],
+            "width": max(key.shape[3], value.shape[3]),
+            "window": None if window is None else int(window),
+            "plain": more.get("softcap") is None and more.get("s_aux") is None,
+        }
+        if getattr(module, "is_causal", True) is False:
+            raise TypeError("its attention sees texts in both directions")
+        if more.get("layout") != PROBE:
+            raise TypeError("it does not hand keyword arguments to its attention")
+        calls.append((int(module.layer_idx), call))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    with lean():
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from_transformers("AttentionInterface").register(PROBE, attention)
+    ALL_EXPERTS_FUNCTIONS.register(PROBE, lambda module, hidden, index, weight: hidden)
+    parsed._attn_implementation = parsed._experts_implementation = PROBE
+    module_class = from_transformers(_classes()[name])
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model = pin_rotations(module_class(parsed)).eval()
+            rows = {"input_ids": torch.zeros(1, 1).long(), "position_ids": torch.zeros(1, 1).long()}
+            model.get_decoder()(**rows, attention_mask=torch.zeros(1, 1, 1, 1), use_cache=False, layout=PROBE)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"its network does not run on rows of tokens: {type(error).__name__}: {reason}") from error
+    tied = frozenset(model.all_tied_weights_keys or ())
+    held = revert_weight_conversion(model, model.state_dict())
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items() if name not in tied}
+    tables = sum(isinstance(part, torch.nn.Embedding) for part in model.get_decoder().modules())
+    return calls, shapes, tied, tables

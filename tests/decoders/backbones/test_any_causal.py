@@ -1,0 +1,242 @@
+"""Causal models of transformers that are not in the table: tiny random ones, dense, mixtures, windows, soft caps, sinks, MLA.
+
+Each gives the greedy texts of transformers' own `generate`, and its lossless decoders give the text of `autoregressive`.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftmill.decoders.backbones.attention import Scores
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.families import any_causal
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.moe import Experts
+from draftmill.decoders.backbones.rows import causal_rows
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import (
+    AutoregressiveSettings,
+    JacobiSettings,
+    NgramDrafterSettings,
+    SpeculativeSettings,
+)
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.keys import sample_key
+from tests.decoders.support import decode, texts
+
+VOCAB = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+HALF = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA = {
+    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+DEEPSEEK = MLA | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10_000.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma2": HALF | {"attn_logit_softcapping": 0.5},
+    "gemma3_text": HALF,
+    "gemma4_text": HALF | {"global_head_dim": 16, "hidden_size_per_layer_input": 0},
+    "phi": {},
+    "phi3": {},
+    "phimoe": EXPERTS,
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": HALF,
+    "olmoe": EXPERTS,
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    "granitemoe": EXPERTS,
+    "granite_swa": HALF,
+    "smollm3": {},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": EXPERTS,
+    "mixtral": EXPERTS,
+    "gpt_oss": EXPERTS | HALF | {"rope_parameters": YARN},
+    "deepseek_v2": DEEPSEEK | {"topk_method": "greedy", "moe_intermediate_size": 16},
+    "deepseek_v3": DEEPSEEK | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    "minicpm3": MLA,
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": HALF | {"logit_scale": 0.5},
+    "starcoder2": {},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "glm4": {},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "ernie4_5": {},
+    "helium": {},
+    "exaone4": HALF,
+    "seed_oss": {},
+    "mimo_v2_flash": EXPERTS | HALF | {"v_head_dim": 6},
+    "ministral3": {},
+}
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """A random model of a family: its folder, transformers' module, our backbone, each made once."""
+
+    @cache
+    def loaded(name):
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(3)
+        own = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(name, **SIZES | FAMILIES[name]), dtype=torch.float32
+        )
+        shake(own)
+        own.save_pretrained(folder)
+        return folder, own.eval(), load_backbone(folder, dtype="float32", device="cpu")
+
+    return loaded
+
+
+@torch.no_grad()
+def shake(model):
+    """Give every tensor numbers that differ, biases and sinks too, large enough for the layers to matter."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.add_(0.15 * torch.randn(parameter.shape, generator=generator))
+
+
+def requests():
+    """Prompts shorter and longer than a window, ragged."""
+    rng, made = np.random.default_rng(0), []
+    for index, (num_prompt, max_new) in enumerate([(3, 12), (17, 9), (1, 20), (9, 3), (26, 14)]):
+        canvas = rng.integers(1, VOCAB, num_prompt + max_new).astype(np.int32)
+        canvas[num_prompt:] = -1
+        made.append(Request(index, sample_key(7, str(index)), canvas))
+    return made
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_texts_are_those_of_generate(name, load):
+    folder, own, backbone = load(name)
+    settings, sampling = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
+    found = texts(decode(backbone, inspect_model(folder), settings, sampling, requests(), rows=3))
+    assert backbone.exact, "in float32 on a CPU the batch changes nothing"
+    for request in requests():
+        prompt = torch.tensor(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
+        max_new = int((request.canvas < 0).sum())
+        theirs = own.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new, do_sample=False)
+        assert found[request.index] == theirs[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lossless_decoders_give_the_text_of_autoregressive(name, temperature, load):
+    folder, _, backbone = load(name)
+    info, sampling = inspect_model(folder), Sampling(temperature=temperature)
+    expected = texts(
+        decode(backbone, info, AutoregressiveSettings(kind="autoregressive"), sampling, requests(), rows=64)
+    )
+    ngram = SpeculativeSettings(kind="speculative", k=4, drafter=NgramDrafterSettings(kind="ngram"))
+    for settings, rows in ((ngram, 2), (JacobiSettings(kind="jacobi"), 3)):
+        assert texts(decode(backbone, info, settings, sampling, requests(), rows=rows)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        ("mamba", {}, "layer_types holds linear_attention; supported: full_attention, sliding_attention"),
+        ("llama4_text", {}, "layer_types holds chunked_attention"),
+        ("diffllama", {}, "0 of its 4 layers attend once, through transformers' attention interface"),
+        ("bloom", {}, "its network does not run on rows of tokens"),
+        ("bart", {}, "it has an encoder"),
+        ("bert", {}, "its attention sees texts in both directions"),
+        ("gemma2", {"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ("gemma2", {"num_attention_heads": 0}, "gemma2"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused_in_one_line_before_its_weights_are_read(name, more, reason, tmp_path):
+    config = {key: value for key, value in SIZES.items() if name != "bloom"} | more | {"model_type": name}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({f"{index}": torch.zeros(1) for index in range(9)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(reason)) as refused:
+        inspect_model(tmp_path)
+    assert str(refused.value).startswith("model.") and "\n" not in str(refused.value)
+
+
+def test_a_type_that_transformers_does_not_have_is_refused_with_the_types_that_can_be_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "gemma99"}))
+    with pytest.raises(ValueError, match=r"'gemma99'; known families: .*and the causal models of transformers 5\."):
+        inspect_model(tmp_path)
+
+
+def test_missing_and_foreign_tensors_are_named_as_the_checkpoint_names_them(load, tmp_path):
+    folder = load("mixtral")[0]
+    weights = load_file(folder / "model.safetensors")
+    expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    save_file({name: tensor for name, tensor in weights.items() if name != expert}, tmp_path / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=f"lacks the tensors {re.escape(expert)}"):
+        inspect_model(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["window", "cap", "sink", "order"])
+def test_a_forward_that_is_not_the_models_own_is_refused(what, load, monkeypatch):
+    name = {"window": "olmo3", "cap": "gemma2", "sink": "gpt_oss", "order": "mixtral"}[what]
+    folder = load(name)[0]
+    if what == "window":
+        made = any_causal.facts(name, json.loads((folder / "config.json").read_text()))
+        wrong = dataclasses.replace(made, windows=made.windows[::-1])
+        monkeypatch.setattr("draftmill.decoders.backbones.any_causal.facts", lambda *_: wrong)
+    elif what == "order":
+        ask = Experts._ask
+        monkeypatch.setattr(Experts, "_ask", lambda self, rows, expert: ask(self, rows, expert.flip(1)))
+    else:
+        monkeypatch.setattr(
+            Scores, *(("capped_", lambda self, scores: scores) if what == "cap" else ("left", lambda *_: None))
+        )
+    with pytest.raises(ValueError, match=rf"family '{name}' can't run here: at token \d+ of text 0 the hidden states"):
+        load_backbone(folder, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "phi3"])
+def test_other_dtypes_run_too_and_say_that_they_are_not_exact(name, load):
+    folder = load(name)[0]
+    backbone = load_backbone(folder, dtype="bfloat16", device="cpu")
+    settings, sampling = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
+    found = texts(decode(backbone, inspect_model(folder), settings, sampling, requests(), rows=3))
+    assert not backbone.exact and [len(found[one.index]) for one in requests()] == [12, 9, 20, 3, 14]
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_positions_whose_turns_follow_the_longest_text_end_where_the_training_did(kind, tmp_path):
+    name, rope = "smollm3", {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    if kind == "longrope":
+        name, rope = (
+            "phi3",
+            rope | {"short_factor": [1.5] * 4, "long_factor": [5.0] * 4, "original_max_position_embeddings": 32},
+        )
+    config = AutoConfig.for_model(
+        name,
+        **SIZES | {"rope_parameters": rope, "max_position_embeddings": 128, "original_max_position_embeddings": 32},
+    )
+    torch.manual_seed(3)
+    own = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    shake(own)
+    own.save_pretrained(tmp_path)
+    longest = 32
+    assert inspect_model(tmp_path).max_length == longest
+    with pytest.raises(ValueError, match=f"model's positions end at {longest}"):
+        inspect_model(tmp_path, max_length=longest + 1)
+    backbone: Any = load_backbone(tmp_path, dtype="float32", device="cpu")
+    token_N = torch.arange(longest) % VOCAB
+    backbone.allocate(1, longest + 8)
+    ours = backbone.forward(causal_rows([0], [longest], [0], token_N))
+    theirs = own.eval().model(token_N.unsqueeze(0)).last_hidden_state[0]
+    assert (ours - theirs).abs().max() < 1e-3 * theirs.abs().max()
