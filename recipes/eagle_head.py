@@ -30,6 +30,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
@@ -114,7 +115,7 @@ class Attention:
         self._shape = count, length
         self._held = dict[int, list[Tensor]]()
 
-    def __call__(self, layer: int, query_NHd: Tensor, held_NXd: Tensor, *, scaling: float) -> Tensor:
+    def __call__(self, layer: int, query_NHd: Tensor, held_NXd: Tensor, *, scores: Scores) -> Tensor:
         """Mix the values of a layer, [N, H, d]; called once a step."""
         group = query_NHd.shape[1] // (held_NXd.shape[1] // 2)
         steps = self._held.setdefault(layer, [])
@@ -124,11 +125,11 @@ class Attention:
             each.unflatten(0, self._shape).transpose(1, 2) for each in (query_NHd, key_NHd, value_NHd)
         )
         hidden_LL = torch.ones(self._shape[1], self._shape[1], dtype=torch.bool).triu(1)
-        scores = [(query_BHLd @ key_BHLd.transpose(2, 3) * scaling).masked_fill(hidden_LL, -torch.inf)]
+        seen = [(query_BHLd @ key_BHLd.transpose(2, 3) * scores.scaling).masked_fill(hidden_LL, -torch.inf)]
         for key, _ in own:
-            near_NH = (query_NHd * key).sum(-1) * scaling
-            scores.append(near_NH.unflatten(0, self._shape).transpose(1, 2).unsqueeze(3))
-        weights = torch.cat(scores, 3).softmax(3)
+            near_NH = (query_NHd * key).sum(-1) * scores.scaling
+            seen.append(near_NH.unflatten(0, self._shape).transpose(1, 2).unsqueeze(3))
+        weights = torch.cat(seen, 3).softmax(3)
         mixed_BHLd = weights[..., : self._shape[1]] @ value_BHLd
         for step, (_, value) in enumerate(own):
             share_BHL1 = weights[..., self._shape[1] + step].unsqueeze(3)
@@ -282,7 +283,7 @@ def main(arguments: list[str] | None = None, notify: Callable[[int, float], None
     settings = {
         **prepared.describe(),
         "head": f"{plan.steps} steps of {plan.windows} windows of {plan.length} tokens, {1 + plan.own_steps} drafts each, "
-        f"AdamW at {plan.learning_rate}, KL and in the last third the acceptance, layers {list(plan.layer_ids)}, seed {plan.seed}",
+        f"AdamW at {plan.learning_rate}, KL, in the last third the acceptance, layers {list(plan.layer_ids)}, seed {plan.seed}",
         "stored as": "float16",
         "time": f"{minutes:.0f} CPU min",
         **loop.describe_machine(flags.threads),

@@ -56,8 +56,8 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
         raise ValueError(f"{_PATH}: {folder}: layers of model_type {layers!r}; allowed: {', '.join(_LAYERS)}")
     if "sliding_attention" in (fields.get("layer_types") or ()):
         raise ValueError(f"{_PATH}: {folder}: layer_types holds sliding_attention; allowed: full_attention")
-    if not isinstance(ids, list) or not ids or not all(isinstance(number, int) for number in ids):
-        raise ValueError(f"{_PATH}: {folder}: {_KINDS[kind]} = {ids!r}; allowed: a list of numbers of layers")
+    if not isinstance(ids, list) or len({number for number in ids if isinstance(number, int)}) != len(ids) or not ids:
+        raise ValueError(f"{_PATH}: {folder}: {_KINDS[kind]} = {ids!r}; allowed: a list of different numbers of layers")
     flags = {name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if config.get(name)}
     block_size, mask_id = config.get("block_size", 8), config.get("mask_token_id")
     if kind == "dflash" and (mask_id is None or block_size < 2):

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.attention import AnyLayout, attend_rows
+from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
+from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
 from draftmill.decoders.backbones.families.causal import head_width, key_value_heads
 from draftmill.decoders.backbones.lean_import import from_transformers, lean
 from draftmill.decoders.backbones.load import load_weights
@@ -37,7 +38,7 @@ from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBack
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines by which heads are turned, [P, 1, d] each."""
 Attend = Callable[..., Tensor]
-"""(layer, queries [P, H, d], keys and values [P, X, d], scaling=) -> [P, H, d]."""
+"""(layer, queries [P, H, d], keys and values [P, X, d], scores=) -> [P, H, d]."""
 
 
 class _Layer(nn.Module):
@@ -86,7 +87,7 @@ class _Layer(nn.Module):
     def forward(self, rows_PD: Tensor, states_PD: Tensor, turn: Turn, attend: Attend) -> Tensor:
         """The states after the layer, whose attention reads `rows_PD`."""
         attention, mlp, query_PHd = self.self_attn, self.mlp, self.heads("q", rows_PD, turn)
-        mixed_PHd = attend(self.index, query_PHd, self.held(rows_PD, turn), scaling=self.head_width**-0.5)
+        mixed_PHd = attend(self.index, query_PHd, self.held(rows_PD, turn), scores=Scores(self.head_width**-0.5))
         states_PD = states_PD + attention.o_proj(mixed_PHd.flatten(1))  # type: ignore[operator]
         inner_PD = self.post_attention_layernorm(states_PD)
         gated_PI = nn.functional.silu(mlp.gate_proj(inner_PD)) * mlp.up_proj(inner_PD)  # type: ignore[operator]
@@ -263,7 +264,8 @@ def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor 
 def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Speculator:
     """Load a head onto the device of its target; ValueError as read_speculator, where its tensors do not fit its config, or where
     the target is of a kind whose layers can't be read."""
-    if not isinstance(target, TransformerBackbone) or not target.may_be_lean:
+    one_process = isinstance(target, TransformerBackbone) and target.may_be_lean
+    if not (one_process or isinstance(target, AnyCausalBackbone)):
         raise ValueError(
             "decoder.drafter.kind: 'head' reads states of the model's layers; allowed: a causal model on one device"
         )

@@ -113,8 +113,11 @@ class ModuleBackbone(OnSlots, ABC):
         if is_fixed:
             self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
+        self.lean: RotaryLayers | None = None
+        """Runs the layers instead of `base`, where there is such a form."""
         self.reader: Any = None
         """The draft head that reads states of the layers, if any (speculators.py); its cache follows this one's."""
+        self._hooks, self._states = list[Any](), dict[int, Tensor]()
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
@@ -173,8 +176,31 @@ class ModuleBackbone(OnSlots, ABC):
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
+        if self.reader is not None:
+            noted = self._states if self.lean is None else self.lean.tapped
+            states = [noted.pop(number).view(-1, self.width)[:count] for number in self.reader.speculator.layer_ids]
+            self.reader.read(torch.cat(states, 1), rows)
         self.sums_N = hidden_ND.sum(1, dtype=torch.float64)
         return hidden_ND
+
+    def tap(self, reader: Any) -> None:
+        """Give a draft head the states after some layers, from the next forward on; None gives them to nobody. ValueError where
+        the layers can't be found."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.reader = [], reader
+        ids = () if reader is None else reader.speculator.layer_ids
+        if self.lean is not None:
+            self.lean.taps = frozenset(ids)
+            return
+        layers: Any = getattr(self.base, "layers", None) or getattr(self.base, "h", None)
+        if ids and not layers:
+            raise ValueError(f"decoder.drafter.kind: 'head' can't read the layers of {type(self.base).__name__}")
+        for number in ids:
+            self._hooks.append(layers[number - 1].register_forward_hook(partial(self._note_states, number)))
+
+    def _note_states(self, number: int, layer: Any, arguments: Any, output: Any) -> None:
+        self._states[number] = output if isinstance(output, Tensor) else output[0]
 
     @abstractmethod
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
@@ -298,41 +324,10 @@ class TransformerBackbone(ModuleBackbone):
         ready.clear()
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where, exact=exact)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
-        self.lean: RotaryLayers | None = None
-        """Runs the layers instead of `base`, where there is such a form."""
         if self.may_be_lean:
             self.lean = lean_layers(self)
-        self._hooks, self._states = list[Any](), dict[int, Tensor]()
-
-    def tap(self, reader: Any) -> None:
-        """Give a draft head the states after some layers, from the next forward on; None gives them to nobody. ValueError where
-        the layers can't be found."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.reader = [], reader
-        ids = () if reader is None else reader.speculator.layer_ids
-        if self.lean is not None:
-            self.lean.taps = frozenset(ids)
-            return
-        layers: Any = getattr(self.base, "layers", None) or getattr(self.base, "h", None)
-        if ids and not layers:
-            raise ValueError(f"decoder.drafter.kind: 'head' can't read the layers of {type(self.base).__name__}")
-        for number in ids:
-            self._hooks.append(layers[number - 1].register_forward_hook(partial(self._note_states, number)))
-
-    def _note_states(self, number: int, layer: Any, arguments: Any, output: Any) -> None:
-        self._states[number] = output if isinstance(output, Tensor) else output[0]
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
-        hidden_PD, reader = self._run_layers(tokens_P, positions_P, layout), self.reader
-        if reader is not None:
-            noted = self._states if self.lean is None else self.lean.tapped
-            states = [noted[number].view(len(tokens_P), -1)[: rows.num_rows] for number in reader.speculator.layer_ids]
-            reader.read(torch.cat(states, 1), rows)
-            noted.clear()
-        return hidden_PD
-
-    def _run_layers(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         if self.lean is not None:
             return self.lean(tokens_P, positions_P, layout)
         hidden_1PD: Tensor = self.base(

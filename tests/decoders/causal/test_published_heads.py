@@ -176,6 +176,33 @@ def test_captured_forwards_draft_what_others_draft(name, monkeypatch):
     assert expected[0] == texts(decode(target(), INFO, AR, Sampling(temperature=0.5), requests))
 
 
+@pytest.mark.parametrize("family", ["olmo2", "gemma2", "gpt2"])
+def test_a_head_reads_models_that_run_by_the_code_of_transformers(family, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "pad_token_id": None,
+    }
+    more = {} if family == "gpt2" else {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(family, **sizes, **more, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model, requests = load_backbone(tmp_path, device="cpu"), requests_of(4, seed=2)
+    head, sampling = load_speculator(DATA / "eagle3_llama", model), Sampling(temperature=0.7)
+    expected = decode(model, INFO, AR, sampling, requests)
+    found = decode(model, INFO, spec(3), sampling, requests, drafter=head)
+    alone = decode(model, INFO, spec(3), sampling, requests, rows=1, drafter=head)
+    assert texts(found) == texts(expected) == texts(alone)
+    assert sum(one.proposed for one in found.values()) > 10
+    assert {index: one.accepted for index, one in found.items()} == {
+        index: one.accepted for index, one in alone.items()
+    }
+
+
 def test_a_model_that_is_kept_gives_its_states_to_no_head_of_an_earlier_job():
     model, head = pair("eagle3_llama")
     decode(model, INFO, spec(3), Sampling(), requests_of(2), drafter=head)
