@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Target:
     """A frozen causal model: what it says of windows, and the states of its layers."""
 
     def __init__(self, place: Path, layer_ids: tuple[int, ...]) -> None:
-        self.backbone: Any = load_backbone(place, dtype="float32", device="cpu")
+        self.backbone = cast("Any", load_backbone(place, dtype="float32", device="cpu"))
         self.backbone.tap(SimpleNamespace(speculator=SimpleNamespace(layer_ids=layer_ids), read=self._read))
         self._states_NF = torch.zeros(0)
 

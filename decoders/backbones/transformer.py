@@ -117,7 +117,7 @@ class ModuleBackbone(OnSlots, ABC):
         """Runs the layers instead of `base`, where there is such a form."""
         self.reader: Any = None
         """The draft head that reads states of the layers, if any (speculators.py); its cache follows this one's."""
-        self._hooks, self._states = list[Any](), dict[int, Tensor]()
+        self._hooks, self._tapped = list[Any](), dict[int, Tensor]()
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
@@ -177,7 +177,7 @@ class ModuleBackbone(OnSlots, ABC):
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
         if self.reader is not None:
-            noted = self._states if self.lean is None else self.lean.tapped
+            noted = self._tapped if self.lean is None else self.lean.tapped
             states = [noted.pop(number).view(-1, self.width)[:count] for number in self.reader.speculator.layer_ids]
             self.reader.read(torch.cat(states, 1), rows)
         self.sums_N = hidden_ND.sum(1, dtype=torch.float64)
@@ -200,7 +200,7 @@ class ModuleBackbone(OnSlots, ABC):
             self._hooks.append(layers[number - 1].register_forward_hook(partial(self._note_states, number)))
 
     def _note_states(self, number: int, layer: Any, arguments: Any, output: Any) -> None:
-        self._states[number] = output if isinstance(output, Tensor) else output[0]
+        self._tapped[number] = output if isinstance(output, Tensor) else output[0]
 
     @abstractmethod
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
