@@ -149,7 +149,7 @@ class Trainee:
         self.stack.word_embeddings.weight = torch.nn.Parameter(backbone.embedding_VD.float(), requires_grad=False)
         output = backbone.head
         self._output_VD: Tensor = output.weight_MK() if hasattr(output, "weight_MK") else output.weight
-        self._turns = turns_of(shape.config)
+        self._turns = turns_of(shape.config, backbone.device)
 
     def laws(self, tokens_BL: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(log p, log q) of the rows [M, V] whose next tokens are in the windows, for each step."""

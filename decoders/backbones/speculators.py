@@ -160,13 +160,13 @@ def shape_of(head: SpeculatorConfig, names: Collection[str], *, target_vocab: in
     )
 
 
-def turns_of(config: Any) -> Callable[[Tensor, Tensor], Turn]:
+def turns_of(config: Any, device: torch.device) -> Callable[[Tensor, Tensor], Turn]:
     """The cosines and sines of positions [P] in the dtype of other numbers, [P, 1, d] each."""
     with lean():
-        angles = import_module("transformers.models.qwen3.modeling_qwen3").Qwen3RotaryEmbedding(config)
+        angles = import_module("transformers.models.qwen3.modeling_qwen3").Qwen3RotaryEmbedding(config).to(device)
 
     def turns(like: Tensor, position_P: Tensor) -> Turn:
-        cos_1Pd, sin_1Pd = angles.to(like.device)(like, position_P.unsqueeze(0))
+        cos_1Pd, sin_1Pd = angles(like, position_P.unsqueeze(0))
         return cos_1Pd[0].unsqueeze(1), sin_1Pd[0].unsqueeze(1)
 
     return turns
@@ -183,7 +183,7 @@ class Speculator(NetworkBackbone):
         self.speculator, ids_V = head, _target_ids(weights, target.vocab_size)
         _complete(weights, target, ids_V, is_dflash=head.kind == "dflash")
         shape = shape_of(head, weights, target_vocab=target.vocab_size, num_read=num_read)
-        self._turns = turns_of(shape.config)
+        self._turns = turns_of(shape.config, device)
         named = {name if name.startswith("lm_head.") else f"model.{name}": weights.pop(name) for name in list(weights)}
         named["model.word_embeddings.weight"] = named.pop("model.embed_tokens.weight")
         super().__init__(DraftStack, shape, named, dtype=dtype, device=device, exact=exact)
