@@ -218,7 +218,9 @@ class ModelInfo:
     A row at position i predicts the token at position i + `shift`: 1 in causal models and those made from them (Dream), 0 where
     a mask predicts its own token. With a shift no row predicts position 0; Dream's own code reads it from row 0.
 
-    `block_size` is the block length in positions that a block-diffusion model was trained with; None for other models.
+    `block_size` is the block length in positions that a block-diffusion model was trained with; None for other models. With
+    `prompt_block` the prompt is a block of its own, of any length, and the others are counted from its end. `left_shift` is the
+    shift of rows that see nothing to their right, where it is another one: 1 in a diffusion model that is causal, too.
     """
 
     family: str
@@ -230,3 +232,5 @@ class ModelInfo:
     suppressed: tuple[int, ...] = field(default=())
     shift: int = 0
     block_size: int | None = None
+    prompt_block: bool = False
+    left_shift: int | None = None

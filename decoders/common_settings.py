@@ -221,6 +221,13 @@ class DecoderChoice(Settings):
                 )
 
 
+class DrafterPlace(Settings):
+    """The path of a drafting model: its kind is the decoder's matter, its vocabulary the target's."""
+
+    path: str = Field(min_length=1, description="where the model is, as in model.path")
+    revision: str | None = Field(default=None, description="of a hub model")
+
+
 class Estimate(Settings):
     """How the log-probability of a text is estimated where a model has none that is exact."""
 

@@ -77,4 +77,9 @@ def check_model(settings: DecoderChoice, info: ModelInfo, task: str | None = Non
         raise ValueError(
             f"decoder.kind: {settings.name()!r} does not run on models of family {info.family!r}; allowed: {allowed}"
         )
+    if task == "score" and info.prompt_block:
+        raise ValueError(
+            f"task.kind: 'score', but the blocks of family {info.family!r} begin at a prompt's end, which a scored text does not "
+            "tell; allowed: complete"
+        )
     settings.check_model(info)

@@ -721,12 +721,16 @@ def _schema(arguments: argparse.Namespace) -> int:
 @command("models", "list the model families and decoders")
 def _models(_: argparse.Namespace) -> int:
     from draftmill.actors.checkpoints.models import builtin_models
+    from draftmill.decoders.backbones.families import any_causal
     from draftmill.decoders.backbones.families.table import FAMILIES
     from draftmill.decoders.settings import DECODERS, decoders_of
 
     print("families (model.family; read from config.json with auto)")
     for name, family in sorted(FAMILIES.items()):
         print(f"  {name:<16} decoders: {', '.join(decoders_of(family.kind))}")
+    print(f"any other causal model of transformers (model_type in config.json; here is version {any_causal.version()})")
+    print(f"  decoders: {', '.join(decoders_of('causal'))}")
+    print(f"  compared with transformers {any_causal.TESTED_WITH}: {', '.join(any_causal.TESTED)}")
     print("decoders (decoder.kind)")
     for kind, settings in DECODERS.items():
         print(f"  {kind:<16} {(settings.__doc__ or '').strip().splitlines()[0]}")

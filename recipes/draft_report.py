@@ -13,8 +13,8 @@ import torch
 
 from draftmill.decoders.backbones.heads import DraftHeads
 from draftmill.decoders.base import Outcome, Request
-from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.causal.settings import SpecDiffSettings
+from draftmill.decoders.common_settings import DrafterPlace, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder

@@ -4,6 +4,9 @@
 
 PEFT merges in float32, whatever the checkpoint's dtype, so that `model.dtype` rounds only once. Every weight of the adapter
 must match a weight of the model: PEFT itself only warns about others.
+
+A causal model is built by transformers. Of a masked or block-diffusion model, whose code is not transformers', only the modules
+are built that hold its tensors, under the checkpoint's names: adapters name them so, and merging runs no forward.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from draftmill.actors.checkpoints.made_folders import SOURCE, read_source, refuse, write_source
 from draftmill.actors.checkpoints.models import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from draftmill.decoders.backbones.checkpoint import inspect_model, read_config
-from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
-from draftmill.decoders.backbones.families.table import find_family
+from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES
+from draftmill.decoders.backbones.families.table import FAMILIES, Family, find_family
+from draftmill.decoders.backbones.load import load_weights
 
-_ENDS = ("lm_head", "embed_tokens", "wte")
+_TABLES = ("embed_tokens", "wte", "word_embeddings")
+_ENDS = ("lm_head", *_TABLES)
 
 
 class MergeRefused(ValueError):
@@ -31,16 +37,59 @@ class MergeRefused(ValueError):
 def merge(base: Path, base_hash: str, adapter: Path, digest: str, folder: Path) -> None:
     """Write the merged checkpoint. Raises MergeRefused if model and adapter do not fit."""
     family = _family(base)
-    import transformers
-
-    plain = getattr(transformers, family.model_class).from_pretrained(base, dtype=torch.float32, local_files_only=True)
-    merged = merge_into(plain, adapter)
-    _save(merged, family, folder)
+    merged = merge_into(_plain_model(family, base), adapter)
+    _save(merged, folder)
     for file in base.iterdir():
         if file.is_file() and file.name != SOURCE and "safetensors" not in file.name:
             shutil.copy(file, folder)
     write_source(folder, (read_source(base) or {}) | {"weights": base_hash, "adapter": digest})
     inspect_model(folder)
+
+
+def _plain_model(family: Family, base: Path) -> Any:
+    import transformers
+
+    if family.causal in CAUSAL_FAMILIES:
+        assert family.causal is not None
+        model_class = getattr(transformers, family.causal.model_class)
+        return model_class.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+    config = read_config(base)
+    tied = bool(config.get("tie_word_embeddings") or config.get("weight_tying"))
+    model: Any = modules_of(load_weights(base, dtype=torch.float32))
+    model.config = transformers.PretrainedConfig()
+    model.config.tie_word_embeddings = tied
+    # PEFT asks every model for language for it, and calls it only in generation.
+    model.prepare_inputs_for_generation = None
+    return model
+
+
+def modules_of(weights: dict[str, torch.Tensor]) -> nn.Module:
+    """Modules that hold these tensors under their names: matrices called `weight` as linear layers or embeddings."""
+    root = nn.Module()
+    matrices = {name.removesuffix(".weight"): tensor for name, tensor in weights.items() if _is_matrix(name, tensor)}
+    for name, tensor in weights.items():
+        path, _, kind = name.rpartition(".")
+        parent = root
+        steps = path.split(".")
+        for depth, step in enumerate(steps):
+            if not hasattr(parent, step):
+                parent.add_module(step, _module(step, matrices.get(".".join(steps[: depth + 1]))))
+            parent = getattr(parent, step)
+        parent.register_parameter(kind, nn.Parameter(tensor, requires_grad=False))
+    return root
+
+
+def _is_matrix(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(".weight") and tensor.ndim == 2
+
+
+def _module(name: str, weight: torch.Tensor | None) -> nn.Module:
+    """An empty module of the kind that PEFT adapts."""
+    if weight is None:
+        return nn.Module()
+    if name in _TABLES:
+        return nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+    return nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
 
 
 def merge_into(plain: Any, adapter: Path) -> Any:
@@ -80,17 +129,18 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
             raise MergeRefused(f"it {what}: {', '.join(sorted(names)[:3])}{more}")
 
 
-def _family(base: Path) -> CausalFamily:
+def _family(base: Path) -> Family:
+    """The model's family; MergeRefused for two-stream models, whose adapters have no public layout, and for those whose tensors
+    only transformers knows."""
     family = find_family(read_config(base), "auto")
-    if family.causal not in CAUSAL_FAMILIES:
-        names = ", ".join(known.name for known in CAUSAL_FAMILIES)
+    if family.any_causal or not family.rows_are_tokens:
+        names = ", ".join(name for name, known in FAMILIES.items() if known.rows_are_tokens)
         reason = f"this model is of family {family.name!r}"
         raise MergeRefused(f"adapters are supported for models of the families {names}; {reason}")
-    assert family.causal is not None
-    return family.causal
+    return family
 
 
-def _save(merged: Any, family: CausalFamily, folder: Path) -> None:
+def _save(merged: Any, folder: Path) -> None:
     from safetensors.torch import save_file
 
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in merged.state_dict().items()}

@@ -19,8 +19,8 @@ from draftmill.actors.task import Score, Task
 from draftmill.decoders.backbones.head_files import check_heads, head_place, read_sizes
 from draftmill.decoders.backbones.speculator_files import check_speculator
 from draftmill.decoders.base import Decoder, ModelInfo
-from draftmill.decoders.causal.settings import DrafterPlace, HeadDrafterSettings, SpecDiffSettings
-from draftmill.decoders.common_settings import Estimate, Sampling
+from draftmill.decoders.causal.settings import HeadDrafterSettings, SpecDiffSettings
+from draftmill.decoders.common_settings import DrafterPlace, Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import UserError
@@ -248,8 +248,8 @@ def check_drafter(
 ) -> str:
     """Return the drafter's hash; UserError unless it can draft for this model, with the required head.
 
-    `specdiff` needs a masked-diffusion model, all others a causal one, or a head made for the target model; all need its
-    vocabulary.
+    `specdiff` needs a masked-diffusion model, `s2d2` a block-diffusion one, `speculative` a causal one, or a head made for the
+    target model; all need its vocabulary.
     """
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
@@ -272,8 +272,9 @@ def check_drafter(
 def _check_kind(drafter: Path, drafter_info: ModelInfo, decoder: DecoderSettings) -> None:
     family = f"{drafter} is of family {drafter_info.family!r}, which is not a"
     if not isinstance(decoder, SpecDiffSettings):
-        if drafter_info.kind != "causal":
-            raise ValueError(f"{family} causal model")
+        wanted = "block-diffusion" if decoder.runs_on == "blocks" else "causal"
+        if drafter_info.kind != ("blocks" if decoder.runs_on == "blocks" else "causal"):
+            raise ValueError(f"{family} {wanted} model")
         return
     from draftmill.decoders.backbones.families.table import masked_diffusion_families
 

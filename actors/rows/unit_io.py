@@ -33,7 +33,8 @@ from draftmill.actors.rows.stop_text import StopStrings, stop_strings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome
-from draftmill.decoders.causal.settings import DrafterPlace, NgramDrafterSettings, SuffixDrafterSettings
+from draftmill.decoders.causal.settings import NgramDrafterSettings, SuffixDrafterSettings
+from draftmill.decoders.common_settings import DrafterPlace
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.storage.errors import ChangedInput, RowError, brief
 from draftmill.storage.failpoints import failpoint

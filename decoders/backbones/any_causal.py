@@ -51,6 +51,10 @@ class AnyCausalBackbone(ModuleBackbone):
         exact: bool = False,
     ) -> None:
         known, where = facts(name, config), torch.device(device)
+        if exact and where.type != "cpu":
+            raise ValueError(
+                f"model.exact: true, but models of family {name!r} are not exact on GPUs; allowed there: false"
+            )
         model = _load(name, config, known, weights, dtype).to(where)
         base = model.get_decoder()
         self._forward, self._given = base.forward, torch.empty(0)
@@ -101,6 +105,11 @@ class AnyCausalBackbone(ModuleBackbone):
         try:
             with _narrow(self.base, windows):
                 found = self._states()
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"model.path: models of family {name!r} can't run here: {type(error).__name__}: {reason}"
+            ) from error
         finally:
             self.windows = windows
             self.forget()

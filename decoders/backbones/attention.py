@@ -176,7 +176,7 @@ def slot_attention(
     query_1HNd: Tensor,
     key_1KNd: Tensor,
     value_1KNd: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float,
     layout: AnyLayout,
@@ -210,8 +210,9 @@ def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scores: Scor
     window = layout.windows[layer]
     if isinstance(layout, FlatLayout):
         held_2SKWd = layout.cache.layers_2SKWd[layer]
-        assert scores.is_plain, "kernels neither cap scores nor know sinks"
-        mixed_NHd = layout.attend(query_PHd[:count], held_2SKWd, layout.seen, scaling=scores.scaling, window=window)
+        more = {} if scores.is_plain else {"cap": scores.cap, "sink_H": scores.sink_H}
+        asked = query_PHd[:count], held_2SKWd, layout.seen
+        mixed_NHd = layout.attend(*asked, scaling=scores.scaling, window=window, **more)
     else:
         mixed_NHd = _mix(query_PHd[:count], layer, layout, layout.sights[window], scores)
     padding = query_PHd.shape[0] - count

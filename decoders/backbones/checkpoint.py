@@ -17,20 +17,34 @@ from safetensors import SafetensorError, safe_open
 
 from draftmill.decoders.backbones.families.blocks import MASK_KEYS
 from draftmill.decoders.backbones.families.shares import check_shares
-from draftmill.decoders.backbones.families.table import FAMILIES, Family, describe, find_family, turn_ends
+from draftmill.decoders.backbones.families.table import Family, describe, find_family, turn_ends
 from draftmill.decoders.base import ModelInfo
 
 T = TypeVar("T")
 _COUNT: Final = re.compile(r"attention_types|(num_|n_)?(hidden_|local_|routed_|shared_)?(layers?|blocks|experts)")
 GENERATION_FILE: Final = "generation_config.json"
+# The text model in a larger one: what its tensors' names begin with, and what the config of the whole says of it.
+_TEXT_PART: Final = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=.)")
+_OF_ALL_PARTS: Final = {
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "draftmill",
+    "tie_word_embeddings",
+}
 _LFS: Final = b"version https://git-lfs"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as a dict; ValueError if it is missing or not a JSON object."""
+    """Return config.json as a dict, of a model for images or sounds too the part of its text model; ValueError if it is missing
+    or not a JSON object."""
     config = _read_object(folder / "config.json")
     if config is None:
         raise ValueError(f"model.path: {folder} has no config.json")
+    text = config.get("text_config")
+    if isinstance(text, dict) and "model_type" in text:
+        return {key: value for key, value in config.items() if key in _OF_ALL_PARTS} | text
     return config
 
 
@@ -103,7 +117,8 @@ def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def check_split(family: str, folder: Path, count: int) -> None:
     """ValueError, with the field's path, if a model can't be split over so many processes."""
-    check_shares(FAMILIES[family].causal, family, read_config(folder), count)
+    config = read_config(folder)
+    check_shares(find_family(config, family).causal, family, config, count)
 
 
 def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> dict[str, T]:
@@ -119,7 +134,15 @@ def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> 
                     f"model.path: {path} is a pointer of git-lfs, not the weights; run `git lfs pull` in its repository"
                 ) from error
             raise ValueError(f"model.path: {path} is damaged or not a safetensors file: {error}") from error
-    return taken
+    return _of_text_model(taken)
+
+
+def _of_text_model(taken: dict[str, T]) -> dict[str, T]:
+    """The tensors of the text model by the names that they have where it stands alone, if it is a part of a larger model."""
+    if not any(_TEXT_PART.match(name) for name in taken):
+        return taken
+    named = {name: _TEXT_PART.sub("" if "lm_head." in name else "model.", name, count=1) for name in taken}
+    return {named[name]: value for name, value in taken.items() if named[name] != name or name.startswith("lm_head.")}
 
 
 def _is_pointer(path: Path) -> bool:
@@ -162,7 +185,7 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
     """Raise ValueError where a tensor is missing, unexpected, or of another shape than config.json says."""
     expected, optional = family.weight_shapes(config), family.optional(config)
     full = family.full_names(shapes)
-    shapes = {full[name]: shape for name, shape in shapes.items()}
+    shapes = {full[name]: shape for name, shape in shapes.items() if name in full}
     missing = sorted(expected.keys() - shapes.keys())
     surplus = sorted(shapes.keys() - expected.keys() - optional)
     wrong = sorted(name for name in expected.keys() & shapes.keys() if shapes[name] != expected[name])

@@ -122,7 +122,7 @@ def _load_module(
         folder, dtype=None if family.causal is None else dtype, device="cpu" if family.any_causal else device
     )
     full = family.full_names(weights)
-    weights = {full[name]: tensor for name, tensor in weights.items()}
+    weights = {full[name]: tensor for name, tensor in weights.items() if name in full}
     backbone: AnyCausalBackbone | DDiTBackbone | LLaDA2Backbone | TransformerBackbone
     if family.ddit is not None:
         backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device, exact=exact)

@@ -97,18 +97,14 @@ class ModuleBackbone(OnSlots, ABC):
             for part in mixtures:
                 part.gather(product)
         self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
-        has_kernel = getattr(parsed, "is_plain", True)  # attention without soft caps and sinks
-        self._attend = (
-            None
-            if not has_kernel
-            else find_attention(
-                self.device,
-                dtype,
-                num_heads=heads[0] * heads[1],
-                key_heads=heads[0],
-                width=heads[2],
-                fixed=is_fixed,
-            )
+        self._attend = find_attention(
+            self.device,
+            dtype,
+            num_heads=heads[0] * heads[1],
+            key_heads=heads[0],
+            width=heads[2],
+            plain=getattr(parsed, "is_plain", True),
+            fixed=is_fixed,
         )
         if is_fixed:
             self._attend = demanded("attention", self._attend)

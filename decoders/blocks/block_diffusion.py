@@ -12,7 +12,8 @@ Each sample goes its own way; one forward serves samples in all phases:
 A drafting forward runs the block and predicts a token for each of its masks; the schedule reveals some of them (below).
 The keys and values of a finished block were computed while it still had masks, so a commit runs it once more if another block
 follows. In models that predict the next token (`shift`), the last row of a commit (or of the prefill) predicts the first token of
-the next block. With `fused` the prompt and finished blocks run along with the next draft.
+the next block. With `fused` the prompt and finished blocks run along with the next draft. In a model with `prompt_block` blocks
+begin where the prompt ends, and the prompt's rows see all of it (D2F).
 
     block        a b _ _ | _ _ _ _             size 4, sub-blocks of 2: the masks of the first part that has any are asked about
     draft            x y |                     x is surer: revealed
@@ -41,7 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, BlockSettings, Rules
-from draftmill.decoders.engine.algorithm import Algorithm, Wanted
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm, Wanted
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, JUST_ONE, NO_DRAFT, Answer, Decoding, Span
 from draftmill.decoders.engine.setup import Setup
 
@@ -82,8 +83,8 @@ class Block:
 
 def denoise(s: BlockSample, rules: Rules, verifier: SelfVerifier | None = None) -> Decoding:
     """Fill block after block."""
-    s.widen(rules.full(s.length))
-    start = s.prompt // rules.size * rules.size
+    s.widen(rules.full(s.length, s.prompt))
+    start = rules.start(s.prompt)
     # What is decided, but not yet in the cache.
     uncached = (s.cached, start) if start else None
     while not s.is_over:
@@ -100,7 +101,7 @@ def denoise(s: BlockSample, rules: Rules, verifier: SelfVerifier | None = None) 
 def commit_block(s: BlockSample, rules: Rules, uncached: tuple[int, int], block: Block) -> Forwards:
     """Leave decided blocks in the cache; where a row predicts the next token, the last one says the first of the next block."""
     low, high = uncached
-    predicts_next = bool(rules.shift) and s.tokens[high] == HOLE
+    predicts_next = rules.predicts_next and s.tokens[high] == HOLE
     runs = s.runs(JUDGE, [high - low - 1], [high]) if predicts_next else []
     purpose = COMMIT if any(s.kinds) else PREFILL
     answer = yield s.forward(purpose, s.tokens[low:high], commit_span(uncached, rules), runs, JUST_ONE[: len(runs)])
@@ -112,6 +113,8 @@ def commit_block(s: BlockSample, rules: Rules, uncached: tuple[int, int], block:
 def commit_span(uncached: tuple[int, int], rules: Rules) -> Span:
     """The rows of decided blocks, as the cache is to hold them."""
     low, high = uncached
+    if rules.prompt_block and rules.grain > 1:
+        return Span(high - low, low, low, high)
     return Span(high - low, low, low, block=rules.grain)
 
 
@@ -299,6 +302,8 @@ def algorithm_of(
     rules: Rules, decode: Any, notes: tuple[Wanted, ...], *, by_ratio: bool, knows_logprob: bool
 ) -> Algorithm:
     """What block decoders share."""
+    # The rows of a prompt that see all of it are no other prompt's.
+    whole = rules.prompt_block and rules.grain > 1
     return Algorithm(
         decode=decode,
         kind="blocks",
@@ -306,10 +311,10 @@ def algorithm_of(
         window=rules.size,
         columns=rules.columns,
         # The last row of the blocks before the first mask is run by every sample: it may predict that mask.
-        reusable=lambda sample: max(sample.prompt // rules.size * rules.size - 1, 0),
-        cut_multiple=rules.grain,
+        reusable=lambda sample: 0 if whole else max(rules.start(sample.prompt) - 1, 0),
+        cut_multiple=WHOLE if whole else rules.grain,
         # A prompt shorter than a block needs no prefill: its sample drafts at once.
-        has_prompt=lambda sample: sample.prompt >= rules.size,
+        has_prompt=lambda sample: rules.start(sample.prompt) > 0,
         joins_prompts=False,
         notes=notes,
         warped=True,

@@ -37,6 +37,9 @@ without drafts. Models that predict the next token need no copies, since their m
     column    cached .. n+k | n+size+1 ..    | n+2(size+1) ..
     holds     main          | copies         | ahead
 
+With a `drafter` no masks stand ahead: before each round another block-diffusion model runs the text that is new to it,
+causally, and masks after it, which see all of both. What it predicts there in one forward is drafted.
+
 The text is that of block size 1 (and of `s2d2` over a causal cache that verifies always): token for token under coupled
 acceptance and at temperature 0, in distribution under rejection, since drafting and verification use different random numbers.
 
@@ -46,9 +49,12 @@ beyond it.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.blocks.block_diffusion import algorithm_of, denoise, notes_of
 from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import Rules, S2d2Settings
@@ -84,16 +90,19 @@ class Round:
     redraft: bool
 
 
-def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool) -> Decoding:
-    """Verify and draft in every forward. `by_ratio`: a verified token is no draft, so copies are asked for drafts, too."""
+def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool, drafter: ModelInfo | None = None) -> Decoding:
+    """Verify in every forward, and draft in it, if no `drafter` does. `by_ratio`: a verified token is no draft, so copies are
+    asked for drafts, too."""
     size = rules.size
     s.widen(s.length)
-    purpose, drafts = PREFILL if s.prompt >= size else DRAFTED, Drafts()
+    purpose, drafts = PREFILL if rules.start(s.prompt) else DRAFTED, Drafts()
     while not s.is_over:
-        n, k, g = s.decided, len(drafts.tokens), drafts.guess
         s.draws += 1
+        if drafter is not None:
+            drafts = yield from drafts_by(s, rules, drafter)
+        n, k, g = s.decided, len(drafts.tokens), drafts.guess
         judged = list(range(n, min(n + k + 1, s.length)))
-        ahead = list(range(n + g + 1, min(n + g + 1 + size, s.length)))
+        ahead = [] if drafter else list(range(n + g + 1, min(n + g + 1 + size, s.length)))
         now = Round(n, drafts, judged, ahead, redraft=by_ratio and g > 0)
         answer = yield ask_of(s, rules, now, purpose)
         purpose = VERIFY
@@ -103,18 +112,37 @@ def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool) -> Decoding:
         s.reveal(news[: answer.accepted + 1], drafts.tokens)
         after = n + min(answer.accepted + 1, len(judged))
         s.cached, s.is_over = after - 1, s.is_complete
-        drafts = next_drafts(now, answer, range(after, min(after + size, s.length)))
+        if drafter is None:
+            drafts = next_drafts(now, answer, range(after, min(after + size, s.length)))
+
+
+def drafts_by(s: BlockSample, rules: Rules, drafter: ModelInfo) -> Generator[Any, Answer, Drafts]:
+    """What another model predicts for the places after the text, as many as it has room for."""
+    n, cached, longest = s.decided, s.cached_draft, drafter.max_length
+    count = min(rules.size, s.length - n, s.length if longest is None else longest - n)
+    if count <= 0:
+        return Drafts()
+    assert drafter.mask_id is not None
+    spans: tuple[int, ...] = Span(n - cached, cached, cached) if n > cached else ()
+    spans += Span(count, n, n, n + count, FAR)
+    rows, places = [max(n + j - cached - drafter.shift, 0) for j in range(count)], range(n, n + count)
+    tokens, runs = s.tokens[cached:n] + [drafter.mask_id] * count, s.runs(DRAFT, rows, places)
+    s.nfe_draft += 1
+    # With a shift the last row predicts the next draft, so it runs once more.
+    s.cached_draft = max(n - drafter.shift, 0)
+    answer = yield Ask(tokens, spans, runs, [NO_DRAFT] * count, model=1, when=s.draws, num_drafts=count)
+    return Drafts(list(answer.tokens), [_AHEAD] * count)
 
 
 def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
     """The rows of a round: main, ahead, copies, in this order; what is judged comes first among those sampled."""
-    n, g, size, shift, cached = now.n, now.drafts.guess, rules.size, rules.shift, s.cached
+    n, g, size, cached = now.n, now.drafts.guess, rules.size, s.cached
     main = n + len(now.drafts.tokens) - cached
     spans: tuple[int, ...] = Span(main, cached, cached) if main else ()
-    masks, column = min(size + 1, s.length - n - g), n + 2 * (size + 1)
+    masks, column = len(now.ahead) + bool(now.ahead), n + 2 * (size + 1)
     if masks:
         spans += Span(masks, column, n + g, n + g, FAR, own=column, till=column + masks)
-    copied = int(n == 0) if shift else len(now.judged)
+    copied = int(n == 0) if rules.left_shift else len(now.judged)
     if copied:
         spans += Span(copied, n + size + 1, n, 0, size + 2, own=SELF)
     tokens = s.tokens[cached:n] + now.drafts.tokens + [rules.mask] * (masks + copied)
@@ -123,7 +151,7 @@ def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
     # Those after all drafts have none of their own, and any bank.
     for row, position, bank in zip(says, now.judged, [*now.drafts.banks, _COPIES], strict=False):
         runs += Run(row, 1, position, JUDGE, bank=bank)
-    runs += s.runs(DRAFT, [main + position - n - g - shift for position in now.ahead], now.ahead, _AHEAD)
+    runs += s.runs(DRAFT, [main + position - n - g - rules.shift for position in now.ahead], now.ahead, _AHEAD)
     if now.redraft:
         runs += s.runs(DRAFT, says[1:], now.judged[1:], _COPIES)
     num_sampled = sum(runs[1::6])
@@ -146,7 +174,7 @@ def next_drafts(now: Round, answer: Answer, positions: range) -> Drafts:
 
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     """How the engine runs these settings."""
-    if settings.drafts_in_verifications:
+    if settings.drafts_in_verifications or settings.drafter is not None:
         return _fused_algorithm(setup, settings)
     rules, sampling = Rules.of(settings, setup.info), setup.sampling
     by_ratio = settings.paper_compat if sampling.temperature == 0.0 else sampling.acceptance == "rejection"
@@ -164,7 +192,10 @@ def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
 def _fused_algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     rules, sampling = Rules.of(settings, setup.info), setup.sampling
     by_ratio = sampling.temperature != 0.0 and sampling.acceptance == "rejection"
-    decode = partial(s2d2_fused, rules=rules, by_ratio=by_ratio)
+    assert (settings.drafter is None) == (setup.drafter_info is None), (
+        "decoder.drafter names a model, but none was loaded"
+    )
+    decode = partial(s2d2_fused, rules=rules, by_ratio=by_ratio, drafter=setup.drafter_info)
     base = algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True)
     return replace(
         base,
@@ -173,4 +204,5 @@ def _fused_algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
         temper=settings.temper,
         keeps_laws=True,
         banks=2,
+        windows=None if settings.drafter is None else "short",
     )

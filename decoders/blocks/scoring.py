@@ -94,6 +94,7 @@ class Layout:
 
 def algorithm(setup: Setup, settings: BlockDiffusionSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it."""
+    assert not setup.info.prompt_block, "which blocks a text is made of is not known without its prompt"
     layout = Layout(settings.size_for(setup.info), mask_of(setup.info), setup.info.shift, settings.causal_cache)
     return estimate_algorithm(
         settings,

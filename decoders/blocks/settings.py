@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Sampling, Settings, Tasks
+from draftmill.decoders.common_settings import DecoderChoice, DrafterPlace, Sampling, Settings, Tasks
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -209,7 +209,8 @@ class BlockSettings(DecoderChoice):
 
     def check_model(self, info: ModelInfo) -> None:
         self.check_steps(self.size_for(info))
-        if self.fused and info.shift and not self.drafts_in_verifications:
+        seeds = info.shift or (_left_shift(info) and self.causal_cache)
+        if self.fused and seeds and not self.drafts_in_verifications:
             raise ValueError(
                 f"decoder.fused: true does not work with family {info.family!r}, which predicts the first token of a block in "
                 "the forward before it; allowed: false, or s2d2 over a causal cache that verifies always, without sub_block, "
@@ -239,7 +240,9 @@ class BlockDiffusionSettings(BlockSettings):
 
 
 class S2d2Settings(BlockSettings):
-    """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so."""
+    """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so. With a
+    `drafter` a smaller block-diffusion model fills in `block_size` masks after the text, in one forward, and each verification
+    is followed by a new draft."""
 
     runs: ClassVar = "draftmill.decoders.blocks.s2d2:algorithm"
     kind: Literal["s2d2"]
@@ -249,6 +252,16 @@ class S2d2Settings(BlockSettings):
     temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, if it is used")
     causal_draft: bool = Field(default=False, description="draft with the decided front of the block run causally")
     paper_compat: bool = Field(default=False, description="at temperature 0: untempered, as the public code")
+    drafter: DrafterPlace | None = Field(
+        default=None, description="a block-diffusion model that drafts; null: the model itself"
+    )
+
+    def check_model(self, info: ModelInfo) -> None:
+        super().check_model(info)
+        if _left_shift(info) != info.shift and not self.causal_cache:
+            raise ValueError(
+                f"decoder.causal_cache: false, but models of family {info.family!r} verify over causal blocks only; allowed: true"
+            )
 
     @property
     def verifies_always(self) -> bool:
@@ -272,8 +285,22 @@ class S2d2Settings(BlockSettings):
     @property
     def drafts_in_verifications(self) -> bool:
         """Whether a verification can also draft: no schedule reveals anything, and the cache that it leaves is correct."""
+        return self.fused and self.leaves_text
+
+    @property
+    def leaves_text(self) -> bool:
+        """Whether a verification leaves nothing in the text or in the cache but what is decided."""
         parts = self.sub_block is not None or self.tau_edit is not None or self.paper_compat
-        return self.fused and self.causal_cache and self.verifies_always and not parts
+        return self.causal_cache and self.verifies_always and not parts
+
+    @model_validator(mode="after")
+    def _drafter_fits(self) -> S2d2Settings:
+        if self.drafter is not None and (self.fused or not self.leaves_text):
+            raise ValueError(
+                f"decoder.drafter: {self.drafter.path!r} drafts where every token is verified over a causal cache; allowed with "
+                "it: causal_cache true, fused false, no router, sub_block, tau_edit and paper_compat"
+            )
+        return self
 
     def check_sampling(self, sampling: Sampling) -> None:
         """See DecoderChoice; also ValueError if `temper` is set but no ratio p/q is used."""
@@ -286,13 +313,18 @@ class S2d2Settings(BlockSettings):
             )
 
 
+def _left_shift(info: ModelInfo) -> int:
+    return info.shift if info.left_shift is None else info.left_shift
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The settings of a block decoder and what it needs to know of its model, as plain numbers.
 
-    Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row predicts
-    the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each step
-    draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
+    Blocks of `size`, denoised in parts of `sub_block`; with `prompt_block` they begin at the prompt's end, and the prompt is one.
+    `mask` is the id of a mask, `shift` is 1 in models in which a row predicts the next token, `left_shift` the same for rows that
+    see only to their left. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh` each
+    step draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
     """
 
     settings: BlockSettings
@@ -300,6 +332,8 @@ class Rules:
     sub_block: int
     mask: int
     shift: int
+    left_shift: int
+    prompt_block: bool
     grain: int
     causal_draft: bool
     fresh: bool
@@ -319,6 +353,8 @@ class Rules:
             sub_block=settings.sub_block or size,
             mask=info.mask_id,
             shift=info.shift,
+            left_shift=_left_shift(info),
+            prompt_block=info.prompt_block,
             grain=1 if settings.causal_cache else size,
             causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
             fresh=settings.draws_anew,
@@ -326,14 +362,26 @@ class Rules:
             max_length=info.max_length,
         )
 
-    def full(self, length: int) -> int:
+    def start(self, prompt: int) -> int:
+        """Where the first block begins that is to be filled."""
+        return prompt if self.prompt_block else prompt // self.size * self.size
+
+    def full(self, length: int, prompt: int) -> int:
         """Where the last block of a canvas ends."""
-        whole = -(-length // self.size) * self.size
+        start = self.start(prompt)
+        whole = start + -(-(length - start) // self.size) * self.size
         return whole if self.max_length is None else max(min(whole, self.max_length), length)
 
     def columns(self, length: int) -> int:
-        """The columns of a canvas: copies come after the last block, and a block that is cut short has as many as any other."""
-        return self.full(length) + 2 * self.size
+        """The most columns of a canvas: copies come after the last block, and a block that is cut short has as many as any
+        other."""
+        whole = length + self.size - 1 if self.prompt_block else self.full(length, 0)
+        return whole + 2 * self.size
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the last row of decided blocks predicts the first token after them."""
+        return bool(self.shift or (self.left_shift and self.grain == 1))
 
     @property
     def takes_all_steps(self) -> bool:

@@ -254,7 +254,7 @@ class SelfVerifier:
         self, s: BlockSample, block: Block, run: list[int], draft: Draft
     ) -> Generator[Any, Answer, list[Revealed]]:
         """Verify them; returns the accepted drafts, and the token that replaces the first rejected one."""
-        start, first, count, shift = block.start, block.start + run[0], len(run), self._rules.shift
+        start, first, count, shift = block.start, block.start + run[0], len(run), self._rules.left_shift
         drafts, end = [draft[place].token for place in run], first + count
         spans: tuple[int, ...] = Span(end - start, start, start)
         copied = count if not shift else int(first == 0)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Settings, Tasks
+from draftmill.decoders.common_settings import DecoderChoice, DrafterPlace, Settings, Tasks
 
 
 class CausalSettings(DecoderChoice):
@@ -25,13 +25,6 @@ class AutoregressiveSettings(CausalSettings):
     scorer: ClassVar = "draftmill.decoders.causal.autoregressive:scorer"
     runs: ClassVar = "draftmill.decoders.causal.autoregressive:algorithm"
     kind: Literal["autoregressive"]
-
-
-class DrafterPlace(Settings):
-    """The path of a drafting model: a masked-diffusion model with the same vocabulary."""
-
-    path: str = Field(min_length=1, description="where the model is, as in model.path")
-    revision: str | None = Field(default=None, description="of a hub model")
 
 
 class ModelDrafterSettings(DrafterPlace):

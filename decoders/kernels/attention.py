@@ -51,10 +51,16 @@ def _within(low, high, column):
 
 
 @triton.jit
-def _join(query, key, value, score_bias, seen, most, total, mixed, scale, WIDE: tl.constexpr):
-    """Add a block of columns to the running softmax of each line."""
+def _join(
+    query, key, value, score_bias, seen, most, total, mixed, scale, cap, CAPPED: tl.constexpr, WIDE: tl.constexpr
+):
+    """Add a block of columns to the running softmax of each line. With CAPPED, `scale` is that of 2 x score / cap, in base 2, as
+    is `cap`: tanh(x) = 1 - 2 / (1 + exp(2 x))."""
     precision: tl.constexpr = "ieee" if WIDE else "tf32"
-    score = tl.dot(query, tl.trans(key), input_precision=precision) * scale + score_bias
+    score = tl.dot(query, tl.trans(key), input_precision=precision) * scale
+    if CAPPED:
+        score = cap * (1.0 - 2.0 / (1.0 + tl.exp2(score)))
+    score = score + score_bias
     score = tl.where(seen, score, float("-inf"))
     now = tl.maximum(most, tl.max(score, 1))
     base = tl.where(now == float("-inf"), 0.0, now)
@@ -67,12 +73,12 @@ def _join(query, key, value, score_bias, seen, most, total, mixed, scale, WIDE: 
 
 @triton.jit(do_not_specialize=["num_rows", "skip", "shares", "window", "num_distances", "lows_i", "positions_s"])
 def attend_tiles(
-    query, keys, values, out, out_most, out_total, tiles, slots, lows, highs, row_positions, positions, relative,
-    scale, num_rows, skip, shares, window, num_distances,
+    query, keys, values, out, out_most, out_total, tiles, slots, lows, highs, row_positions, positions, relative, sinks,
+    scale, cap, num_rows, skip, shares, window, num_distances,
     query_n, query_h, cache_s, cache_k, cache_w, lows_i, positions_s, relative_n, relative_h,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     INTERVALS: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr, RELATIVE: tl.constexpr,
-    WIDE: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """See the module's docstring. A tile has LINES lines, a line PADDED >= WIDTH numbers, all powers of two. With one share `out`
     is the answer, [N, H, d]; with several it holds each share's unfinished sum, float32 [shares, N, H, d], and `out_most` and
@@ -97,6 +103,10 @@ def attend_tiles(
             row_position = tl.load(row_positions + row, mask=live, other=0).to(tl.int32)
         most = tl.full([LINES], float("-inf"), tl.float32)
         total = tl.zeros([LINES], tl.float32)
+        if SINKS and share == 0:
+            # The sums of the first share begin with the sink, which holds nothing.
+            most = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _LOG2_E
+            total += 1.0
         mixed = tl.zeros([LINES, PADDED], tl.float32)
         for interval in tl.static_range(INTERVALS):
             low = tl.load(lows + interval * lows_i + row, mask=live, other=0).to(tl.int32)
@@ -131,11 +141,15 @@ def attend_tiles(
                     if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
                         key = tl.load(keys + cell, mask=held, other=0.0)
                         value = tl.load(values + cell, mask=held, other=0.0)
-                        most, total, mixed = _join(asked, key, value, bias, seen, most, total, mixed, scale, WIDE)
+                        most, total, mixed = _join(
+                            asked, key, value, bias, seen, most, total, mixed, scale, cap, CAPPED, WIDE
+                        )
                 else:
                     key = tl.load(keys + cell, mask=held, other=0.0)
                     value = tl.load(values + cell, mask=held, other=0.0)
-                    most, total, mixed = _join(asked, key, value, bias, seen, most, total, mixed, scale, WIDE)
+                    most, total, mixed = _join(
+                        asked, key, value, bias, seen, most, total, mixed, scale, cap, CAPPED, WIDE
+                    )
         answer = row_64 * HEADS + head
         if not SHARED:
             mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
@@ -177,6 +191,8 @@ def attend(
     scaling: float,
     window: int | None = None,
     relative_NHP: Tensor | None = None,
+    cap: float | None = None,
+    sink_H: Tensor | None = None,
     shares: int | None = None,
 ) -> Tensor:
     """See find.reference_attend. The columns are cut into so many `shares`; None: as many as are worth it. Rows beyond the tiles
@@ -187,7 +203,8 @@ def attend(
     query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
     out_NHd = torch.empty(query_NHd.shape, dtype=query_NHd.dtype, device=query_NHd.device)
     for lines, first_T in zip(*seen.tables, strict=True):
-        _attend(query_NHd, layer_2SKWd, seen, out_NHd, lines, first_T, scaling, window, relative_NHP, shares)
+        tiles = lines, first_T
+        _attend(query_NHd, layer_2SKWd, seen, out_NHd, tiles, scaling, window, relative_NHP, cap, sink_H, shares)
     return out_NHd
 
 
@@ -196,14 +213,16 @@ def _attend(
     layer_2SKWd: Tensor,
     seen: Seen,
     out_NHd: Tensor,
-    lines: int,
-    first_T: Tensor,
+    tiles: tuple[int, Tensor],
     scaling: float,
     window: int | None,
     relative_NHP: Tensor | None,
+    cap: float | None,
+    sink_H: Tensor | None,
     shares: int | None,
 ) -> None:
     """The rows of one kind of tile."""
+    lines, first_T = tiles
     num_rows, num_heads, width = query_NHd.shape
     _, _, key_heads, num_columns, _ = layer_2SKWd.shape
     slot_s, head_s, cell_s = layer_2SKWd.stride()[1:4]
@@ -213,8 +232,10 @@ def _attend(
     if shares > 1:
         sums = out_NHd.new_empty(shares, num_rows, num_heads, width, dtype=torch.float32)
         largest, totals = out_NHd.new_empty(2, shares, num_rows, num_heads, dtype=torch.float32)
-    # A kernel that reads no positions or distances takes any tensor in their place.
+    # A kernel that reads no positions, distances or sinks takes any tensor in their place.
     relative = query_NHd if relative_NHP is None else relative_NHP
+    sinks = query_NHd if sink_H is None else sink_H
+    scale, cap_2 = scaling * math.log2(math.e), (cap or 0.0) * math.log2(math.e)
     assert relative_NHP is None or relative_NHP.stride(2) == 1, "the numbers of a row's distances follow each other"
     row_positions = positions = slots = seen.slot_N if seen.start_N is None else seen.start_N
     if window is not None or relative_NHP is not None:
@@ -225,13 +246,13 @@ def _attend(
     from_cells = seen.start_N is not None
     attend_tiles[(first_T.shape[0], key_heads, shares)](
         query_NHd, layer_2SKWd[0], layer_2SKWd[1], sums, largest, totals, first_T, slots, seen.low_IN, seen.high_IN,
-        row_positions, positions, relative,
-        scaling * math.log2(math.e), num_rows, seen.skip, shares, window or 0, relative.shape[-1],
+        row_positions, positions, relative, sinks,
+        scale if cap is None else 2 * scale / cap, cap_2, num_rows, seen.skip, shares, window or 0, relative.shape[-1],
         query_NHd.stride(0), query_NHd.stride(1), cell_s if from_cells else slot_s, head_s, cell_s, seen.low_IN.stride(0),
         1 if from_cells else positions.stride(0), relative.stride(0), relative.stride(1),
         HEADS=num_heads, GROUP=group, LINES=lines, WIDTH=width, PADDED=padded, INTERVALS=seen.low_IN.shape[0],
         BLOCK=_block(width, query_NHd), SHARED=shares > 1, WINDOW=window is not None, RELATIVE=relative_NHP is not None,
-        WIDE=query_NHd.dtype == torch.float32,
+        CAPPED=cap is not None, SINKS=sink_H is not None, WIDE=query_NHd.dtype == torch.float32,
         num_warps=8 if lines * padded > 1 << 13 else 4, num_stages=_STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     if shares > 1:

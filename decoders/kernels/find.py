@@ -59,10 +59,17 @@ T = TypeVar("T")
 
 @lru_cache
 def attention_problem(
-    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_heads: int,
+    key_heads: int,
+    width: int,
+    relative: bool = False,
+    plain: bool = True,
 ) -> str | None:
     """Why attention is not used for such heads. The smallest and the largest tile take unequal shared memory: both are tried.
-    `relative`: the model adds a score that depends on distances."""
+    `relative`: the model adds a score that depends on distances; not `plain`: it caps scores, or has sinks."""
 
     def trial() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import attention
@@ -72,7 +79,8 @@ def attention_problem(
         slot_N, line_N, low_IN, high_IN = (
             torch.tensor(values, device=device) for values in (_SLOTS, _LINES, _LOW, _HIGH)
         )
-        scores = {"relative_NHP": _normal(device, 8, num_heads, 600).to(dtype)} if relative else {}
+        scores: dict[str, Any] = {"relative_NHP": _normal(device, 8, num_heads, 600).to(dtype)} if relative else {}
+        scores |= {} if plain else {"cap": 1.5, "sink_H": _normal(device, num_heads).to(dtype)}
         sizes, pairs = Tiling.of(device, dtype, group=num_heads // key_heads, width=width, relative=relative).sizes, []
         for lines, shares, window in ((sizes[0], 4, None), (sizes[-1], 1, None), (sizes[-1], 1, 50)):
             seen = Seen(
@@ -229,15 +237,20 @@ def reference_attend(
     scaling: float,
     window: int | None = None,
     relative_NHP: Tensor | None = None,
+    cap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32 or better.
-    A score is scaling x (query . key). With `relative_NHP` the row's number for the distance of the two positions is added, as
-    it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A row that sees nothing gets zeros."""
+    A score is scaling x (query . key); with `cap`, cap x tanh(that / cap). With `relative_NHP` the row's number for the distance
+    of the two positions is added, as it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A head's
+    sink is one more score, of a place that every row sees and that holds nothing. A row that sees nothing gets zeros."""
     num_columns = layer_2SKWd.shape[3]
     group = query_NHd.shape[1] // layer_2SKWd.shape[2]
     wide = torch.promote_types(query_NHd.dtype, torch.float32)
     key_NHWd, value_NHWd = layer_2SKWd[:, seen.slot_N].to(wide).repeat_interleave(group, 2)
     score_NHW = (key_NHWd @ query_NHd.to(wide).unsqueeze(3)).squeeze(3) * scaling
+    if cap is not None:
+        score_NHW = cap * (score_NHW / cap).tanh()
     if relative_NHP is not None:
         assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
         distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
@@ -245,7 +258,11 @@ def reference_attend(
         place_N1W = (distance_NW + num_distances // 2).clamp(0, num_distances - 1).unsqueeze(1)
         score_NHW += relative_NHP.to(wide).gather(2, place_N1W.expand(-1, num_heads, -1))
     hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
-    weight_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf).softmax(2).masked_fill(hidden_N1W, 0.0)
+    score_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf)
+    if sink_H is not None:
+        sink_NH1 = sink_H.to(wide)[:, None].expand(len(score_NHW), -1, 1)
+        score_NHW = torch.cat([score_NHW, sink_NH1], 2)
+    weight_NHW = score_NHW.softmax(2)[:, :, :num_columns].masked_fill(hidden_N1W, 0.0)
     return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
 
 
@@ -334,11 +351,12 @@ def find_attention(
     key_heads: int,
     width: int,
     relative: bool = False,
+    plain: bool = True,
     fixed: bool = False,
 ) -> Attend | None:
-    """The kernel for heads of this kind; `relative` if the model adds a score that depends on distances. If `fixed`, a row has
+    """The kernel for heads of this kind; `relative` and `plain` as in attention_problem. If `fixed`, a row has
     the same bits in any batch, provided that its tiles are fixed, too (Tiling.of)."""
-    heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width, "relative": relative}
+    heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width, "relative": relative, "plain": plain}
     if not _is_used("attention", device, dtype, lambda: attention_problem(device, dtype, **heads)):
         return None
     from draftmill.decoders.kernels.attention import attend

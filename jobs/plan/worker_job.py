@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftmill.actors.job import Job, ModelPlace
-from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings, SpeculativeSettings
+from draftmill.decoders.common_settings import DrafterPlace
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.schedule.unit_leases import Limits
@@ -72,11 +72,9 @@ def decoder_of(spec: JobSpec) -> DecoderSettings:
     head = getattr(spec.decoder, "head", None)
     if head not in {None, "auto", "none"}:
         return spec.decoder.model_copy(update={"head": absolute(head)})
-    if isinstance(spec.decoder, SpeculativeSettings | SpecDiffSettings) and isinstance(
-        spec.decoder.drafter, DrafterPlace
-    ):
-        drafter = spec.decoder.drafter.model_copy(update={"path": where(spec.decoder.drafter.path)})
-        return spec.decoder.model_copy(update={"drafter": drafter})
+    drafter = getattr(spec.decoder, "drafter", None)
+    if isinstance(drafter, DrafterPlace):
+        return spec.decoder.model_copy(update={"drafter": drafter.model_copy(update={"path": where(drafter.path)})})
     return spec.decoder
 
 

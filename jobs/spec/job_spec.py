@@ -192,7 +192,7 @@ def _printable(name: str) -> str:
     return name
 
 
-NEWER_DECODER_KEYS = (("guidance_scale", 0.0), ("suppress_end", False))
+NEWER_DECODER_KEYS = (("guidance_scale", 0.0), ("suppress_end", False), ("drafter", None))
 """Later keys of `decoder`, with their defaults, which the fingerprint lacks, too."""
 
 NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe", "where")

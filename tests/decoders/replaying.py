@@ -112,9 +112,12 @@ def attend_by_slots(
     scaling: float,
     window: int | None = None,
     relative_NHP: Tensor | None = None,
+    cap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """What reference_attend gives, but for rounding: it computes each row for all slots, where the reference copies a slot's
     keys and values for each row. The tests of captured forwards take a third of the time with it."""
+    assert cap is None and sink_H is None, "no model of these tests caps scores"
     num_groups, num_columns = layer_2SKWd.shape[2:4]
     num_rows, num_heads = query_NHd.shape[:2]
     wide = torch.promote_types(query_NHd.dtype, torch.float32)

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from draftmill.decoders.backbones.heads import DraftHeads, load_heads
-from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.causal.settings import SpecDiffSettings
+from draftmill.decoders.common_settings import DrafterPlace, Sampling
 from draftmill.decoders.registry import find_heads
 from recipes import (
     absorbing,

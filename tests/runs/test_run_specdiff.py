@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families.table import find_family
 from draftmill.decoders.backbones.heads import DraftHeads
-from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from draftmill.decoders.causal.settings import SpecDiffSettings
+from draftmill.decoders.common_settings import DrafterPlace
 from draftmill.storage.errors import UserError
 from tests.conftest import ROOT
 from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
@@ -160,7 +161,10 @@ def save_other_tokens(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "message"),
     [
-        (save_causal, "is of family 'qwen2', which is not a masked-diffusion model; allowed: dream, llada, mdlm, sedd"),
+        (
+            save_causal,
+            "is of family 'qwen2', which is not a masked-diffusion model; allowed: dream, llada, llada_moe, mdlm, sedd",
+        ),
         (save_other_size, "has 2047 ids, the model 2048"),
         (save_other_tokens, "and of the model differ, for example in the token"),
         (lambda folder: folder.symlink_to(TOKENIZER), "is of family 'xlnet', which is not a masked-diffusion model"),

@@ -11,12 +11,23 @@ transformers is imported inside of functions, since it takes seconds. Its own cl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families.config_fields import fitting
+
+TESTED: Final = (
+    "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "helium",
+    "mimo_v2_flash", "minicpm3", "ministral3", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe",
+    "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+)  # fmt: skip
+TESTED_WITH: Final = "5.23.0"
+"""The types of which tiny random models were compared with transformers' own texts, and its version."""
 
 PROBE: Final = "draftmill_probe"
 _HOW_TO_RUN: Final = {
@@ -27,6 +38,8 @@ _HOW_TO_RUN: Final = {
 }
 # Frequencies that follow the longest text of a batch. Up to the length of the training they are what they are without it.
 _LONGER_ROPE: Final = {"dynamic", "longrope"}
+_OLD_BUFFERS: Final = (r"rotary_emb\.inv_freq$", r"\.masked_bias$")
+_HEADS: Final = {"lm_head.weight", "lm_head.bias", "embed_out.weight"}
 _LAYERS: Final = {"full_attention", "sliding_attention"}
 
 Config = Mapping[str, Any]
@@ -60,9 +73,7 @@ def is_causal(name: str) -> bool:
 
 def version() -> str:
     """The version of transformers, whose models these are."""
-    import transformers
-
-    return str(transformers.__version__)
+    return metadata.version("transformers")
 
 
 @lru_cache
@@ -73,6 +84,20 @@ def _classes() -> dict[str, str]:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def full_names(name: str, names: Iterable[str]) -> dict[str, str]:
+    """Map a checkpoint's names to full ones: those of a bare base model lack its prefix. What no module reads is left out: layers
+    of the training alone, and the buffers of older versions."""
+    from draftmill.decoders.backbones.lean_import import from_transformers
+
+    module_class, names = from_transformers(_classes()[name]), list(names)
+    unread = re.compile("|".join([*(module_class._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]))
+    prefix = f"{module_class.base_model_prefix}."
+    is_bare = not any(held.startswith(prefix) for held in names)
+    return {
+        held: prefix + held if is_bare and held not in _HEADS else held for held in names if not unread.search(held)
+    }
 
 
 def parse(name: str, config: Config) -> Any:
@@ -173,7 +198,7 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
 
     calls: list[tuple[int, dict[str, Any]]] = []
 
-    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any) -> Any:
         window = more.get("sliding_window")
         call = {
             "heads": query.shape[1],
@@ -202,8 +227,10 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
             rows = {"input_ids": torch.zeros(1, 1).long(), "position_ids": torch.zeros(1, 1).long()}
             model.get_decoder()(**rows, attention_mask=torch.zeros(1, 1, 1, 1), use_cache=False, layout=PROBE)
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"its network does not run on rows of tokens: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if PROBE in reason:
+            reason = "its attention does not go through transformers' interface"
+        raise ValueError(f"its network does not run on rows of tokens: {reason}") from error
     tied = frozenset(model.all_tied_weights_keys or ())
     held = revert_weight_conversion(model, model.state_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items() if name not in tied}

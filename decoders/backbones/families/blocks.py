@@ -1,11 +1,12 @@
-"""The block-diffusion families: SDAR and Fast-dLLM v2 (on transformers' Qwen3 and Qwen2), and LLaDA2 (on llada2.py).
+"""The block-diffusion families: SDAR and Fast-dLLM v2 (on transformers' Qwen3 and Qwen2), Nemotron-Labs-Diffusion (on Llama), and
+LLaDA2 (on llada2.py).
 
 Pure tables and checks over a config dict; reads no weights and imports no torch. Qwen3 may have experts. A model of these
 families sees every finished block and, in both directions, the current block; the decoder decides what a row sees. Remote code
 is never run.
 
-Sources: the checkpoints' configs, and the model files of SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025) and LLaDA2.0
-(Bie et al., 2025).
+Sources: the checkpoints' configs, and the model files of SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.0
+(Bie et al., 2025) and Nemotron-Labs-Diffusion (NVIDIA, 2026).
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftmill.decoders.backbones.families.causal import Config, rotary_family
+from draftmill.decoders.backbones.families.causal import (
+    CausalFamily,
+    Config,
+    Shapes,
+    max_positions,
+    rotary_family,
+    weight_shapes,
+)
 from draftmill.decoders.backbones.families.config_fields import demand, numbers, token_id
 
 MASK_KEYS: Final = ("mask_token_id", "mask_id")
@@ -24,7 +32,7 @@ MASK_KEYS: Final = ("mask_token_id", "mask_id")
 class BlockFacts:
     """Facts shared by the public checkpoints of a family, which are often not in their files. `mask_id` is the default if
     neither config.json nor the tokenizer (`mask_token`) has one, `block_size` if none of the fields `block_keys` of config.json
-    does. `ends` are the tokens that end a turn of a chat; `shift` is as in ModelInfo."""
+    does. `ends` are the tokens that end a turn of a chat; `shift`, `left_shift` and `prompt_block` are as in ModelInfo."""
 
     mask_token: str
     mask_id: int
@@ -32,6 +40,8 @@ class BlockFacts:
     block_size: int
     ends: tuple[str, ...]
     shift: int = 0
+    left_shift: int | None = None
+    prompt_block: bool = False
 
     def find_mask(self, config: Config) -> int:
         """The id of the mask token; ValueError if config.json has an invalid one."""
@@ -63,7 +73,7 @@ def _full_attention_moe(config: Config) -> Config:
     return {key: value for key, value in _full_attention(config).items() if key != "output_router_logits"}
 
 
-def _own_experts(model: Any) -> Any:
+def own_experts(model: Any) -> Any:
     """Replace transformers' mixtures by ours: theirs depend on the batch, and name the experts' weights differently."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -99,9 +109,67 @@ _FAST_DLLM_V2: Final = BlockFacts(
 )
 QWEN_FAMILIES: Final = (
     (rotary_family("sdar", "Qwen3", translate=_full_attention), _SDAR),
-    (rotary_family("sdar_moe", "Qwen3Moe", translate=_full_attention_moe, adapt=_own_experts), _SDAR),
+    (rotary_family("sdar_moe", "Qwen3Moe", translate=_full_attention_moe, adapt=own_experts), _SDAR),
     (rotary_family("fast_dllm_v2", "Qwen2", translate=_full_attention), _FAST_DLLM_V2),
 )
+
+
+# ---- Nemotron-Labs-Diffusion: a Llama (Ministral 3) that is causal, too, and predicts the next token where it is ----------
+
+
+_NEMOTRON_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "sliding_window": (None,),
+    "tie_word_embeddings": (False,),
+}
+_SCALING: Final = "llama_4_scaling_beta"
+_HEAD: Final = "diffusion_head.weight"
+
+
+def _nemotron_as_llama(config: Config) -> Config:
+    """Without the scaling of queries by their position, which is 1 within the length that YaRN starts from."""
+    demand(config, _NEMOTRON_BUILT)
+    ours = {key: value for key, value in config.items() if key not in _NOT_OURS | {"rope_scaling"}}
+    return ours | {"rope_parameters": {key: value for key, value in _rope_of(config).items() if key != _SCALING}}
+
+
+def _rope_of(config: Config) -> dict[str, Any]:
+    """The rotary settings; both fields have the same ones."""
+    return dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+
+
+def _llama_name(name: str) -> str:
+    return "lm_head.weight" if name == _HEAD else "model." + name.removeprefix(NEMOTRON.prefix)
+
+
+NEMOTRON: Final = CausalFamily(
+    name="nemotron_labs_diffusion",
+    config_class="LlamaConfig",
+    model_class="LlamaForCausalLM",
+    prefix="encoder.",
+    buffers=(),
+    convert=lambda weights: {_llama_name(name): tensor for name, tensor in weights.items()},
+    translate=_nemotron_as_llama,
+)
+NEMOTRON_FACTS: Final = BlockFacts(
+    mask_token="", mask_id=100, block_keys=("block_size",), block_size=32, ends=(), left_shift=1, prompt_block=True
+)
+
+
+def nemotron_shapes(config: Config) -> Shapes:
+    """Name every tensor of a Nemotron-Labs-Diffusion checkpoint as it names them, with its shape."""
+    shapes = weight_shapes(NEMOTRON, config)
+    head = shapes.pop("lm_head.weight")
+    return {NEMOTRON.prefix + name.removeprefix("model."): shape for name, shape in shapes.items()} | {_HEAD: head}
+
+
+def nemotron_length(config: Config) -> int | None:
+    """The longest text whose queries are not scaled, or the config's own length."""
+    rope, longest = _rope_of(config), max_positions(NEMOTRON, config)
+    unscaled = rope.get("original_max_position_embeddings") if rope.get(_SCALING) else None
+    return min((length for length in (longest, unscaled) if length is not None), default=None)
 
 
 # ---- LLaDA2: a network of its own ---------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""The masked-diffusion families: LLaDA and Dream, which run on transformers' Llama and Qwen2, and MDLM and SEDD on ddit.py.
+"""The masked-diffusion families: LLaDA, LLaDA-MoE and Dream, which run on transformers' Llama, Qwen3-MoE and Qwen2, and MDLM and
+SEDD on ddit.py.
 
 Pure tables and checks over a config dict; reads no weights and imports no torch. Differences from the public code's
 loading: remote code is never run, and no tensor is ever left out or filled in silently.
 
-Sources: the checkpoints' configs, and the model files of LLaDA (Nie et al., 2025), Dream (Ye et al., 2025), MDLM (Sahoo et
-al., 2024) and SEDD (Lou et al., 2024).
+Sources: the checkpoints' configs, and the model files of LLaDA (Nie et al., 2025), LLaDA-MoE (Zhu et al., 2025), Dream (Ye et
+al., 2025), MDLM (Sahoo et al., 2024) and SEDD (Lou et al., 2024).
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families import causal as causal_families
+from draftmill.decoders.backbones.families.blocks import own_experts
 from draftmill.decoders.backbones.families.causal import CausalFamily, Config, Shapes, product_shapes, rotary_family
 from draftmill.decoders.backbones.families.config_fields import demand, fitting, numbers
 
 # Defaults of the public checkpoints for fields that config.json lacks.
 LLADA_MASK: Final = 126336
+LLADA_MOE_MASK: Final = 156895
 DREAM_MASK: Final = 151666
 # Dream was trained on texts of this length; its config still has the number of its base model.
 _DREAM_LENGTH: Final = 2048
@@ -108,6 +111,52 @@ def llada_shapes(config: Config) -> Shapes:
     ]
     full = [LLADA_PREFIX + name for name in names]
     return {name: llama[_llama_name(name)] for name in full if _llama_name(name) in llama}
+
+
+# ---- LLaDA-MoE: a Qwen3 with experts that sees everything, under its own names for the fields ----------------------------
+
+_LLADA_MOE_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+    "hidden_act": ("silu",),
+    "qk_layernorm": (True,),
+    "clip_qkv": (None,),
+    "partial_rotary_factor": (1, None),
+    "rope_scaling": (None,),
+    "shared_expert_intermediate_size": (None,),
+    "moe_router_enable_expert_bias": (False, None),
+    "moe_router_score_function": ("softmax", None),
+    # The public code scales no weights, whatever these say.
+    "norm_topk_prob": (False, None),
+    "routed_scaling_factor": (1, None),
+}
+_LLADA_MOE_FIELDS: Final = {
+    "intermediate_size": "dense_intermediate_size",
+    "moe_intermediate_size": "expert_intermediate_size",
+}
+_SAME_FIELDS: Final = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts",
+    "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias",
+    "quantization_config",
+)  # fmt: skip
+
+
+def _llada_moe_as_qwen3_moe(config: Config) -> Config:
+    demand(config, _LLADA_MOE_BUILT)
+    heads, width, kinds = config["num_attention_heads"], config["hidden_size"], config["moe_layer_freq"]
+    if width % heads or len(kinds) != config["num_hidden_layers"]:
+        raise ValueError(
+            f"hidden_size {width} is no multiple of {heads} heads, or moe_layer_freq has not one entry for each of the "
+            f"{config['num_hidden_layers']} layers"
+        )
+    same = {key: config[key] for key in _SAME_FIELDS if config.get(key) is not None}
+    return {
+        "num_key_value_heads": heads,
+        **same,
+        **{ours: config[theirs] for ours, theirs in _LLADA_MOE_FIELDS.items()},
+        "mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind == 0],
+    }
+
+
+LLADA_MOE: Final = rotary_family("llada_moe", "Qwen3Moe", translate=_llada_moe_as_qwen3_moe, adapt=own_experts)
 
 
 # ---- Dream: a Qwen2 that sees everything and still predicts the next token -----------------------------------------------

@@ -32,10 +32,10 @@ Config = Mapping[str, Any]
 class Family:
     """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have.
 
-    `full_names` maps the names in a checkpoint to those. `mask_id` gives the id of the mask token, `has_mask` says whether
-    there is one, `fixed_mask` that users cannot change it, and `mask_token` is its name in a tokenizer, used if config.json has
-    no id; `max_length` reads the longest text from config.json. `shift` and `block_size`, and `ends`, the special tokens that
-    end a turn of a chat, are as in ModelInfo and `stop_ids`.
+    `full_names` maps the names in a checkpoint to those, and leaves out what no module reads. `mask_id` gives the id of the mask
+    token, `has_mask` says whether there is one, `fixed_mask` that users cannot change it, and `mask_token` is its name in a
+    tokenizer, used if config.json has no id; `max_length` reads the longest text from config.json. `shift`, `left_shift`,
+    `prompt_block` and `block_size`, and `ends`, the special tokens that end a turn of a chat, are as in ModelInfo and `stop_ids`.
     `causal` is set for the families that run on transformers' causal models, `ddit` and `llada2` for those that run on ddit.py
     and llada2.py, and `any_causal` for those that are not in the table. Texts are at most `max_length` tokens if `is_bounded`.
     """
@@ -54,6 +54,8 @@ class Family:
     max_length: Callable[[Config], int | None] = lambda config: None
     is_bounded: Callable[[Config], bool] = lambda config: False
     shift: int = 0
+    left_shift: int | None = None
+    prompt_block: bool = False
     block_size: Callable[[Config], int | None] = lambda config: None
     ends: tuple[str, ...] = ()
     causal: CausalFamily | None = None
@@ -109,6 +111,8 @@ def _with_facts(family: Family, facts: BlockFacts) -> Family:
         has_mask=True,
         mask_token=facts.mask_token,
         shift=facts.shift,
+        left_shift=facts.left_shift,
+        prompt_block=facts.prompt_block,
         block_size=facts.find_block,
         ends=facts.ends,
     )
@@ -150,6 +154,15 @@ FAMILIES: dict[str, Family] = {
         shift=0,
         ends=("<|eot_id|>",),
     ),
+    "llada_moe": dataclasses.replace(
+        _causal(masked_families.LLADA_MOE),
+        kind="masked",
+        mask_id=partial(token_id, key="mask_token_id", default=masked_families.LLADA_MOE_MASK),
+        has_mask=True,
+        mask_token="<|mask|>",
+        shift=0,
+        ends=("<|role_end|>",),
+    ),
     "dream": dataclasses.replace(
         _causal(masked_families.DREAM),
         kind="masked",
@@ -160,13 +173,40 @@ FAMILIES: dict[str, Family] = {
     ),
     **{family.name: _with_facts(_causal(family), facts) for family, facts in block_families.QWEN_FAMILIES},
     "llada2": _with_facts(_LLADA2, block_families.LLADA2),
+    "nemotron_labs_diffusion": dataclasses.replace(
+        _with_facts(_causal(block_families.NEMOTRON), block_families.NEMOTRON_FACTS),
+        weight_shapes=block_families.nemotron_shapes,
+        max_length=block_families.nemotron_length,
+        is_bounded=lambda config: True,
+    ),
     "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
     "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
 }
 
 
+def _forced(name: str) -> Family:
+    """A masked model that was trained by discrete diffusion forcing (D2F; Wang et al., 2025, and its public code): the same
+    network, which sees blocks of a text one after the other. They had 16 tokens in training."""
+    return dataclasses.replace(
+        FAMILIES[name],
+        name=f"d2f_{name}",
+        kind="blocks",
+        prompt_block=True,
+        block_size=lambda config: 16,
+    )
+
+
+# No config says that a model was trained so: the user does.
+FAMILIES |= {family.name: family for family in (_forced("llada"), _forced("dream"))}
+
+
 # The `model_type` in config.json of families that have another name here.
-_MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe": "llada2"}
+_MODEL_TYPES = {
+    "Dream": "dream",
+    "Fast_dLLM_Qwen": "fast_dllm_v2",
+    "llada2_moe": "llada2",
+    "lladamoe": "llada_moe",
+}
 
 
 def masked_diffusion_families() -> tuple[str, ...]:
@@ -203,6 +243,7 @@ def _outside(name: str) -> Family:
         weight_shapes=lambda config: known(config).shapes,
         optional=lambda config: set(known(config).tied),
         check=known,
+        full_names=partial(any_causal.full_names, name),
         has_mask=False,
         max_length=lambda config: known(config).max_position_embeddings,
         is_bounded=lambda config: known(config).is_bounded,
@@ -212,12 +253,15 @@ def _outside(name: str) -> Family:
 
 
 def _recognise(config: Config) -> str:
-    """Return the family that `model_type` stands for; SEDD's checkpoints and the training runs of MDLM have none."""
+    """Return the family that `model_type` stands for; SEDD's checkpoints and the training runs of MDLM have none, and LLaDA-MoE's
+    have that of LLaDA."""
     name = str(config.get("model_type"))
     if "model_type" not in config and "graph" in config:
         return "sedd"
     if "model_type" not in config and "parameterization" in config:
         return "mdlm"
+    if name == "llada" and "num_experts" in config:
+        return "llada_moe"
     return _MODEL_TYPES.get(name, name)
 
 
@@ -242,6 +286,8 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
         num_parameters=sum(prod(shape) for shape in shapes.values()),
         suppressed=() if mask is None else (mask,),
         shift=family.shift,
+        left_shift=family.left_shift,
+        prompt_block=family.prompt_block,
         block_size=family.block_size(config),
     )
 

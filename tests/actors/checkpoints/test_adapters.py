@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from draftmill.actors.checkpoints import made_folders
 from draftmill.actors.checkpoints.merge_adapter import MergeRefused, merge
 from draftmill.actors.checkpoints.models import BUILTIN, _check_adapter, adapter_hash, fetch_model, model_hash
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.errors import UserError
 from tests.decoders.backbones.causal_models import in_a_row, load, play, save_random, theirs
+from tests.decoders.backbones.masked_models import copy_changed, look_alone
 
 TOKENS = [5, 17, 3, 60, 1, 8, 21]
 LLAMA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -107,9 +109,81 @@ def test_what_can_not_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     prompt = peft.PromptTuningConfig(task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=3)
     peft.get_peft_model(save_random(tmp_path / "base", "qwen3"), prompt).save_pretrained(str(tmp_path / "prompt"))
     assert "type PROMPT_TUNING, which adds to prompts" in refused(tmp_path, "prompt")
-    shutil.copytree(BUILTIN / "mdm-tiny", tmp_path / "masked")
+    shutil.copytree(BUILTIN / "asarm-tiny", tmp_path / "masked")
     shutil.rmtree(tmp_path / "tied-merged")
-    assert "this model is of family 'llada'" in refused(tmp_path, "tied", "masked").replace('"', "'")
+    assert "this model is of family 'xlnet'" in refused(tmp_path, "tied", "masked").replace('"', "'")
+
+
+# ---- masked and block-diffusion models, whose modules PEFT sees under the checkpoint's names -----------------------------
+
+# As the public adapters of D2F on LLaDA name their parts; they have no task type.
+D2F: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "k_proj", "attn_out"]}
+PATTERNS: dict[str, Any] = {
+    "task_type": "CAUSAL_LM",
+    "rank_pattern": {"gate_proj": 2},
+    "alpha_pattern": {"k_proj": 1},
+    "use_rslora": True,
+}
+
+
+def write_adapter(folder: Path, weights: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write random LoRA weights for these tensors of a checkpoint by hand; returns what the merged tensors must be."""
+    folder.mkdir()
+    torch.manual_seed(4)
+    merged, held = dict(weights), dict[str, torch.Tensor]()
+    for name, tensor in weights.items():
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        if name.endswith(".weight") and tensor.ndim == 2 and part in settings["target_modules"]:
+            rank = settings.get("rank_pattern", {}).get(part, settings["r"])
+            alpha = settings.get("alpha_pattern", {}).get(part, settings["lora_alpha"])
+            down, up = torch.randn(rank, tensor.shape[1]), torch.randn(tensor.shape[0], rank)
+            merged[name] = tensor + alpha / (rank**0.5 if settings.get("use_rslora") else rank) * up @ down
+            stem = "base_model.model." + name.removesuffix(".weight")
+            held |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+    save_file(held, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | settings))
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llada", D2F),
+        ("llada_moe", D2F | PATTERNS | {"target_modules": ["k_proj", "o_proj", "gate_proj"]}),
+        ("llada2", D2F | {"target_modules": ["query_key_value", "down_proj", "lm_head"]}),
+        ("sdar", D2F | PATTERNS | {"target_modules": ["k_proj", "gate_proj", "up_proj"]}),
+        ("mdlm", D2F | {"target_modules": ["attn_qkv"]}),
+    ],
+)
+def test_an_adapter_is_added_to_a_diffusion_models_tensors_under_their_names(
+    tmp_path: Path, golden: Path, name: str, settings: dict[str, Any]
+) -> None:
+    copy_changed(golden / name, tmp_path / "base", config={"mask_token_id": 64})
+    expected = write_adapter(tmp_path / "adapter", load_file(golden / name / "model.safetensors"), settings)
+    ours = load_file(merged(tmp_path) / "model.safetensors")
+    assert ours.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(ours[key], tensor.float(), rtol=1e-5, atol=1e-5)
+    assert inspect_model(tmp_path / "adapter-merged") == inspect_model(tmp_path / "base")
+
+
+def test_a_merged_dream_computes_what_peft_computes(tmp_path: Path) -> None:
+    model = save_random(tmp_path / "base", "qwen2", tie_word_embeddings=False)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"model_type": "Dream", "mask_token_id": 60}))
+    adapted = train(model, tmp_path / "adapter", LLAMA | {"modules_to_save": ["lm_head"]})
+    with torch.no_grad():
+        mask = torch.zeros(1, 1, len(TOKENS), len(TOKENS))
+        expected = adapted(input_ids=torch.tensor([TOKENS]), attention_mask=mask).logits[0]
+    backbone = load(merged(tmp_path))
+    torch.testing.assert_close(backbone.logits(look_alone(backbone, TOKENS)), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_of_parts_that_a_diffusion_model_lacks_is_refused(tmp_path: Path, golden: Path) -> None:
+    weights = load_file(golden / "dream" / "model.safetensors")
+    write_adapter(tmp_path / "adapter", weights, D2F)
+    shutil.copytree(golden / "llada", tmp_path / "base")
+    assert "parts that the model lacks: base_model.model.model.layers.0." in refused(tmp_path)
 
 
 @pytest.mark.parametrize(

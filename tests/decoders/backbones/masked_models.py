@@ -12,8 +12,8 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.transformer import ModuleBackbone
 
-FAMILIES = ("llada", "dream", "mdlm", "sedd")
-VOCAB = {"llada": 96, "dream": 96, "mdlm": 65, "sedd": 65}
+FAMILIES = ("llada", "llada_moe", "dream", "mdlm", "sedd")
+VOCAB = {"llada": 96, "llada_moe": 96, "dream": 96, "mdlm": 65, "sedd": 65}
 
 
 def load(folder, dtype="float32") -> Any:

@@ -3,6 +3,7 @@
 Each gives the greedy texts of transformers' own `generate`, and its lossless decoders give the text of `autoregressive`.
 """
 
+import copy
 import dataclasses
 import json
 import re
@@ -14,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families import any_causal
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.moe import Experts
+from draftmill.decoders.backbones.moe import Experts, GivenExperts
 from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import (
@@ -31,6 +32,7 @@ from draftmill.decoders.causal.settings import (
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
+from draftmill.decoders.kernels import find
 from tests.decoders.support import decode, texts
 
 VOCAB = 61
@@ -83,6 +85,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "mimo_v2_flash": EXPERTS | HALF | {"v_head_dim": 6},
     "ministral3": {},
+    "apertus": {},
+    "arcee": {},
 }
 
 
@@ -120,6 +124,10 @@ def requests():
         canvas[num_prompt:] = -1
         made.append(Request(index, sample_key(7, str(index)), canvas))
     return made
+
+
+def test_the_types_that_are_named_as_tested_are_these_with_this_version():
+    assert set(any_causal.TESTED) == set(FAMILIES) and any_causal.version() == any_causal.TESTED_WITH
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -240,3 +248,91 @@ def test_positions_whose_turns_follow_the_longest_text_end_where_the_training_di
     ours = backbone.forward(causal_rows([0], [longest], [0], token_N))
     theirs = own.eval().model(token_N.unsqueeze(0)).last_hidden_state[0]
     assert (ours - theirs).abs().max() < 1e-3 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["language_model.model", "model.language_model"])
+def test_the_text_model_of_a_larger_one_is_read_and_the_rest_left(published, tmp_path):
+    text = {key: value for key, value in SIZES.items() if not key.endswith("_token_id")} | FAMILIES["gemma3_text"]
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+    }
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision | {"patch_size": 8}, mm_tokens_per_image=4
+    )
+    torch.manual_seed(3)
+    own = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    shake(own)
+    own.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    names = {name: re.sub(r"^(model\.language_model\.|language_model\.model\.)", "model.", name) for name in weights}
+    prefix = "language_model.model." if published else "model.language_model."
+    weights = {
+        names[name].replace("model.", prefix, 1) if names[name] != name else name: weights[name] for name in weights
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    assert sum(name.startswith(prefix) for name in weights) > 20 and sum("vision" in name for name in weights) > 5
+    info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, dtype="float32", device="cpu")
+    settings, sampling = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
+    found = texts(decode(backbone, info, settings, sampling, requests(), rows=3))
+    assert info.family == "gemma3_text" and info.num_parameters < sum(part.numel() for part in own.parameters())
+    for request in requests():
+        prompt = torch.tensor(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
+        max_new = int((request.canvas < 0).sum())
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        theirs = own.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert found[request.index] == theirs[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "more"),
+    [
+        ("gpt_neox", "gpt_neox.", ["layers.0.attention.masked_bias", "layers.1.attention.rotary_emb.inv_freq"]),
+        ("olmo", "model.", ["layers.2.self_attn.rotary_emb.inv_freq"]),
+        ("deepseek_v3", "", ["model.layers.61.embed_tokens.weight"]),
+    ],
+)
+def test_names_of_older_versions_and_of_layers_of_the_training_are_read(name, prefix, more, load, tmp_path):
+    folder, _, backbone = load(name)
+    weights = {key.removeprefix(prefix): tensor for key, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights | {key: torch.ones(2) for key in more}, tmp_path / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    assert inspect_model(tmp_path) == inspect_model(folder)
+    found: Any = load_backbone(tmp_path, dtype="float32", device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(found._states(), backbone._states(), strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "phimoe"])
+def test_experts_that_are_multiplied_at_once_give_the_same(name, load):
+    own = next(part for part in copy.deepcopy(load(name)[1]).modules() if hasattr(part, "is_transposed"))
+    own.config._experts_implementation = "eager"
+    generator = torch.Generator().manual_seed(1)
+    rows_ND = torch.randn(9, 32, generator=generator)
+    expert_NK = torch.rand(9, 4, generator=generator).argsort(1)[:, :2]
+    weight_NK = torch.rand(9, 2, generator=generator)
+    expected = own(rows_ND, expert_NK, weight_NK)
+    experts = GivenExperts(own)
+    assert torch.allclose(experts(rows_ND, expert_NK, weight_NK), expected, atol=1e-5)
+    experts.gather(find.reference_product)
+    assert experts.is_gathered and torch.allclose(experts(rows_ND, expert_NK, weight_NK), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma4_text", "gpt_oss", "deepseek_v3", "mimo_v2_flash"])
+def test_attention_over_flat_rows_as_kernels_compute_it_gives_the_same_states(name, load, monkeypatch):
+    folder = load(name)[0]
+    plain: Any = load_backbone(folder, dtype="float64", device="cpu")
+    monkeypatch.setattr(
+        "draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: find.reference_attend
+    )
+    flat: Any = load_backbone(folder, dtype="float64", device="cpu")
+    assert flat.cache.is_pooled and not plain.cache.is_pooled
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(flat._states(), plain._states(), strict=True))

@@ -80,9 +80,37 @@ LLADA2_MINI = {
     "sliding_window": 4096,
     "use_sliding_window": False,
 }
+NEMOTRON_3B = {
+    "model_type": "nemotron_labs_diffusion",
+    "architectures": ["NemotronLabsDiffusionModel"],
+    "hidden_size": 3072,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 131072,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "mask_token_id": 100,
+    "block_size": 32,
+    "dlm_paradigm": "bidirectional",
+    "attn_implementation": "sdpa",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 0.25,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 FAMILIES = ("sdar", "fast_dllm_v2", "llada2")
 # The golden checkpoints' vocabularies have 96 ids, the mask is 95; Fast-dLLM v2's and LLaDA2's configs don't name it.
-GIVEN = {"sdar": None, "fast_dllm_v2": 95, "llada2": 95}
+GIVEN = {"sdar": None, "fast_dllm_v2": 95, "llada2": 95, "nemotron": None}
 SOME = {
     "sdar": "model.layers.1.self_attn.q_norm.weight",
     "fast_dllm_v2": "model.layers.1.self_attn.k_proj.bias",
@@ -117,6 +145,32 @@ def test_public_configs_are_recognised_and_give_the_published_sizes(config, fami
     info = describe(found, config | {key: 16, "mask_token_id": 7}, mask_id=None, max_length=64)
     assert (info.mask_id, info.block_size, info.max_length) == (7, 16, 64)
     assert describe(found, config | {"mask_id": 7}, mask_id=9, max_length=None).mask_id == 9
+
+
+def test_nemotrons_config_gives_the_published_size_and_a_length_at_which_no_query_is_scaled():
+    found = find_family(NEMOTRON_3B, "auto")
+    info = describe(found, NEMOTRON_3B, mask_id=None, max_length=None)
+    assert (info.kind, info.mask_id, info.block_size, info.max_length) == ("blocks", 100, 32, 4096)
+    assert (info.shift, info.left_shift, info.prompt_block) == (0, 1, True)
+    assert info.num_parameters / 1e6 == pytest.approx(3831.660, abs=1e-3)
+    assert len(found.weight_shapes(NEMOTRON_3B)) == 237
+    long = NEMOTRON_3B | {"max_position_embeddings": 262144}
+    assert describe(found, long, mask_id=None, max_length=None).max_length == 16384
+    with pytest.raises(ValueError, match=r"model.max_length: 20000, but the model's positions end at 16384"):
+        describe(found, long, mask_id=None, max_length=20000)
+
+
+def test_a_tensor_that_does_not_fit_nemotron_is_called_what_the_checkpoint_calls_it(golden, tmp_path):
+    head, stray = "diffusion_head.weight", "encoder.layers.9.mlp.up_proj.weight"
+    lost = copy_changed(golden / "nemotron", tmp_path / "lost", weights=without(head))
+    more = copy_changed(
+        golden / "nemotron", tmp_path / "more", weights=lambda tensors: tensors | {stray: torch.zeros(2)}
+    )
+    for read in (inspect_model, load):
+        with pytest.raises(ValueError, match=f"family 'nemotron_labs_diffusion'.* lacks the tensors {head}$"):
+            read(lost)
+        with pytest.raises(ValueError, match=f"unknown to the family: {stray}$"):
+            read(more)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,6 +221,13 @@ def test_a_tied_checkpoint_takes_its_embeddings_as_output_layer(golden, tmp_path
         ("sdar", {"quantization_config": {"bits": 4}}, "quantized checkpoints are not read"),
         ("fast_dllm_v2", {"bd_size": "8"}, "bd_size = '8'; allowed"),
         ("fast_dllm_v2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = True"),
+        (
+            "nemotron",
+            {"sliding_window": 8},
+            "family 'nemotron_labs_diffusion': it has sliding_window = 8; supported: None",
+        ),
+        ("nemotron", {"tie_word_embeddings": True}, "tie_word_embeddings = True; supported: False"),
+        ("nemotron", {"attention_bias": True}, "attention_bias = True"),
         ("llada2", {"hidden_size": None}, "family 'llada2' has hidden_size = None; allowed: whole numbers >= 1"),
         ("llada2", {"score_function": "softmax"}, "score_function = 'softmax'; supported: 'sigmoid'"),
         ("llada2", {"use_qk_norm": False}, "use_qk_norm = False; supported: True"),

@@ -34,6 +34,29 @@ LLADA_8B = {
     "weight_tying": False,
     "mask_token_id": 126336,
 }
+LLADA_MOE_7B = {
+    "model_type": "llada",
+    "architectures": ["LLaDAMoEModelLM"],
+    "hidden_size": 2048,
+    "dense_intermediate_size": 8192,
+    "expert_intermediate_size": 1024,
+    "shared_expert_intermediate_size": None,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_layer_freq": [1] * 16,
+    "norm_topk_prob": None,
+    "qk_layernorm": True,
+    "partial_rotary_factor": 1,
+    "max_position_embeddings": 8192,
+    "vocab_size": 157184,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000,
+    "tie_word_embeddings": False,
+    "mask_token_id": 156895,
+}
 DREAM_7B = {
     "model_type": "Dream",
     "hidden_size": 3584,
@@ -72,6 +95,7 @@ SEDD_SMALL = {
 # A tensor of each family by the name that its checkpoints give it.
 SOME = {
     "llada": "model.transformer.blocks.1.ff_out.weight",
+    "llada_moe": "model.layers.1.self_attn.k_norm.weight",
     "dream": "model.layers.1.self_attn.k_proj.bias",
     "mdlm": "backbone.blocks.1.mlp.2.bias",
     "sedd": "output_layer.adaLN_modulation.weight",
@@ -83,6 +107,7 @@ TOKENS = {"<|endoftext|>": 88, "<|eot_id|>": 89, "<|im_end|>": 92, "<|mask|>": 9
     ("config", "family", "millions", "mask", "length", "shift"),
     [
         (LLADA_8B, "llada", 8015.581, 126336, 4096, 0),
+        (LLADA_MOE_7B, "llada_moe", 7356.881, 156895, 8192, 0),
         # The config's own length is that of the model which Dream was made from.
         (DREAM_7B, "dream", 7615.617, 151666, 2048, 1),
         (MDLM_OWT, "mdlm", 169.627, 50257, 1024, 0),
@@ -96,7 +121,7 @@ def test_public_configs_are_recognised_and_give_the_published_sizes(config, fami
     assert (found.name, info.mask_id, info.max_length, info.shift) == (family, mask, length, shift)
     assert info.num_parameters / 1e6 == pytest.approx(millions, abs=1e-3)
     assert mask in info.suppressed
-    if family in {"llada", "dream"}:
+    if family in {"llada", "llada_moe", "dream"}:
         without = {key: value for key, value in config.items() if key != "mask_token_id"}
         assert describe(found, without, mask_id=None, max_length=None).mask_id == mask
         assert describe(found, config, mask_id=5, max_length=None).mask_id == 5
@@ -176,6 +201,16 @@ def test_a_tied_llada_takes_its_embeddings_as_output_layer(golden, tmp_path):
         ("llada", {"d_model": None}, "d_model"),
         ("llada", {"n_kv_heads": 3}, "4 heads and 3 key heads do not divide"),
         ("llada", {"mask_token_id": 96}, r"model.mask_id: 96 is outside the vocabulary; allowed: 0 .. 95"),
+        ("llada_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32; supported: None"),
+        ("llada_moe", {"qk_layernorm": False}, "qk_layernorm = False; supported: True"),
+        (
+            "llada_moe",
+            {"norm_topk_prob": True},
+            "family 'llada_moe': it has norm_topk_prob = True; supported: False, None",
+        ),
+        ("llada_moe", {"moe_layer_freq": [1, 0]}, "moe_layer_freq has not one entry for each of the 3 layers"),
+        ("llada_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 of 6 experts"),
+        ("llada_moe", {"expert_intermediate_size": None}, "expert_intermediate_size"),
         ("dream", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = True; supported: False"),
         ("dream", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("mdlm", {"cond_dim": None}, "family 'mdlm' has cond_dim = None; allowed: whole numbers >= 1"),
@@ -229,5 +264,8 @@ def test_a_decoder_that_a_family_does_not_run_is_refused_by_name(golden):
             check_model(ParallelSettings(kind="parallel"), inspect_model(golden / family))
     with pytest.raises(ValueError, match="'parallel' does not run on models of family 'mdlm'; allowed: ancestral"):
         check_model(ParallelSettings(kind="parallel"), inspect_model(golden / "mdlm"))
-    with pytest.raises(ValueError, match=r"known families: dream, .*gpt2, .*llada, .*qwen3, .*sedd, xlnet$"):
-        find_family({"model_type": "bert"}, "auto")
+    with pytest.raises(
+        ValueError,
+        match=r"known families: d2f_dream, .*gpt2, .*llada, .*qwen3, .*sedd, xlnet, and the causal models of transformers",
+    ):
+        find_family({"model_type": "clip"}, "auto")

@@ -11,7 +11,13 @@ from draftmill.decoders.draws.schedule import log_scale, noise_of_share, noise_r
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, load, look, look_alone, random_canvas
 from tests.decoders.references.absorbing import law_of_scores, masked_share, subs_log_law
 
-SIGMAS = {"mdlm": None, "llada": None, "dream": None, "sedd": {0: 6.9, 1: 0.3, 2: 1.7, 3: 0.3, 5: 0.02}}
+SIGMAS = {
+    "mdlm": None,
+    "llada": None,
+    "llada_moe": None,
+    "dream": None,
+    "sedd": {0: 6.9, 1: 0.3, 2: 1.7, 3: 0.3, 5: 0.02},
+}
 CANVASES = {slot: 4 + 5 * slot % 13 for slot in (0, 1, 2, 3, 5)}
 
 
@@ -37,7 +43,9 @@ def random_canvases(family):
 # ---- against the public code -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "field"), [("llada", "logits"), ("dream", "logits_unshifted")])
+@pytest.mark.parametrize(
+    ("family", "field"), [("llada", "logits"), ("llada_moe", "logits"), ("dream", "logits_unshifted")]
+)
 def test_logits_are_those_of_the_public_llada_and_dream(golden, family, field):
     backbone, arrays = load(golden / family), load_file(golden / family / "arrays.safetensors")
     cases = [case for case in cases_of(golden / family)["logits"] if "attention_mask" not in case]

@@ -209,8 +209,8 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, damage, message):
     ("change", "message"),
     [
         (
-            {"model_type": "bert"},
-            "model.family: config.json has model_type 'bert'; known families: dream, fast_dllm_v2, .*xlnet",
+            {"model_type": "clip"},
+            "model.family: config.json has model_type 'clip'; known families: d2f_dream, .*fast_dllm_v2, .*xlnet",
         ),
         ({"attn_type": "uni"}, "attn_type = 'uni'"),
         ({"bi_data": True}, "bi_data = True"),

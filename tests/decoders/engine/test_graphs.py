@@ -22,6 +22,7 @@ from draftmill.decoders.engine.cuda_graphs import CudaRecorder, Graphs, Work, dr
 from tests.decoders.replaying import Replaying, use_graphs, use_references
 from tests.decoders.support import run_all
 from tests.device.steps import CASES, made, toy_canvases
+from tests.runs.jobs_of_tests import soak
 
 CPU = torch.device("cpu")
 CAPTURED = {
@@ -129,10 +130,13 @@ def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where
     assert 0 < recorder.num_captured <= 60 or name == "parallel"
 
 
-# What an index of suffixes proposes depends on the other samples of its engine.
+# One decoder of each kind of model; `make soak` has the others. What an index of suffixes proposes depends on the other samples
+# of its engine.
+TWO_ENGINES = ["speculative, model", "assd", "stepwise, cached", "block_diffusion"]
+
+
 @pytest.mark.slow
-@pytest.mark.one_in(11)
-@pytest.mark.parametrize("name", [name for name in CAPTURED if name != "speculative, suffix"])
+@pytest.mark.parametrize("name", [*TWO_ENGINES, *soak(CAPTURED.keys() - {*TWO_ENGINES, "speculative, suffix"})])
 def test_graphs_of_two_engines_that_make_room_for_each_other_give_what_others_give(name: str, monkeypatch: Any) -> None:
     """All graphs of a process share their memory: what one engine drops or moves, the other one must not use."""
     expected, recorder = eager(name, 2), use_graphs(monkeypatch, watches=True)

@@ -27,7 +27,20 @@ def launches(monkeypatch, tmp_path):
 HALF = torch.bfloat16
 
 
-def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, window=None, relative=False, shares=1):
+def attend(
+    dtype,
+    heads,
+    key_heads,
+    width,
+    *,
+    intervals=1,
+    rows_at_once=1,
+    window=None,
+    relative=False,
+    shares=1,
+    cap=None,
+    sinks=False,
+):
     def call(module):
         rows, columns = 64, 256
         group, line_N = heads // key_heads, torch.arange(rows) % rows_at_once
@@ -46,6 +59,8 @@ def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, windo
             scaling=0.1,
             window=window,
             relative_NHP=torch.zeros(rows, heads, 2 * columns, dtype=dtype) if relative else None,
+            cap=cap,
+            sink_H=torch.zeros(heads, dtype=dtype) if sinks else None,
             shares=shares,
         )
 
@@ -117,6 +132,8 @@ CASES = {
         "attention", ATTENTION, "attend_tiles", attend(torch.float16, 32, 8, 96, intervals=2, window=100)
     ),
     "attention, XLNet": ("attention", ATTENTION, "attend_tiles", attend(HALF, 12, 12, 64, rows_at_once=16, relative=True)),
+    "attention, capped": ("attention", ATTENTION, "attend_tiles", attend(HALF, 8, 4, 256, rows_at_once=8, window=100, cap=50.0)),
+    "attention, sinks": ("attention", ATTENTION, "attend_tiles", attend(HALF, 64, 8, 64, rows_at_once=8, window=100, sinks=True)),
     "attention, float32 in shares": ("attention", ATTENTION, "attend_tiles", attend(torch.float32, 9, 3, 20, shares=4)),
     "attention, the sum of shares": ("attention", ATTENTION, "add_shares", attend(HALF, 32, 8, 128, shares=4)),
     "fixed product": ("products", ["multiply_rows"], "multiply_rows", linear(HALF)),

@@ -19,9 +19,10 @@ ROOT = FOLDER.parents[3]
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (the extra gpu)")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_kernels_equal_their_references_under_the_interpreter():
+def test_the_kernels_equal_their_references_under_the_interpreter(pytestconfig):
+    more = ["--soak"] if pytestconfig.getoption("--soak") else []
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER), *more],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,

@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any
 
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from draftmill.decoders.causal.settings import SpecDiffSettings
+from draftmill.decoders.common_settings import DrafterPlace
 from tests.decoders.references.token_table import TokenTable
 
 VOCAB, MASK, LENGTH = 3, 3, 7

@@ -66,6 +66,18 @@ def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
     assert fewer > 0
 
 
+def test_ssd_is_stepwise_on_a_mixture_of_experts(golden):
+    folder = golden / "llada_moe"
+    backbone, info = load(folder), inspect_model(folder)
+    requests = canvases(4, vocab_size=info.mask_id, longest=16, seed=5)
+    base = StepwiseSettings(kind="stepwise", block_length=8, cache="dual_strict")
+    expected = decode(backbone, info, base, SAMPLINGS["greedy"], requests, rows=4)
+    settings = SelfSpeculativeSettings(kind="ssd", block_length=8, cache="dual_strict", draft_length=3, tree="mixed")
+    outcomes = decode(backbone, info, settings, SAMPLINGS["greedy"], requests, rows=3)
+    same(outcomes, expected)
+    assert sum(expected[index].nfe - outcomes[index].nfe for index in expected) > 0
+
+
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual_strict"])
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])

@@ -35,6 +35,9 @@ class PlainBlocks:
     def __init__(self, backbone: TokenBackbone, info: ModelInfo, settings: BlockSettings, sampling: Sampling) -> None:
         self.backbone, self.info, self.sampling, self.settings = backbone, info, sampling, settings
         self.size = settings.size_for(info)
+        self.left_shift = info.shift if info.left_shift is None else info.left_shift
+        self.prompt = 0
+        """The length of the prompt, where that is a block of its own."""
         self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64)
         self._known: dict[tuple[tuple[Row, ...], int], Tensor] = {}
 
@@ -63,11 +66,13 @@ class PlainBlocks:
 
     def finished(self, tokens: Sequence[int], end: int) -> list[Row]:
         """The rows of the blocks before `end`, as a cache holds them."""
-        size = 1 if self.settings.causal_cache else self.size
-        return [
-            (tokens[place], place, place, frozenset(range(min((place // size + 1) * size, end))))
-            for place in range(end)
-        ]
+        if self.settings.causal_cache:
+            ends = [place + 1 for place in range(end)]
+        else:
+            whole, size = self.prompt, self.size
+            blocks = [max(whole + ((place - whole) // size + 1) * size, whole) for place in range(end)]
+            ends = [min(stop, end) for stop in blocks]
+        return [(tokens[place], place, place, frozenset(range(ends[place]))) for place in range(end)]
 
     def drafting(self, canvas: Sequence[int], start: int, end: int) -> list[Row]:
         """The rows of a draft of the block [start, end) after the blocks before it; HOLE is a mask."""
@@ -93,7 +98,7 @@ class PlainBlocks:
         assert mask is not None
         left = [(canvas[at], at, at, frozenset(range(at + 1))) for at in range(start, place)]
         rows = [*self.finished(canvas, start), *left]
-        if self.info.shift and place > 0:
+        if self.left_shift and place > 0:
             return rows, place - 1
         return [*rows, (mask, place, place, frozenset(range(place + 1)))], place
 
@@ -112,14 +117,17 @@ class BlockTrail:
 def decode_blocks(model: PlainBlocks, canvas: Sequence[int], rule: Rule) -> BlockTrail:
     """Denoise the canvas, a prompt and then holes, block after block; returns it whole, the cut-off tail included."""
     info, size, length = model.info, model.size, len(canvas)
-    prompt, full = sum(token != HOLE for token in canvas), -(-length // size) * size
+    prompt = sum(token != HOLE for token in canvas)
+    start = prompt if info.prompt_block else prompt // size * size
+    model.prompt = start if info.prompt_block else 0
+    full = start + -(-(length - start) // size) * size
     if info.max_length is not None:
         full = max(min(full, info.max_length), length)
     trail = BlockTrail([*canvas, *[HOLE] * (full - length)])
-    trail.nfe["prefill"] = int(prompt >= size)
-    start = prompt // size * size
+    trail.nfe["prefill"] = int(start > 0)
+    seeds = info.shift or (model.left_shift and model.settings.causal_cache)
     while HOLE in trail.canvas[:length]:
-        if info.shift and start > 0 and trail.canvas[start] == HOLE:
+        if seeds and start > 0 and trail.canvas[start] == HOLE:
             law = model.law(model.finished(trail.canvas, start), start - 1)
             trail.canvas[start] = rule.direct(law, start, trail.drafts)
         _denoise(_Block(model, trail, rule, start, min(start + size, full)), length)

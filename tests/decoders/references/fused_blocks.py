@@ -18,7 +18,7 @@ def decode_fused(model: PlainBlocks, canvas: Sequence[int], rule: Rule) -> Block
     """Complete the canvas, a prompt and then holes: every round judges the last one's drafts and makes the next ones."""
     length, tokens = len(canvas), [token for token in canvas if token != HOLE]
     trail, drafts = BlockTrail(list(canvas)), Drafts()
-    kind, guess = "prefill" if len(tokens) >= model.size else "draft", 0
+    kind, guess = "prefill" if len(tokens) >= (1 if model.info.prompt_block else model.size) else "draft", 0
     while len(tokens) < length:
         trail.nfe[kind] += 1
         trail.drafts += 1

@@ -73,6 +73,20 @@ def test_ragged_rows_of_several_slots(dtype, group, width):
     assert not found[3].any() and found[[0, 1, 2, 4, 5, 6]].any(2).all()
 
 
+@pytest.mark.parametrize("shares", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cap", "has_sinks"), [(0.4, False), (None, True), (3.0, True)])
+def test_scores_that_are_capped_and_sinks(cap, has_sinks, dtype, shares):
+    slots, low, high = [2, 2, 0, 0, 1], [0, 5, 9, 0, 66], [1200, 40, 9, 33, 1300]
+    query, layer, seen = case(
+        slots, columns=1300, key_heads=2, group=3, width=20, low=low, high=high, dtype=dtype, rows_at_once=4
+    )
+    sink_H = torch.linspace(-2, 9, 6).to(dtype) if has_sinks else None
+    found = check(query, layer, seen, cap=cap, sink_H=sink_H, shares=shares)
+    plain = find.reference_attend(query, layer, seen, scaling=0.3)
+    assert not found[2].any() and ((found - plain).abs().amax((1, 2))[[0, 1, 3, 4]] > 0.02).all()
+
+
 def test_tiles_may_run_in_any_order():
     # The last tile to run covers places of rows of other slots.
     slots, high = [0, 1, 1, 2, 0, 0], [9, 40, 3, 20, 30, 8]

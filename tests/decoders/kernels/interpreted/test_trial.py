@@ -28,6 +28,7 @@ def forget():
 def test_the_kernels_work_in_the_interpreter(dtype):
     heads = {"num_heads": 3, "key_heads": 1, "width": 20}
     assert find.attention_problem(CPU, dtype, **heads, relative=dtype == torch.float32) is None
+    assert find.attention_problem(CPU, dtype, **heads, plain=False) is None
     assert find.experts_problem(CPU, dtype) is None and find.experts_problem(CPU, dtype, fixed=True) is None
     assert find.fixed_product_problem(CPU, dtype) is None
 
@@ -65,7 +66,14 @@ def test_wrong_tokens_are_found(monkeypatch):
     assert find.sampling_problem(CPU) is not None
 
 
-@pytest.mark.parametrize(("row", "asks"), [(0, set()), (1, set()), (1, {"scored_R"}), (0, {"wanted"}), (4, {"wanted"})])
+# `make soak` has all of them.
+WRONG = [(0, set()), (4, {"wanted"})]
+MORE_WRONG = [(1, set()), (1, {"scored_R"}), (0, {"wanted"})]
+
+
+@pytest.mark.parametrize(
+    ("row", "asks"), [*WRONG, *(pytest.param(*wrong, marks=pytest.mark.soak) for wrong in MORE_WRONG)]
+)
 def test_a_wrong_number_is_found_whatever_is_asked(monkeypatch, caplog, row, asks):
     plain = sampling.sample
 

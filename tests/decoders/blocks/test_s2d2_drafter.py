@@ -1,0 +1,155 @@
+"""`s2d2` with a drafting model: the text and the law of block size 1, whatever the drafter says."""
+
+from __future__ import annotations
+
+import itertools
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.common_settings import DrafterPlace, Sampling
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
+from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
+from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
+from tests.decoders.references.token_table import TokenTable
+from tests.decoders.support import run_all, texts
+
+ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+LENGTHS = [(p, n) for n in (1, 4, 6) for p in range(n)] * 3
+
+
+def settings_of(size: int) -> S2d2Settings:
+    return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, drafter=DrafterPlace(path="drafter"))
+
+
+@cache
+def _other(seed: int) -> TokenTable:
+    return TokenTable(vocab_size=4, num_positions=6, seed=seed)
+
+
+def drafted(
+    requests: Any,
+    info: ModelInfo,
+    size: int,
+    sampling: Sampling,
+    *,
+    seed: int = 5,
+    drafter: Any = None,
+    rows: int = 3,
+    trace: bool = False,
+    prompt_rows: int | None = None,
+) -> dict[int, Any]:
+    """Our outcomes where a table drafts that knows nothing of the target's."""
+    more = {"drafter": copy(_other(seed)), "drafter_info": drafter or table_info()}
+    more |= {"trace": trace, "prompt_rows": prompt_rows}
+    setup = Setup(backbone=table(3), info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, **more)
+    return run_all(build_decoder(setup, settings_of(size)), requests)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(temperature=1.5, top_k=2, top_p=0.8)])
+@pytest.mark.parametrize(("shift", "other_shift", "size"), [(0, 0, 1), (0, 0, 3), (1, 0, 2), (0, 1, 8), (1, 1, 3)])
+def test_its_text_is_that_of_block_size_one(shift: int, other_shift: int, size: int, sampling: Sampling) -> None:
+    info, requests = table_info(shift=shift), prompts(LENGTHS)
+    one = ours(requests, info, ONE, sampling, rows=16)
+    for rows, length in ((1, None), (3, 4), (16, None)):
+        other = table_info(shift=other_shift, max_length=length)
+        found = drafted(requests, info, size, sampling, drafter=other, rows=rows)
+        assert texts(found) == texts(one)
+        for index, outcome in found.items():
+            assert outcome.nfe == outcome.iterations <= len(outcome.tokens)
+            assert outcome.nfe_draft <= outcome.nfe
+            assert outcome.logprob == pytest.approx(one[index].logprob, rel=1e-6)
+            if length is not None and len(requests[index].canvas) - len(outcome.tokens) >= length:
+                assert outcome.nfe_draft == 0
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_drafts_are_what_masks_after_the_text_say_in_one_forward(shift: int) -> None:
+    """From scratch: the text is causal, and each mask sees all of it and every other mask."""
+    info, requests, size, count = table_info(), prompts([(1, 6), (3, 6), (2, 5)]), 3, 0
+    outcomes = drafted(requests, info, size, GREEDY, drafter=table_info(shift=shift), trace=True)
+    plain = PlainBlocks(copy(_other(5)), table_info(), settings_of(size), GREEDY)
+    for request in requests:
+        text = [token for token in request.canvas.tolist() if token >= 0]
+        for step in outcomes[request.index].trace or ():
+            n, end = len(text), min(len(text) + size, len(request.canvas))
+            rows = [(token, at, at, frozenset(range(at + 1))) for at, token in enumerate(text)]
+            rows += [(3, at, at, frozenset(range(end))) for at in range(n, end)]
+            laws = [plain.law(rows, at - shift) for at in range(n, end)]
+            assert step.proposed == [int(law.argmax()) for law in laws]
+            text, count = text + step.committed, count + 1
+    assert count > 6
+
+
+def test_no_sample_depends_on_its_neighbours() -> None:
+    info, requests = table_info(), prompts(LENGTHS)
+    found = []
+    for rows, order in ((1, 1), (3, -1), (16, 1)):
+        outcomes = drafted(requests[::order], info, 3, REJECTING, rows=rows)
+        found.append([(o.tokens.tolist(), o.nfe, o.nfe_draft, o.accept_hist) for _, o in sorted(outcomes.items())])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_prompt_in_chunks_is_drafted_for_as_a_whole_one() -> None:
+    info, requests = table_info(), prompts([(4, 6), (5, 6), (1, 4)])
+    whole, cut = (drafted(requests, info, 2, SAMPLED, prompt_rows=rows) for rows in (None, 2))
+    assert texts(cut) == texts(whole)
+    assert [cut[index].accepted for index in cut] == [whole[index].accepted for index in cut]
+
+
+def test_under_rejection_texts_have_the_law_of_block_size_one() -> None:
+    """By a chi-square test over 8 texts, of which each has its chance; a false alarm has probability 1e-6 (7 degrees: 40.5)."""
+    info, count = table_info(2), 4000
+    requests = prompts([(1, 4)] * count, vocab_size=2, seed=3)
+    for request in requests:
+        request.canvas[0] = 1
+    setup = Setup(
+        backbone=table(2),
+        info=info,
+        sampling=REJECTING,
+        max_rows=500,
+        max_tokens=1 << 20,
+        drafter=copy(TokenTable(vocab_size=3, num_positions=6, seed=5)),
+        drafter_info=info,
+    )
+    outcomes = run_all(build_decoder(setup, settings_of(2)), requests)
+    wanted = law_at_size_one(PlainBlocks(table(2), info, ONE, REJECTING), [1], 4)
+    found = [tuple(outcome.tokens.tolist()) for outcome in outcomes.values()]
+    chi = 0.0
+    for text in itertools.product(range(2), repeat=3):
+        expected = count * wanted(text)
+        chi += (found.count(text) - expected) ** 2 / expected
+    assert chi < 40.5
+    assert (
+        0.1 < np.mean([outcome.accepted / outcome.proposed for outcome in outcomes.values() if outcome.proposed]) < 0.95
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fused": True},
+        {"causal_cache": False},
+        {"sub_block": 2},
+        {"router": {"kind": "min_span", "span": 2}},
+        {"tau_edit": 0.9},
+    ],
+)
+def test_a_drafter_drafts_only_where_every_token_is_verified(changes: dict[str, Any]) -> None:
+    given = {"kind": "s2d2", "block_size": 4, "causal_cache": True, "drafter": {"path": "there"}} | changes
+    with pytest.raises(
+        ValueError, match=r"decoder.drafter: 'there' drafts where every token is verified over a causal cache"
+    ):
+        S2d2Settings.model_validate(given)
+
+
+def test_a_model_that_is_causal_too_is_drafted_for() -> None:
+    info, requests = replace(table_info(), prompt_block=True, left_shift=1), prompts(LENGTHS)
+    assert texts(drafted(requests, info, 3, SAMPLED)) == texts(ours(requests, info, ONE, SAMPLED))
