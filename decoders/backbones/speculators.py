@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
-from draftmill.decoders.backbones.families.causal import head_width, key_value_heads
-from draftmill.decoders.backbones.lean_import import from_transformers, lean
+from draftmill.decoders.backbones.families.causal import head_width, parse_config
+from draftmill.decoders.backbones.lean_import import lean
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.packed import PackedLinear
 from draftmill.decoders.backbones.rows import TokenRows
@@ -145,19 +145,13 @@ class DraftStack(nn.Module):
 def shape_of(head: SpeculatorConfig, names: Collection[str], *, target_vocab: int, num_read: int) -> Any:
     """The sizes of a head whose file has tensors of these `names`, for a target of `target_vocab` ids. It reads `num_read`
     numbers of a column. The `config` is that of transformers."""
-    parsed = from_transformers(head.config_class).from_dict(dict(head.fields))
-    fields = ("hidden_size", "intermediate_size", "rms_norm_eps", "num_hidden_layers", "num_attention_heads")
-    return SimpleNamespace(
-        **{name: getattr(parsed, name) for name in (*fields, "max_position_embeddings")},
-        num_key_value_heads=key_value_heads(parsed),
-        head_dim=head_width(parsed),
-        vocab_size=head.draft_vocab,
-        target_vocab=target_vocab,
-        num_read=num_read,
-        names=frozenset(names),
-        head=head,
-        config=parsed,
-    )
+    own = {
+        "vocab_size": head.draft_vocab,
+        "head_dim": head_width(head.parsed),
+        "config": parse_config(head.family, head.fields),
+    }
+    more = {"target_vocab": target_vocab, "num_read": num_read, "names": frozenset(names), "head": head}
+    return SimpleNamespace(**vars(head.parsed) | own | more)
 
 
 def turns_of(config: Any, device: torch.device) -> Callable[[Tensor, Tensor], Turn]:

@@ -130,10 +130,17 @@ def changed(tmp_path, name, **fields):
         ("eagle3_llama", {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "allowed here: 1 to 4"),
         ("eagle3_llama", {"eagle_aux_hidden_state_layer_ids": None}, "= None; allowed: a list of different"),
         ("eagle3_llama", {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "allowed: a list of different numbers"),
-        ("eagle3_llama", {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "reads 96 numbers of 2 layers"),
-        ("eagle3_qwen3", {"draft_vocab_size": 24}, "drafts 24 of 40 ids; its d2t must name them"),
+        ("eagle3_llama", {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight has shape (32, 96); allowed"),
+        ("eagle3_llama", {"layers": {"intermediate_size": 64}}, "mlp.down_proj.weight has shape (32, 48); allowed"),
+        ("eagle3_llama", {"layers": {"hidden_act": "gelu"}}, "hidden_act = 'gelu'; allowed: silu"),
+        ("eagle3_fc_norm", {"norm_before_fc": True}, "input_norm.weight has shape None; allowed"),
+        ("eagle3_qwen3", {"draft_vocab_size": 24}, "lm_head.weight has shape (40, 32)"),
         ("dflash", {"mask_token_id": None}, "mask_token_id = None"),
-        ("dflash", {"layers": {"layer_types": ["sliding_attention"] * 2}}, "allowed: full_attention"),
+        (
+            "dflash",
+            {"layers": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True}},
+            "allowed: full_attention",
+        ),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_from_its_files_alone(tmp_path, name, fields, message):
