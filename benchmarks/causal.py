@@ -170,6 +170,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ends", nargs="+", choices=["eos", "blank"], default=["eos", "blank"])
     parser.add_argument("--target", type=Path, default=BUILTIN / "ar-tiny")
     parser.add_argument("--drafter", type=Path, default=BUILTIN / "ar-micro")
+    parser.add_argument("--head", type=Path, default=BUILTIN / "ar-tiny-eagle3", help="the target's draft head")
     parser.add_argument("--distilled", type=Path, default=BUILTIN / "ar-tiny-jacobi")
     return parser.parse_args(arguments)
 
@@ -198,7 +199,7 @@ def main() -> None:
     torch.set_num_threads(flags.threads)
     device = pick_device(flags.device)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.target)
-    models = load_models(flags.target, flags.drafter, device)
+    models = load_models(flags.target, flags.drafter, device, flags.head)
     after = load_models(flags.distilled, flags.drafter, device) if flags.part == "distilled" else models
     loops = PublicCausal(flags.target, flags.drafter, device=device, dtype=models.target.dtype)
     for plan in plans(flags, tokenizer):

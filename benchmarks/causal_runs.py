@@ -17,9 +17,11 @@ from benchmarks.any_subset import drain
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.speculators import load_speculator
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
+    HeadDrafterSettings,
     JacobiSettings,
     ModelDrafterSettings,
     MultiblockJacobiSettings,
@@ -35,11 +37,14 @@ from recipes.corpus import encode, split, standard_library
 
 AUTOREGRESSIVE = "autoregressive"
 _SMALL, _NGRAM = ModelDrafterSettings(kind="model", path="drafter"), NgramDrafterSettings(kind="ngram")
+_HEAD = HeadDrafterSettings(kind="head", path="head")
 SPECULATIVE: dict[str, SpeculativeSettings] = {
     **{f"speculative, model, k={k}": SpeculativeSettings(kind="speculative", k=k, drafter=_SMALL) for k in (3, 5)},
     "speculative, model, k=auto": SpeculativeSettings(kind="speculative", k="auto", drafter=_SMALL),
     **{f"speculative, n-gram, k={k}": SpeculativeSettings(kind="speculative", k=k, drafter=_NGRAM) for k in (2, 3, 5)},
     "speculative, n-gram, k=auto": SpeculativeSettings(kind="speculative", k="auto", drafter=_NGRAM),
+    **{f"speculative, head, k={k}": SpeculativeSettings(kind="speculative", k=k, drafter=_HEAD) for k in (2, 3, 5)},
+    "speculative, head, k=auto": SpeculativeSettings(kind="speculative", k="auto", drafter=_HEAD),
 }
 JACOBI: dict[str, DecoderChoice] = {
     "jacobi, n=16": JacobiSettings(kind="jacobi", block_size=16),
@@ -55,12 +60,13 @@ VARIANTS: dict[str, DecoderChoice] = {
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A target and its drafter, ready to decode."""
+    """A target, its drafter and its draft head, ready to decode."""
 
     target: TokenBackbone
     info: ModelInfo
     drafter: TokenBackbone
     drafter_info: ModelInfo
+    head: TokenBackbone | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +138,11 @@ def load(folder: Path, device: str) -> TokenBackbone:
     return cast(TokenBackbone, load_backbone(folder, device=device))
 
 
-def load_models(target: Path, drafter: Path, device: str) -> Models:
-    """Load both models."""
-    return Models(load(target, device), inspect_model(target), load(drafter, device), inspect_model(drafter))
+def load_models(target: Path, drafter: Path, device: str, head: Path | None = None) -> Models:
+    """Load both models, and the target's head."""
+    model = load(target, device)
+    own_head = None if head is None else load_speculator(head, model)
+    return Models(model, inspect_model(target), load(drafter, device), inspect_model(drafter), own_head)
 
 
 def ends_of(folder: Path, tokenizer: PreTrainedTokenizerFast, ends: str) -> Stops:
@@ -162,6 +170,7 @@ def held_out_prompts(tokenizer: PreTrainedTokenizerFast, plan: Plan) -> list[Req
 
 def measure(models: Models, settings: DecoderChoice, requests: list[Request], plan: Plan, *, rows: int) -> Measured:
     """Run one decoder over enough of the requests with `rows` slots, the longest first."""
+    by_head = isinstance(getattr(settings, "drafter", None), HeadDrafterSettings)
     decoder = build_decoder(
         Setup(
             backbone=models.target,
@@ -170,8 +179,8 @@ def measure(models: Models, settings: DecoderChoice, requests: list[Request], pl
             max_rows=rows,
             max_tokens=1 << 24,
             stops=plan.stops,
-            drafter=models.drafter,
-            drafter_info=models.drafter_info,
+            drafter=models.head if by_head else models.drafter,
+            drafter_info=None if by_head else models.drafter_info,
         ),
         settings,
     )

@@ -17,8 +17,9 @@ from draftmill.actors.job import ModelPlace
 from draftmill.actors.rows.text import Tokenizer, has_tokenizer, load_tokenizer
 from draftmill.actors.task import Score, Task
 from draftmill.decoders.backbones.head_files import check_heads, head_place, read_sizes
+from draftmill.decoders.backbones.speculator_files import check_speculator
 from draftmill.decoders.base import Decoder, ModelInfo
-from draftmill.decoders.causal.settings import SpecDiffSettings
+from draftmill.decoders.causal.settings import HeadDrafterSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace, Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.settings import DecoderSettings
@@ -134,6 +135,11 @@ def load_networks(
     backbone = model_cache.take("model", keys, lambda: load_model(folder, place))
     if drafter_folder is None:
         return Networks(backbone, model_cache.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
+    if isinstance(getattr(decoder, "drafter", None), HeadDrafterSettings):
+        from draftmill.decoders.backbones.speculators import load_speculator
+
+        load_head = partial(load_speculator, drafter_folder, backbone, exact=place.exact)
+        return Networks(backbone, None, model_cache.take("drafter", keys, load_head))
     # check_drafter has checked that this model's rows are all tokens.
     device = str(backbone.device)
     load_drafter = partial(load_backbone, drafter_folder, dtype=place.dtype, device=device, exact=place.exact)
@@ -176,7 +182,9 @@ def network_keys(
     options = (place.dtype, place.device, place.share, place.exact)
     keys: dict[str, Hashable] = {"model": (folder, place.family, place.weights, *options)}
     if drafter is not None:
-        keys["drafter"] = (drafter, *options)
+        # A draft head shares weights with its model.
+        shared = keys["model"] if isinstance(getattr(decoder, "drafter", None), HeadDrafterSettings) else None
+        keys["drafter"] = (drafter, *options, shared)
     head = head_place(decoder, folder if drafter is None else drafter)
     if head is not None and read_sizes(*head) is not None:  # `auto` names a folder that may have no heads
         keys["heads"] = (head, keys.get("drafter", keys["model"]))
@@ -246,12 +254,15 @@ def check_drafter(
 ) -> str:
     """Return the drafter's hash; UserError unless it can draft for this model, with the required head.
 
-    `specdiff` needs a masked-diffusion model, `s2d2` a block-diffusion one, all others a causal one; all need the vocabulary of
-    the target model.
+    `specdiff` needs a masked-diffusion model, `s2d2` a block-diffusion one, `speculative` a causal one, or a head made for the
+    target model; all need its vocabulary.
     """
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     try:
+        if isinstance(getattr(decoder, "drafter", None), HeadDrafterSettings):
+            check_speculator(drafter, model, info)
+            return model_hash(drafter)
         drafter_info = inspect_model(drafter)
         _check_kind(drafter, drafter_info, decoder)
         if tokenizer_hash(drafter) != tokenizer_hash(model, place.tokenizer):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.invariance import ShapeRules
@@ -197,6 +198,34 @@ class SlotCache:
     def positions_of(self, cells_N: Tensor) -> Tensor:
         """The positions of cells of a pooled cache, [N]."""
         return self._positions_C.index_select(0, cells_N)
+
+    def add_layer(self, width: int) -> None:
+        """Give an empty cache one more layer, which holds `width` numbers a column."""
+        held = self.layers_2SKWd[0]
+        empty = held.new_zeros(2, 0, held.shape[2], 0, -(-width // (2 * held.shape[2])))
+        self.layers_2SKWd.append(empty)
+        if self.is_pooled:
+            self.pools_2CKd.append(empty.transpose(2, 3).flatten(1, 2))
+
+    def any_places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
+        """Where `write` puts rows, in a pooled cache or another one."""
+        return self.cells(slots_N, columns_N)[1] if self.is_pooled else self.places(slots_N, columns_N)
+
+    def write_rows(self, layer: int, slots_N: Tensor, columns_N: Tensor, rows_ND: Tensor) -> None:
+        """Store rows of a layer that was added."""
+        _, _, num_heads, _, width = self.layers_2SKWd[layer].shape
+        full_NF = functional.pad(rows_ND, (0, 2 * num_heads * width - rows_ND.shape[1]))
+        self.write(layer, self.any_places(slots_N, columns_N), full_NF.view(-1, 2 * num_heads, width))
+
+    def read_rows(self, layer: int, slots_N: Tensor, columns_N: Tensor, width: int) -> Tensor:
+        """Rows of a layer that was added, [N, width]."""
+        places = self.any_places(slots_N, columns_N)
+        if self.is_pooled:
+            rows_NF = self.pools_2CKd[layer].index_select(1, places).transpose(0, 1).flatten(1)
+        else:
+            held = self.layers_2SKWd[layer]
+            rows_NF = held.view(-1, held.shape[4]).index_select(0, places).view(len(slots_N), -1)
+        return rows_NF[:, :width]
 
     def write(self, layer: int, places: Tensor, key_value_NXd: Tensor) -> None:
         """Store rows in one layer, each with the keys and then the values of its heads; all rows must have different cells. The

@@ -1,4 +1,4 @@
-"""Quantized checkpoints (GPTQ, AWQ, compressed-tensors, fp8): which stored tensors make up a matrix, and its numbers.
+"""Quantized checkpoints (GPTQ, AWQ, compressed-tensors, fp8, mxfp4): which stored tensors make up a matrix, and its numbers.
 
 Such a layer X has several tensors in the place of X.weight: codes (small integers or fp8 numbers), scales, and maybe zeros. A
 number of the matrix is (code - zero) * scale. Activations are not quantized, whatever other engines do. config.json and
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 # The last part of the name of a layer's codes, by layout; and of the tensors that belong to them.
-_CODES: Final = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "scaled": "weight"}
+_CODES: Final = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "scaled": "weight", "mxfp4": "blocks"}
 _SCALES: Final = ("scales", "weight_scale_inv", "weight_scale")
 _OTHERS: Final = ("qzeros", "g_idx", "weight_zero_point", "weight_shape")
 _OF_ACTIVATIONS: Final = ("input_scale", "input_zero_point", "activation_scale")
@@ -30,6 +30,7 @@ _SUPPORTED: Final[dict[Any, dict[str, tuple[Any, ...]]]] = {
     "gptq": {"bits": (4, 2, 8), "format": ("gptq", "gptq_v2")},
     "awq": {"bits": (4,), "format": ("gemm",)},
     "fp8": {"bits": (8,), "expert_dtype": ("fp8",)},
+    "mxfp4": {"bits": (4,)},
     "compressed-tensors": {
         "transform_config": (None, {}),
         "sparsity_format": (None, "dense"),
@@ -55,9 +56,10 @@ class Form:
     def layers(self, names: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         """The stored tensors of each quantized layer, by the last part of their names."""
         codes, parts = _CODES[self.layout], {*_SCALES, *_OTHERS, *_OF_ACTIVATIONS}
-        layers = {name.removesuffix(f".{codes}"): {codes: name} for name in names if name.endswith(f".{codes}")}
+        mark = "_" if self.layout == "mxfp4" else "."
+        layers = {name.removesuffix(mark + codes): {codes: name} for name in names if name.endswith(mark + codes)}
         for name in names:
-            layer, _, part = name.rpartition(".")
+            layer, _, part = name.rpartition(mark)
             if layer in layers and part in parts:
                 layers[layer][part] = name
         return {layer: stored for layer, stored in layers.items() if stored.keys() & {*_SCALES}}
@@ -68,13 +70,17 @@ class Form:
         for layer, stored in self.layers(shapes).items():
             first, *rest = shapes[stored[_CODES[self.layout]]]
             dense = {name: shape for name, shape in dense.items() if name not in stored.values()}
-            dense[f"{layer}.weight"] = {
+            dense[self._dense_name(layer)] = {
                 "gptq": (*rest, first * per_word),
                 "awq": (*(words * per_word for words in rest), first),
                 "packed": (first, *(words * per_word for words in rest)),
                 "scaled": (first, *rest),
+                "mxfp4": (first, *(32 * groups for groups in rest[-2:-1]), *rest[:-2]),
             }[self.layout]
         return dense
+
+    def _dense_name(self, layer: str) -> str:
+        return layer if self.layout == "mxfp4" else f"{layer}.weight"
 
     def unpacked(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the numbers of every tensor, of quantized matrices in float32, and remove them from `stored`.
@@ -82,12 +88,12 @@ class Form:
         for layer, names in self.layers(stored).items():
             parts = {part: stored.pop(name) for part, name in names.items()}
             try:
-                dense_MK = _dense(self, parts)
+                dense_MK = _experts_of_fp4(**parts) if self.layout == "mxfp4" else _dense(self, parts)
             except (RuntimeError, IndexError, KeyError, ValueError) as error:
                 raise ValueError(
                     f"model.path: the quantized tensors of {layer} do not fit together: {error}"
                 ) from error
-            yield f"{layer}.weight", dense_MK
+            yield self._dense_name(layer), dense_MK
         for name in list(stored):
             yield name, stored.pop(name)
 
@@ -164,6 +170,19 @@ def _dense(form: Form, parts: Mapping[str, Tensor]) -> Tensor:
 
     middle = 2 ** (form.bits - 1) if form.layout == "packed" else 0
     return code_MK.float().sub_(middle if zero is None else spread(zero)).mul_(spread(scale))
+
+
+def _experts_of_fp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The weights of experts in float32, [E, K, M], of fp4 (e2m1) codes [E, M, G, 16], two in a byte, and the exponents of their
+    groups of 32 columns, [E, M, G], plus 127: OCP Microscaling Formats, version 1.0."""
+    import torch
+
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values, made = torch.cat([sizes, -sizes]), []
+    for block, exponent in zip(blocks, scales, strict=True):
+        code = torch.stack([block & 15, block >> 4], -1).flatten(-2).int()
+        made.append(torch.ldexp(values[code], exponent.int().unsqueeze(-1) - 127).flatten(1).T)
+    return torch.stack(made)
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:

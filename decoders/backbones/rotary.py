@@ -172,6 +172,9 @@ class RotaryLayers:
         self._num_heads, self._key_heads = int(config.num_attention_heads), key_value_heads(config)
         self._head_width = head_width(config)
         self._turns_2Wd = torch.empty(2, 0, self._head_width)
+        self.taps: frozenset[int] = frozenset()
+        self.tapped = dict[int, Tensor]()
+        """The states after each of `taps` layers in the last forward, [P, D]."""
 
     def join(self) -> None:
         """From now on run products of the same rows as one, where that gives the same bits. `base` cannot run any more."""
@@ -216,6 +219,8 @@ class RotaryLayers:
             states_PD = states_PD + layer.output(mixed_PHd.flatten(1))
             gate_PI, up_PI = layer.inner.apart(layer.inner_norm(states_PD))
             states_PD = states_PD + layer.down(layer.activation(gate_PI).mul_(up_PI))
+            if index + 1 in self.taps:
+                self.tapped[index + 1] = states_PD
         return self._norm(states_PD)
 
 
@@ -269,6 +274,8 @@ class KernelLayers(RotaryLayers):
             rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight_D, norm.eps)
             added_PD, norm = layer.down(kernels.gated(layer.inner.whole(rows_PD))), norms[index + 1]
             rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight_D, norm.eps)
+            if index + 1 in self.taps:
+                self.tapped[index + 1] = states_PD.clone()  # the next layer adds in place
         return rows_PD
 
 

@@ -45,6 +45,7 @@ class TokenRows:
     slot follow each other. `sigma_B` is the total noise of the canvas that these rows belong to (float, >= 0;
     decoders/draws/schedule.py), for models that are conditioned on it; all others ignore it. A slot may be named twice: its rows
     may have been computed under different noise, or see different columns. `tables` are the tiles of an attention kernel.
+    `takes_drafts`: the tokens are those that the model has just drafted, which matters to a draft head (speculators.py).
     """
 
     slots_B: Tensor
@@ -59,6 +60,7 @@ class TokenRows:
     shape: RowShape
     sigma_B: Tensor | None = None
     tables: Tables | None = None
+    takes_drafts: bool = False
 
     @property
     def num_rows(self) -> int:

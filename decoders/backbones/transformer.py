@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -113,6 +114,11 @@ class ModuleBackbone(OnSlots, ABC):
         if is_fixed:
             self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
+        self.lean: RotaryLayers | None = None
+        """Runs the layers instead of `base`, where there is such a form."""
+        self.reader: Any = None
+        """The draft head that reads states of the layers, if any (speculators.py); its cache follows this one's."""
+        self._hooks, self._tapped = list[Any](), dict[int, Tensor]()
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
@@ -135,6 +141,18 @@ class ModuleBackbone(OnSlots, ABC):
         )
         self.sums_N: Tensor | None = None
         """The sum of each row's hidden states in the last forward, float64: not finite if any of them is not."""
+
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of slot `source` onto slot `target`."""
+        super().copy_prefix(source, target, num_columns)
+        if self.reader is not None:
+            self.reader.copy_prefix(source, target, num_columns)
+
+    def clear_slot(self, slot: int) -> None:
+        """Put zeros into a slot that holds NaN or infinity."""
+        super().clear_slot(slot)
+        if self.reader is not None:
+            self.reader.clear_slot(slot)
 
     def find_layers(self) -> Any:
         """The kernels for what stands between the products of a layer, where they are used and attention is a kernel."""
@@ -159,8 +177,31 @@ class ModuleBackbone(OnSlots, ABC):
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
+        if self.reader is not None:
+            noted = self._tapped if self.lean is None else self.lean.tapped
+            states = [noted.pop(number).view(-1, self.width)[:count] for number in self.reader.speculator.layer_ids]
+            self.reader.read(torch.cat(states, 1), rows)
         self.sums_N = hidden_ND.sum(1, dtype=torch.float64)
         return hidden_ND
+
+    def tap(self, reader: Any) -> None:
+        """Give a draft head the states after some layers, from the next forward on; None gives them to nobody. ValueError where
+        the layers can't be found."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.reader = [], reader
+        ids = () if reader is None else reader.speculator.layer_ids
+        if self.lean is not None:
+            self.lean.taps = frozenset(ids)
+            return
+        layers: Any = getattr(self.base, "layers", None) or getattr(self.base, "h", None)
+        if ids and not layers:
+            raise ValueError(f"decoder.drafter.kind: 'head' can't read the layers of {type(self.base).__name__}")
+        for number in ids:
+            self._hooks.append(layers[number - 1].register_forward_hook(partial(self._note_states, number)))
+
+    def _note_states(self, number: int, layer: Any, arguments: Any, output: Any) -> None:
+        self._tapped[number] = output if isinstance(output, Tensor) else output[0]
 
     @abstractmethod
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
@@ -290,8 +331,6 @@ class TransformerBackbone(ModuleBackbone):
             model.to(where)
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where, exact=exact)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
-        self.lean: RotaryLayers | None = None
-        """Runs the layers instead of `base`, where there is such a form."""
         if self.may_be_lean:
             self.lean = lean_layers(self)
 

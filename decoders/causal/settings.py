@@ -33,6 +33,12 @@ class ModelDrafterSettings(DrafterPlace):
     kind: Literal["model"]
 
 
+class HeadDrafterSettings(DrafterPlace):
+    """A published draft head drafts, trained for this model (EAGLE-3, DFlash; a folder in the format of `speculators`)."""
+
+    kind: Literal["head"]
+
+
 class NgramDrafterSettings(Settings):
     """Prompt look-up: drafts the tokens after the last occurrence of the last `max_n` (down to `min_n`) tokens."""
 
@@ -75,7 +81,7 @@ class SpeculativeSettings(CausalSettings):
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
         default=5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
     )
-    drafter: ModelDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings = Field(
+    drafter: ModelDrafterSettings | HeadDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings = Field(
         default=NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts"
     )
 

@@ -21,14 +21,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from draftmill.decoders.causal import autoregressive
 from draftmill.decoders.causal.autoregressive import prompt_but_one
-from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings, SuffixDrafterSettings
+from draftmill.decoders.causal.settings import (
+    HeadDrafterSettings,
+    NgramDrafterSettings,
+    SpeculativeSettings,
+    SuffixDrafterSettings,
+)
 from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import JUDGE, MODEL, NO_DRAFT, SEARCH, SURE, Decoding, Offer, Roll
+from draftmill.decoders.engine.asks import (
+    DRAFT,
+    FAR,
+    JUDGE,
+    MODEL,
+    NO_DRAFT,
+    SEARCH,
+    SURE,
+    Ask,
+    Decoding,
+    Offer,
+    Roll,
+    Run,
+    Span,
+)
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
@@ -42,6 +61,14 @@ Drafter = Callable[[int], Drafting]
 """Drafts at most so many tokens after the decided ones of its sample, by asking a model or not."""
 Allot = Callable[[int], Generator[Any, Any, int]]
 """How many drafts a sample could have -> how many it gets."""
+
+
+class Block(NamedTuple):
+    """What a head of blocks runs at once: the last token and masks, `size` in all, whose rows from `first` on draft."""
+
+    size: int
+    mask: int
+    first: int
 
 
 def speculative(s: Sample, k: int, drafter: Callable[[Sample], Drafter], kind: int, *, searches: bool) -> Decoding:
@@ -70,6 +97,35 @@ def by_model(s: Sample, max_length: int | None, allot: Allot) -> Drafter:
             return []
         s.nfe_draft += count
         drafts: list[int] = (yield Roll(MODEL, n, count)).tokens
+        return drafts
+
+    return draft
+
+
+def by_head(s: Sample, block: Block | None, allot: Allot) -> Drafter:
+    """A draft head drafts from the target's states: one token after the other, or a block at once. Before the target has run the
+    text but its last token there are no drafts. A head of tokens runs its own drafts again, since then their states are known."""
+    read = s.draft_lag = s.cached_draft = 1
+
+    def draft(most: int) -> Drafting:
+        nonlocal read
+        n = s.decided
+        if s.cached < n - 1 or (n == 1 and block is None):
+            return []
+        count = yield from allot(most if block is None else min(most, block.size - block.first))
+        if not count:
+            return []
+        if block is not None:
+            s.nfe_draft += 1
+            tokens = [s.tokens[n - 1], *[block.mask] * (block.size - 1)]
+            seen = Span(block.size, n - 1, n - 1, n - 1 + block.size, FAR)
+            run = Run(block.first, count, n, DRAFT)
+            answer = yield Ask(tokens, seen, run, [NO_DRAFT] * count, model=1, num_drafts=count)
+        else:
+            s.nfe_draft += count
+            s.cached_draft, read = read, n
+            answer = yield Roll(MODEL, n, count)
+        drafts: list[int] = answer.tokens
         return drafts
 
     return draft
@@ -169,6 +225,8 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
             return Algorithm(decode=decode, window=k + 1, most_auto=k * is_auto, reusable=prompt_but_one)
         case NgramDrafterSettings(max_n=max_n, min_n=min_n):
             drafter = partial(by_lookup, max_n=max_n, min_n=min_n, allot=allot)
+        case HeadDrafterSettings():
+            return _with_head(setup, k, allot, is_auto=is_auto)
         case _:
             assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
             longest, kind = None if setup.drafter_info is None else setup.drafter_info.max_length, JUDGE
@@ -178,5 +236,27 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         window=k + 1,
         most_auto=k * is_auto,
         keeps_laws=kind == JUDGE,
+        reusable=prompt_but_one,
+    )
+
+
+def _with_head(setup: Setup, k: int, allot: Allot, *, is_auto: bool) -> Algorithm:
+    """How the engine runs a draft head. Its blocks are whole also where the text ends within them, so that a draft's distribution
+    does not depend on how many there are."""
+    assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
+    head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
+    block = None
+    if head.most_drafts is not None:
+        block, k = Block(head.block_size, head.mask_id, not head.from_anchor), min(k, head.most_drafts)
+    return Algorithm(
+        decode=partial(
+            speculative, k=k, drafter=partial(by_head, block=block, allot=allot), kind=JUDGE, searches=is_auto
+        ),
+        window=k + 1,
+        columns=lambda length: length + (block.size if block else 0),
+        most_auto=k * is_auto,
+        draft_forwards=[0, *[1] * k] if is_auto and block else None,
+        keeps_laws=True,
+        reads_states=True,
         reusable=prompt_but_one,
     )

@@ -45,7 +45,8 @@ class Algorithm:
     `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` those of a drafting model (budget.py).
     `probe` makes the generator of a probe (Request.probe); None if the decoder answers none.
     With a `guidance` w the logits of a row are u + (w + 1) (c - u), its own c and its partner's u, and a forward counts as two.
-    `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full.
+    `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full. With
+    `reads_states` it is a draft head, which reads states of the target's layers.
     """
 
     decode: Callable[[Any], Decoding]
@@ -78,6 +79,7 @@ class Algorithm:
     auto_forwards: Sequence[int] | None = None
     draft_forwards: Sequence[int] | None = None
     windows: Literal["short", "full"] | None = None
+    reads_states: bool = False
     guidance: float = 0.0
     probe: Callable[[Any], Decoding] | None = None
 

@@ -343,7 +343,7 @@ def _add_rows(b: Batch, samples: Sequence[Sample], asks: Sequence[Ask], slot_B: 
         b.takes_drafts = bool(b.token_N[0] == DRAFTED)
         assert ((b.token_N == DRAFTED) == b.takes_drafts).all(), "drafts are on the device in all samples, or in none"
         if b.takes_drafts:
-            b.token_N = note_cells(b.slot_N, b.column_N)
+            b.token_N = note_cells(b.slot_N, b.position_N)
     return np.bincount(owner_P, span_PF[:, _COUNT], count).astype(np.int64)
 
 

@@ -59,6 +59,8 @@ class Engine:
         if setup.drafter is not None:
             self.models.append(self._drafting(setup))
         self.target = self.models[0]
+        if hasattr(setup.backbone, "tap"):
+            setup.backbone.tap(setup.drafter if algorithm.reads_states else None)
         self.sampler.drafts_by = self.models[-1].logits
         self.stats = EngineStats()
         self._multiple = column_multiple(setup.backbone)
@@ -324,7 +326,7 @@ class Engine:
         self._draft_from_names(turn.samples)
         if len(self.models) > 1:
             drafter, is_usual = self.models[1], not (turn.prefill_only or turn.mixed)
-            if turn.chunks and not self.algorithm.windows:
+            if turn.chunks and not (self.algorithm.windows or self.algorithm.reads_states):
                 # The drafting model's columns keep up with the target's.
                 asks = [sample.catch_up(sample.chunk) for sample in turn.chunks]
                 drafter.start(pack(turn.chunks, asks, self.slots, drafter.layout, drafter.rule))

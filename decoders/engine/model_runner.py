@@ -298,6 +298,7 @@ class ModelRunner:
             shape=shape,
             sigma_B=sent.sigma_G,
             tables=sent.tables,
+            takes_drafts=sent.takes_drafts,
         )
 
     def _stream_rows(self, sent: Batch) -> Rows:

@@ -82,9 +82,9 @@ class Sample:
 
     __slots__ = (
         "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
-        "device_s", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "just", "key", "length", "log_ps",
-        "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "slot", "stats",
-        "stop_ids", "stop_text", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
+        "device_s", "draft_lag", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "just", "key", "length",
+        "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "slot",
+        "stats", "stop_ids", "stop_text", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +106,8 @@ class Sample:
         self.tokens: list[int] = canvas if order is None else [canvas[position] for position in order]
         self.decided = prompt
         self.cached = self.cached_draft = 0
+        # How many columns before its rank a token stands in the drafting model's cache: a draft head reads none at rank 0.
+        self.draft_lag = 0
         self.length = len(self.tokens)
         self.logprob = 0.0
         self.log_ps: list[float] | None = [] if request.settings.token_logprobs else None
@@ -152,13 +154,20 @@ class Sample:
         """Let the drafting model run its columns up to `rank`, and draft there: the decided ones, or its last draft."""
         start, self.cached_draft = self.cached_draft, rank
         tokens = self.tokens[start:rank] if rank == self.decided else [DRAFTED]
-        return Ask(tokens, Span(rank - start, start, start), Run(rank - start - 1, 1, rank, DRAFT), JUST_ONE, model=1)
+        return Ask(
+            tokens,
+            Span(rank - start, start - self.draft_lag, start),
+            Run(rank - start - 1, 1, rank, DRAFT),
+            JUST_ONE,
+            model=1,
+        )
 
     def catch_up(self, count: int) -> Ask:
         """Let the drafting model run `count` columns more, and sample nothing."""
         start = self.cached_draft
         self.cached_draft += count
-        return Ask(self.tokens[start : start + count], Span(count, start, start), (), (), model=1)
+        span = Span(count, start - self.draft_lag, start)
+        return Ask(self.tokens[start : start + count], span, (), (), model=1)
 
     def two_stream(self, end: int, queries: Sequence[int], kind: int, drafts: Sequence[int]) -> Ask:
         """Write the content of the columns [cached, end) of an any-subset canvas, and run query rows; the first ones are

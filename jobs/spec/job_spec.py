@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from draftmill.actors.metrics.settings import Metrics
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
+from draftmill.decoders.causal.settings import HeadDrafterSettings
 from draftmill.decoders.common_settings import Dtype, Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
@@ -320,6 +321,11 @@ class JobSpec(Settings):
             raise ValueError(
                 f"workers: gpus_per_model is {', '.join(map(str, counts))}; allowed: the same for all kinds of workers, "
                 "since it changes how sums are rounded"
+            )
+        if counts[0] > 1 and isinstance(getattr(self.decoder, "drafter", None), HeadDrafterSettings):
+            raise ValueError(
+                f"workers.gpus_per_model: {counts[0]}, but decoder.drafter.kind 'head' reads states of a model in one process; "
+                "allowed: 1"
             )
         return self
 

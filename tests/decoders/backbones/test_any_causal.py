@@ -8,6 +8,8 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import Scores
@@ -34,6 +37,7 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.kernels import find
+from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.support import decode, texts
 
 VOCAB = 61
@@ -69,7 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
     "qwen3_moe": EXPERTS,
     "mixtral": EXPERTS,
-    "gpt_oss": EXPERTS | HALF | {"rope_parameters": YARN},
+    "gpt_oss": EXPERTS | HALF | {"rope_parameters": YARN, "intermediate_size": 64},
     "deepseek_v2": DEEPSEEK | {"topk_method": "greedy", "moe_intermediate_size": 16},
     "deepseek_v3": DEEPSEEK | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
     "minicpm3": MLA,
@@ -382,3 +386,46 @@ def test_a_model_that_rounds_by_the_size_of_its_batch_runs_and_is_not_called_exa
     assert not backbone.exact
     with pytest.raises(ValueError, match="the batch changes last bits"):
         load_backbone(folder, dtype="float32", device="cpu", exact=True)
+
+
+def test_experts_of_fp4_are_read_as_transformers_reads_them(load, tmp_path):
+    """The layout in which gpt-oss is published; the numbers of its experts are few."""
+    folder = load("gpt_oss")[0]
+    config = json.loads((folder / "config.json").read_text())
+    dense, small, generator = load_file(folder / "model.safetensors"), {}, torch.Generator().manual_seed(2)
+    for name, tensor in list(dense.items()):
+        if not re.search(r"experts\.(gate_up|down)_proj$", name):
+            small[name] = tensor
+            continue
+        num_experts, num_in, num_out = tensor.shape
+        shape = (num_experts, num_out, -(-num_in // 32))
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 127, shape, generator=generator, dtype=torch.uint8)
+        small |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for name, weights, more in (
+        ("dense", dense, {}),
+        ("small", small, {"quantization_config": {"quant_method": "mxfp4"}}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file({key: value.contiguous() for key, value in weights.items()}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"intermediate_size": 64} | more))
+    expected, found = (inspect_model(tmp_path / name) for name in ("dense", "small"))
+    assert found == expected
+    states: list[Any] = [load_backbone(tmp_path / name, dtype="float32", device="cpu") for name in ("dense", "small")]
+    assert all(torch.equal(a, b) for a, b in zip(*(one._states() for one in states), strict=True))
+
+
+def test_a_model_is_described_in_a_process_that_loaded_one_of_the_table_before(tmp_path):
+    """torch keeps a list of what makes tensors, from its first use on."""
+    save_random(tmp_path)
+    config = json.dumps(SIZES | FAMILIES["gemma4_text"])
+    code = f"""
+import json, pathlib
+from draftmill.decoders.backbones.families.any_causal import facts
+from draftmill.decoders.backbones.load import load_backbone
+load_backbone(pathlib.Path({str(tmp_path)!r}), device="cpu")
+print(facts("gemma4_text", json.loads({config!r})).head_dim)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "16", found.stderr[-1000:]

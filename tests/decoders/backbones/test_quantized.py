@@ -210,7 +210,7 @@ def test_fp8_loads_as_transformers_reads_it(tmp_path, block):
     [
         (
             {"quant_method": "bitsandbytes"},
-            ".quant_method = 'bitsandbytes'; supported: gptq, awq, fp8, compressed-tensors",
+            ".quant_method = 'bitsandbytes'; supported: gptq, awq, fp8, mxfp4, compressed-tensors",
         ),
         ({"quant_method": "gptq", "bits": 3}, "bits = 3; supported: 4, 2, 8"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'; supported: gptq, gptq_v2"),

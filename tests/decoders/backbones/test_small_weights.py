@@ -1,5 +1,7 @@
 """Small weights: their numbers, the same rows in any batch, and lossless decoders on them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -70,7 +72,8 @@ def test_numbers_on_a_grid_of_four_bits_keep_their_places(dtype, group):
     layer = SmallLinear(((code - zero_MK) * scale_MK).to(dtype), None, "int4")
     low_MG1 = layer.low_MG1
     assert low_MG1 is not None and low_MG1.shape[1] == 256 // min(group, 64)
-    halves = torch.stack([layer.code_MK & 15, (layer.code_MK >> 4) & 15], 2).flatten(1)
+    codes: Any = layer.code_MK
+    halves = torch.stack([codes & 15, (codes >> 4) & 15], 2).flatten(1)
     numbers = (halves.double().unflatten(1, (low_MG1.shape[1], -1)) * layer.scale_MG1 + low_MG1).flatten(1)
     steps = numbers / scale_MK + zero_MK - code
     assert steps.abs().max() < (1e-5 if dtype == torch.float32 else 0.15)

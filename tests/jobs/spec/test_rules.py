@@ -291,3 +291,10 @@ def test_prompt_and_chat_are_in_the_fingerprint_only_where_they_are_set() -> Non
     assert chat.results_key()["chat"] == {"template_kwargs": {"a": False}}
     other = spec_of(COMPLETE, "task.chat=true", "input.columns={system: s}").results_key()
     assert other["input"]["columns"]["system"] == "s"
+
+
+def test_a_head_drafts_for_a_model_in_one_process() -> None:
+    head = "decoder={kind: speculative, drafter: {kind: head, path: 'builtin:ar-tiny-eagle3'}}"
+    assert spec_of(COMPLETE, head).decoder.drafter.kind == "head"  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"gpus_per_model: 2, but decoder.drafter.kind 'head' reads .*; allowed: 1"):
+        spec_of(COMPLETE, head, "workers.gpus_per_model=2")

@@ -1,0 +1,130 @@
+"""The files of a published draft head in the `speculators` format: what its config.json says, and whether it fits a model.
+
+Imports no torch; speculators.py runs the heads. Sources: EAGLE-3 (Li et al., 2025), DFlash (Chen et al., 2026), and the format as
+package `speculators` 0.9.0 writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from draftmill.decoders.backbones.checkpoint import header_shapes
+from draftmill.decoders.backbones.checkpoint import read_config as read_json
+from draftmill.decoders.backbones.families.causal import CausalFamily, Shapes, read_config, shapes_of
+from draftmill.decoders.backbones.families.table import FAMILIES
+from draftmill.decoders.base import ModelInfo
+
+_PATH: Final = "decoder.drafter.path"
+_KINDS: Final = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}
+_LAYERS: Final = ("llama", "qwen3")
+_FLAGS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorConfig:
+    """A head of a `kind`. It reads the target's states after each of `layer_ids` layers, has layers of its own by the config
+    `fields` of a family (`parsed` as families/causal.py reads them), and `draft_vocab` tokens. `flags` are the switches of an
+    EAGLE-3 head. A DFlash head drafts in blocks: the last token and masks, `block_size` in all, whose first row drafts if
+    `from_anchor`."""
+
+    kind: str
+    layer_ids: tuple[int, ...]
+    family: CausalFamily
+    fields: Mapping[str, Any]
+    parsed: Any
+    draft_vocab: int
+    flags: frozenset[str]
+    block_size: int
+    mask_id: int
+    from_anchor: bool
+
+    @property
+    def most_drafts(self) -> int | None:
+        """How many tokens it drafts at most; None if any number."""
+        return None if self.kind == "eagle3" else self.block_size - (not self.from_anchor)
+
+    def shapes(self, width_read: int) -> Shapes:
+        """The tensors of its file, for a target with states of this width; what it may share with the target included."""
+        width, num_read = self.parsed.hidden_size, len(self.layer_ids) * width_read
+        shapes = {
+            name.removeprefix("model."): shape
+            for name, shape in shapes_of(self.family.model_class, self.parsed).items()
+        }
+        shapes |= {"fc.weight": (width, num_read), "lm_head.weight": (self.draft_vocab, width)}
+        if self.kind == "dflash":
+            return shapes | {"hidden_norm.weight": (width,)}
+        for letter in "qkv":
+            name = f"layers.0.self_attn.{letter}_proj.weight"
+            shapes[name] = (shapes[name][0], 2 * width)
+        if "norm_before_fc" in self.flags:
+            shapes["input_norm.weight"] = (num_read,)
+        if "fc_norm" in self.flags:
+            shapes |= {f"fc_norm.{index}.weight": (width_read,) for index in range(len(self.layer_ids))}
+        return shapes | {"layers.0.hidden_norm.weight": (width,)}
+
+
+def read_speculator(folder: Path) -> SpeculatorConfig:
+    """Read a head's config.json; ValueError if it is of another format, or has what is not supported."""
+    config = read_json(folder)
+
+    def demand(holds: bool, problem: str) -> None:
+        if not holds:
+            raise ValueError(f"{_PATH}: {folder}: {problem}")
+
+    kind, fields = config.get("speculators_model_type"), config.get("transformer_layer_config") or {}
+    demand(kind in _KINDS, f"config.json has speculators_model_type = {kind!r}; allowed: {', '.join(_KINDS)}")
+    layers, key = fields.get("model_type", "qwen3"), _KINDS[str(kind)]
+    demand(layers in _LAYERS, f"layers of model_type {layers!r}; allowed: {', '.join(_LAYERS)}")
+    family = FAMILIES[layers].causal
+    assert family is not None, "these families are causal"
+    parsed = read_config(family, fields)
+    act, windows = parsed.hidden_act, family.windows(parsed)
+    demand(act == "silu", f"hidden_act = {act!r}; allowed: silu")
+    demand(not any(windows), "layer_types holds sliding_attention; allowed: full_attention")
+    ids, vocab = config.get(key), config.get("draft_vocab_size", 32000)
+    are_ids = isinstance(ids, list) and all(isinstance(one, int) for one in ids) and len(set(ids)) == len(ids) > 0
+    demand(are_ids, f"{key} = {ids!r}; allowed: a list of different numbers of layers")
+    demand(isinstance(vocab, int), f"draft_vocab_size = {vocab!r}; allowed: a number of ids")
+    size, mask = config.get("block_size", 8), config.get("mask_token_id")
+    is_block = isinstance(size, int) and size >= 2 and isinstance(mask, int)
+    demand(
+        kind == "eagle3" or is_block,
+        f"mask_token_id = {mask!r}, block_size = {size!r}; allowed: an id, and 2 or more",
+    )
+    return SpeculatorConfig(
+        kind=str(kind),
+        layer_ids=tuple(ids or ()),
+        family=family,
+        fields=fields,
+        parsed=parsed,
+        draft_vocab=vocab,
+        flags=frozenset(name for name in _FLAGS if config.get(name)),
+        block_size=size,
+        mask_id=-1 if mask is None else mask,
+        from_anchor=bool(config.get("sample_from_anchor")),
+    )
+
+
+def check_speculator(folder: Path, target: Path, info: ModelInfo) -> None:
+    """Raise ValueError as read_speculator, and where the head does not fit the target model in its folder: its vocabulary, the
+    numbers of layers, or the shape of a tensor."""
+    head, model, shapes = read_speculator(folder), read_json(target), header_shapes(folder)
+    num_layers = next((model[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in model), 0)
+    width = next((model[key] for key in ("hidden_size", "n_embd", "d_model") if key in model), 0)
+    vocab_size = head.parsed.vocab_size
+    if vocab_size != info.vocab_size:
+        raise ValueError(f"{_PATH}: {folder} is for {vocab_size} ids; the model has {info.vocab_size}")
+    if not all(1 <= number <= num_layers for number in head.layer_ids):
+        raise ValueError(f"{_PATH}: {folder} reads the layers {list(head.layer_ids)}; allowed here: 1 to {num_layers}")
+    expected = head.shapes(width)
+    if head.draft_vocab != vocab_size:
+        expected["d2t"] = (head.draft_vocab,)
+    for name, shape in expected.items():
+        found = shapes.get(name)
+        if found != shape and not (found is None and name in {"embed_tokens.weight", "lm_head.weight"}):
+            raise ValueError(
+                f"{_PATH}: {folder}: {name} has shape {found}; allowed by its config.json and the model's: {shape}"
+            )

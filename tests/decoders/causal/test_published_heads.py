@@ -1,0 +1,211 @@
+"""`speculative` with a published draft head: the sequential text whatever the head, and drafts that no neighbour changes."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.rows import causal_rows
+from draftmill.decoders.backbones.speculators import load_speculator
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings, HeadDrafterSettings, SpeculativeSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.keys import sample_key
+from draftmill.decoders.engine.cuda_graphs import drop_all
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
+from tests.decoders.replaying import use_graphs, use_references
+from tests.decoders.support import decode, run_all, texts, token_info
+
+DATA = Path(__file__).parents[2] / "data" / "speculators"
+VOCAB = 40
+INFO = token_info(VOCAB)
+AR = AutoregressiveSettings(kind="autoregressive")
+DRAFTER = HeadDrafterSettings(kind="head", path="head")
+HEADS = ("eagle3_llama", "eagle3_qwen3", "dflash", "dflash_anchor")
+
+
+def target():
+    return load_backbone(DATA / "target", device="cpu")
+
+
+@cache
+def pair(name):
+    """A target and a head for it."""
+    model = target()
+    return model, load_speculator(DATA / name, model)
+
+
+def spec(k):
+    return SpeculativeSettings(kind="speculative", k=k, drafter=DRAFTER)
+
+
+def requests_of(count, *, seed=0, longest=40, shared=0):
+    """Prompts and holes of many lengths; all prompts begin with `shared` equal tokens."""
+    rng = np.random.default_rng(seed)
+    beginning, requests = rng.integers(0, VOCAB, shared), []
+    for index in range(count):
+        prompt = [*beginning, *rng.integers(0, VOCAB, rng.integers(1, longest // 2))]
+        canvas = np.array([*prompt, *[-1] * int(rng.integers(1, longest // 2))], dtype=np.int32)
+        requests.append(Request(index, sample_key(seed, str(index)), canvas))
+    return requests
+
+
+def speculate(name, requests, *, k=3, sampling=Sampling(), rows=5, **more):  # noqa: B008
+    model, head = pair(name)
+    return decode(model, INFO, spec(k), sampling, requests, rows=rows, drafter=head, **more)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_text_is_the_autoregressive_one_for_any_slots_and_lengths(name, temperature):
+    requests, sampling = requests_of(9), Sampling(temperature=temperature)
+    expected = texts(decode(target(), INFO, AR, sampling, requests))
+    for k, rows in ((1, 1), (3, 4), (8, 16), ("auto", 3)):
+        found = speculate(name, requests, k=k, sampling=sampling, rows=rows)
+        assert texts(found) == expected
+        proposed, accepted = (sum(getattr(one, name) for one in found.values()) for name in ("proposed", "accepted"))
+        assert (proposed > accepted > 0) or k == "auto"
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_no_draft_depends_on_the_batch(name, acceptance):
+    requests, sampling = requests_of(8, seed=3), Sampling(acceptance=acceptance)
+    alone = speculate(name, requests, sampling=sampling, rows=1)
+    among = speculate(name, requests[::-1], sampling=sampling, rows=6)
+    assert texts(alone) == texts(among)
+    for index, outcome in alone.items():
+        other = among[index]
+        counts = (outcome.nfe, outcome.nfe_draft, outcome.proposed, outcome.accepted)
+        assert counts == (other.nfe, other.nfe_draft, other.proposed, other.accepted)
+
+
+@pytest.mark.parametrize("name", ["eagle3_llama", "dflash"])
+def test_prompts_that_are_shared_or_run_in_chunks_change_no_draft(name):
+    requests, sampling = requests_of(8, seed=5, shared=24), Sampling(temperature=0.5)
+    alone = speculate(name, requests, sampling=sampling, rows=1)
+    model, head = pair(name)
+    chunked = build_decoder(
+        Setup(
+            backbone=model,
+            info=INFO,
+            sampling=sampling,
+            max_rows=4,
+            max_tokens=1 << 20,
+            drafter=head,
+            prompt_rows=7,
+        ),
+        spec(3),
+    )
+    among = run_all(chunked, requests)
+    assert texts(alone) == texts(among)
+    assert [outcome.accepted for outcome in alone.values()] == [among[index].accepted for index in alone]
+    assert chunked.stats.prompt_rows_shared > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3_llama", "dflash"])
+def test_drafts_are_the_choices_of_plain_forwards_of_the_head(name):
+    """At temperature 0, over the target's states of all text before the last token; also after drafts that were refused."""
+    model, head = pair(name)
+    request = Request(0, 1, np.array([5, 6, 7, 8, *[-1] * 32], dtype=np.int32))
+    outcome = decode(model, INFO, spec(4), Sampling(temperature=0.0), [request], drafter=head, trace=True)[0]
+    prompt, drafted = request.canvas[request.canvas >= 0].tolist(), 0
+    for step in outcome.trace[1:]:
+        text = [*prompt, *outcome.tokens.tolist()][: step.positions[0]]
+        if step.proposed:
+            assert step.proposed == plain_drafts(model, head, text, len(step.proposed))
+            drafted += len(step.proposed)
+    assert drafted > 20 and outcome.nfe_draft >= drafted / 4
+
+
+def plain_drafts(model, head, text, count):
+    """What the head chooses after a text, in an empty cache."""
+    n, tokens, config = len(text), torch.tensor(text), head.speculator
+    for one in (model, head):
+        one.forget()
+        one.allocate(1, n + 16)
+    model.tap(head)
+    model.forward(causal_rows([0], [n - 1], [0], tokens[:-1]))
+    if config.kind == "dflash":
+        masks = torch.full((config.block_size - 1,), config.mask_id)
+        rows = causal_rows([0], [config.block_size], [n - 1], torch.cat([tokens[-1:], masks]))
+        rows = replace(rows, high_IN=torch.full_like(rows.high_IN, n - 1 + config.block_size))
+        return head.logits(head.forward(rows)).argmax(1)[1 : count + 1].tolist()
+    rows, drafts = causal_rows([0], [n - 1], [0], tokens[1:]), list[int]()
+    while len(drafts) < count:
+        rows = replace(rows, position_N=rows.position_N + 1, takes_drafts=bool(drafts))
+        drafts.append(int(head.logits(head.forward(rows)[-1:]).argmax()))
+        rows = causal_rows([0], [1], [n - 2 + len(drafts)], torch.tensor(drafts[-1:]))
+    return drafts
+
+
+@pytest.mark.parametrize("name", ["eagle3_llama", "dflash"])
+def test_captured_forwards_draft_what_others_draft(name, monkeypatch):
+    requests = requests_of(6, seed=6)
+
+    def found():
+        model = load_backbone(DATA / "target", dtype="float64", device="cpu")
+        setup = Setup(
+            backbone=model,
+            info=INFO,
+            sampling=Sampling(temperature=0.5),
+            max_rows=3,
+            max_tokens=1 << 20,
+            drafter=load_speculator(DATA / name, model),
+        )
+        engine: Any = build_decoder(setup, spec(3))
+        outcomes = run_all(engine, requests)
+        counts = [(one.nfe, one.nfe_draft, one.accepted) for one in outcomes.values()]
+        return texts(outcomes), counts, [one.graphs.num_replayed for one in engine.models if one.graphs is not None]
+
+    drop_all()
+    with pytest.MonkeyPatch.context() as patch:
+        use_references(patch)
+        expected = found()
+    use_graphs(monkeypatch, watches=True)
+    captured = found()
+    drop_all()
+    assert captured[:2] == expected[:2]
+    assert not expected[2] and len(captured[2]) == 2 and min(captured[2]) > 0
+    assert expected[0] == texts(decode(target(), INFO, AR, Sampling(temperature=0.5), requests))
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gemma2", "gpt2"])
+def test_a_head_reads_models_that_run_by_the_code_of_transformers(family, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "pad_token_id": None,
+    }
+    more = {} if family == "gpt2" else {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(family, **sizes, **more, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model, requests = load_backbone(tmp_path, device="cpu"), requests_of(4, seed=2)
+    head, sampling = load_speculator(DATA / "eagle3_llama", model), Sampling(temperature=0.7)
+    expected = decode(model, INFO, AR, sampling, requests)
+    found = decode(model, INFO, spec(3), sampling, requests, drafter=head)
+    alone = decode(model, INFO, spec(3), sampling, requests, rows=1, drafter=head)
+    assert texts(found) == texts(expected) == texts(alone)
+    assert sum(one.proposed for one in found.values()) > 10
+    assert {index: one.accepted for index, one in found.items()} == {
+        index: one.accepted for index, one in alone.items()
+    }
+
+
+def test_a_model_that_is_kept_gives_its_states_to_no_head_of_an_earlier_job():
+    model, head = pair("eagle3_llama")
+    decode(model, INFO, spec(3), Sampling(), requests_of(2), drafter=head)
+    assert model.reader is head
+    decode(model, INFO, AR, Sampling(), requests_of(2))
+    assert model.reader is None

@@ -1,0 +1,83 @@
+"""Whole jobs whose drafts a published head makes: the sequential rows, and refusals before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from draftmill.jobs.plan.prepare import prepare
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
+from tests.runs.causal_jobs import job_spec, run_here
+
+BUILTIN = Path(__file__).parents[2] / "decoders" / "builtin"
+HEAD = "builtin:ar-tiny-eagle3"
+
+
+def job(folder: Path, name: str, *, head: str | None = HEAD, model: str = "builtin:ar-tiny", **more: Any) -> Any:
+    """A job of six pieces of real source, which end in the middle of a line."""
+    text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
+    rows = [{"id": f"{n}", "prompt": text[700 * n : 700 * n + 20 + 60 * n]} for n in range(6)]
+    decoder: dict[str, Any] = {"kind": "autoregressive"}
+    if head is not None:
+        decoder = {"kind": "speculative", "k": 3, "drafter": {"kind": "head", "path": head}}
+    sections = {"model": {"path": model, "device": "cpu"}, "decoder": decoder, "sampling": {"temperature": 0.6}}
+    output = {"path": str(folder / name), "unit_rows": 3}
+    return job_spec(folder, rows, task={"kind": "complete", "max_new_tokens": 24}, output=output, **sections, **more)
+
+
+def test_a_builtin_head_drafts_for_the_sequential_rows(tmp_path: Path) -> None:
+    drafted, plain = run_here(job(tmp_path, "drafted")), run_here(job(tmp_path, "plain", head=None))
+    for name, row in drafted.items():
+        assert row["status"] == "ok" and row["drafter"] == HEAD
+        assert [row[key] for key in ("tokens", "text", "finish")] == [
+            plain[name][key] for key in ("tokens", "text", "finish")
+        ]
+    tokens, forwards, accepted, proposed = (
+        sum(len(row["tokens"]) if key == "tokens" else row[key] for row in drafted.values())
+        for key in ("tokens", "nfe", "accepted", "proposed")
+    )
+    assert tokens / forwards > 1.5 and accepted / proposed > 0.25
+
+
+def hash_of_head(spec: Any) -> str | None:
+    """What the fingerprint has of the drafter."""
+    return prepare(spec, open_store(spec.output.path)).hashes.drafter
+
+
+def test_the_weights_of_a_head_are_in_the_fingerprint_and_its_place_is_not(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(BUILTIN / "ar-tiny-eagle3", other)
+    before = hash_of_head(job(tmp_path, "run"))
+    assert hash_of_head(job(tmp_path, "run", head=str(other))) == before
+    weights = load_file(other / "model.safetensors")
+    save_file(weights | {"norm.weight": weights["norm.weight"] * 1.5}, other / "model.safetensors")
+    assert hash_of_head(job(tmp_path, "run", head=str(other))) != before
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "message"),
+    [
+        ({}, "builtin:ar-micro", r"fc.weight has shape \(256, 768\); allowed by .*: \(256, 256\)"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "builtin:ar-tiny", r"\[1, 2, 5\]; allowed here: 1 to 4"),
+        ({"speculators_model_type": None}, "builtin:ar-tiny", "speculators_model_type = None; allowed: eagle3, dflash"),
+    ],
+)
+def test_a_head_of_another_model_is_refused_before_the_run(
+    tmp_path: Path, change: dict[str, Any], model: str, message: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(BUILTIN / "ar-tiny-eagle3", other)
+    config = json.loads((other / "config.json").read_text()) | change
+    if model.endswith("micro"):
+        config["eagle_aux_hidden_state_layer_ids"] = [1, 2]
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message) as refused:
+        hash_of_head(job(tmp_path, "run", head=str(other), model=model))
+    assert refused.value.field == "decoder.drafter.path"
