@@ -27,6 +27,7 @@ class ModelPlace:
     trust_remote_code: bool
     adapter: str | None = None
     exact: bool = False
+    weights: str = "auto"
     share: Share | None = None
     """This process's part of the model, if several have one of it."""
 

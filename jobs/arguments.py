@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from draftmill.jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
@@ -723,7 +723,9 @@ def _models(_: argparse.Namespace) -> int:
     from draftmill.actors.checkpoints.models import builtin_models
     from draftmill.decoders.backbones.families import any_causal
     from draftmill.decoders.backbones.families.table import FAMILIES
+    from draftmill.decoders.backbones.quantized import METHODS
     from draftmill.decoders.settings import DECODERS, decoders_of
+    from draftmill.jobs.spec.job_spec import ModelSettings
 
     print("families (model.family; read from config.json with auto)")
     for name, family in sorted(FAMILIES.items()):
@@ -731,6 +733,8 @@ def _models(_: argparse.Namespace) -> int:
     print(f"any other causal model of transformers (model_type in config.json; here is version {any_causal.version()})")
     print(f"  decoders: {', '.join(decoders_of('causal'))}")
     print(f"  compared with transformers {any_causal.TESTED_WITH}: {', '.join(any_causal.TESTED)}")
+    print(f"weights (model.weights): {', '.join(get_args(ModelSettings.model_fields['weights'].annotation))}")
+    print(f"quantized checkpoints (quantization_config.quant_method): {', '.join(METHODS)}")
     print("decoders (decoder.kind)")
     for kind, settings in DECODERS.items():
         print(f"  {kind:<16} {(settings.__doc__ or '').strip().splitlines()[0]}")

@@ -60,7 +60,8 @@ def table_lines(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[s
 def device_text(facts: Mapping[str, Any]) -> str:
     """The facts in a line: `NVIDIA H100, bfloat16, torch 2.13.0+cu130, ...; kernels on; graphs off: DRAFTMILL_GRAPHS is 0`."""
     versions = [f"{name} {facts[name]}" for name in ("torch", "capability", "driver", "triton") if facts.get(name)]
-    parts = [", ".join([str(facts["name"]), str(facts["dtype"]), *versions])]
+    small = [f"weights {facts['weights']}, {size_text(facts['weight_bytes'])}"] if "weights" in facts else []
+    parts = [", ".join([str(facts["name"]), str(facts["dtype"]), *small, *versions])]
     if "kernels" in facts:
         off = [f"{name} {verdict}" for name, verdict in sorted(facts["kernels"].items()) if verdict != "on"]
         parts += [f"kernels {', '.join(off) or 'on'}", f"graphs {facts['graphs']}"]

@@ -25,6 +25,7 @@ from draftmill.decoders.backbones.checkpoint import inspect_model, read_config
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES
 from draftmill.decoders.backbones.families.table import FAMILIES, Family, find_family
 from draftmill.decoders.backbones.load import load_weights
+from draftmill.decoders.backbones.quantized import find_form
 
 _TABLES = ("embed_tokens", "wte", "word_embeddings")
 _ENDS = ("lm_head", *_TABLES)
@@ -130,9 +131,12 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
 
 
 def _family(base: Path) -> Family:
-    """The model's family; MergeRefused for two-stream models, whose adapters have no public layout, and for those whose tensors
-    only transformers knows."""
-    family = find_family(read_config(base), "auto")
+    """The model's family; MergeRefused for two-stream models, whose adapters have no public layout, for those whose tensors only
+    transformers knows, and for quantized checkpoints."""
+    config = read_config(base)
+    if find_form(config) is not None:
+        raise MergeRefused("the model's checkpoint is quantized; an adapter needs one that is not")
+    family = find_family(config, "auto")
     if family.any_causal or not family.rows_are_tokens:
         names = ", ".join(name for name, known in FAMILIES.items() if known.rows_are_tokens)
         reason = f"this model is of family {family.name!r}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.gpus import driver_version
 from draftmill.decoders.backbones.packed import PackedLinear
+from draftmill.decoders.backbones.small_weights import SmallLinear
 from draftmill.decoders.base import Decoder
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.kernels.find import verdicts
@@ -21,11 +22,13 @@ _LOOKS: Final = 3
 
 
 def device_facts(decoder: Decoder) -> dict[str, Any]:
-    """The facts of a loaded decoder, as JSON data: `name`, `dtype` and `torch`; on a GPU also the rest."""
+    """The facts of a loaded decoder, as JSON data: `name`, `dtype` and `torch`, `weights` if they are small; on a GPU also the
+    rest."""
     if not isinstance(decoder, Engine):  # a decoder of the user's own
         return {}
     device = decoder.backbone.device
     facts: dict[str, Any] = {"dtype": str(decoder.backbone.dtype).removeprefix("torch."), "torch": torch.__version__}
+    facts |= small_weights(decoder.backbone, decoder.info.num_parameters)
     if device.type != "cuda":
         return {"name": "CPU", **facts, **_price_of_half(decoder)}
     properties = torch.cuda.get_device_properties(device)
@@ -38,6 +41,17 @@ def device_facts(decoder: Decoder) -> dict[str, Any]:
         "kernels": verdicts(),
         "graphs": decoder.graphs,
     }
+
+
+def small_weights(backbone: Any, num_parameters: int) -> dict[str, Any]:
+    """The kind of a model's small weights, if it has any, and the bytes that all its weights take, `weight_bytes`."""
+    model: Any = getattr(backbone, "model", None)
+    layers = [part for part in model.modules() if isinstance(part, SmallLinear)] if isinstance(model, nn.Module) else []
+    if not layers:
+        return {}
+    others = num_parameters - sum(layer.in_features * layer.out_features for layer in layers)
+    small = sum(tensor.nbytes for layer in layers for tensor in layer.buffers())
+    return {"weights": layers[0].kind, "weight_bytes": small + others * backbone.dtype.itemsize}
 
 
 def _price_of_half(decoder: Engine) -> dict[str, float]:

@@ -154,7 +154,13 @@ def load_model(folder: Path, place: ModelPlace) -> Model:
     from draftmill.decoders.backbones.load import load_backbone
 
     load = partial(
-        load_backbone, folder, family=place.family, dtype=place.dtype, device=place.device, exact=place.exact
+        load_backbone,
+        folder,
+        family=place.family,
+        dtype=place.dtype,
+        device=place.device,
+        exact=place.exact,
+        small=place.weights,
     )
     if place.share is None:
         return load()
@@ -175,7 +181,7 @@ def network_keys(
     `folder` and `drafter` are the local folders of the checkpoints.
     """
     options = (place.dtype, place.device, place.share, place.exact)
-    keys: dict[str, Hashable] = {"model": (folder, place.family, *options)}
+    keys: dict[str, Hashable] = {"model": (folder, place.family, place.weights, *options)}
     if drafter is not None:
         # A draft head shares weights with its model.
         shared = keys["model"] if isinstance(getattr(decoder, "drafter", None), HeadDrafterSettings) else None

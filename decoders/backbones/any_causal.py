@@ -7,19 +7,21 @@ drafts that were rejected, and with windows that the short texts exceed. A model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
 from draftmill.decoders.backbones.families.any_causal import CausalFacts, facts, parse, pin_rotations
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.lean_import import from_transformers, lean
-from draftmill.decoders.backbones.moe import Experts, take_experts
+from draftmill.decoders.backbones.moe import GivenExperts, is_experts, take_experts
 from draftmill.decoders.backbones.rows import TokenRows, causal_rows
+from draftmill.decoders.backbones.small_weights import shrink_products
 from draftmill.decoders.backbones.transformer import ATTENTION, ModuleBackbone
 
 # Texts of the comparison, and the window that stands in for a longer one: shorter than the texts.
@@ -35,10 +37,17 @@ _FORWARDS: Final = (
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
+Chosen = tuple[Tensor, Tensor]
+"""The experts of each row of a text, and their weights."""
+Choices = dict[str, list[Chosen]]
+"""Those of each text, by the names of the layers' experts."""
+
 
 class AnyCausalBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by their names there; they are removed from the dict.
-    ValueError where our forward gives other numbers than the model's own."""
+    `small` is a kind of small_weights.py. ValueError where our forward gives other numbers than the model's own."""
+
+    is_foreign = True
 
     def __init__(
         self,
@@ -49,23 +58,27 @@ class AnyCausalBackbone(ModuleBackbone):
         dtype: torch.dtype,
         device: torch.device | str,
         exact: bool = False,
+        small: str = "auto",
     ) -> None:
         known, where = facts(name, config), torch.device(device)
         if exact and where.type != "cpu":
             raise ValueError(
                 f"model.exact: true, but models of family {name!r} are not exact on GPUs; allowed there: false"
             )
-        model = _load(name, config, known, weights, dtype).to(where)
+        model = _load(name, config, known, weights, dtype)
         base = model.get_decoder()
+        if small != "auto":
+            shrink_products(base, small, where)
+        model.to(where)
         self._forward, self._given = base.forward, torch.empty(0)
-        own = _own_states(model, known, where)
+        own, choices = _own_states(model, known, where)
         take_experts(model)
         super().__init__(model, known, known.windows, dtype=dtype, device=where, exact=exact)
         base.config._attn_implementation = ATTENTION
         model.set_output_embeddings(self.head)
         base.forward = self._hand_over
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
-        self._compare(name, own)
+        self._compare(name, own, choices)
 
     def _stack(self, model: Any) -> Any:
         return model.get_decoder()
@@ -98,26 +111,27 @@ class AnyCausalBackbone(ModuleBackbone):
 
     # ---- the comparison ------------------------------------------------------------------------------------------
 
-    def _compare(self, name: str, own: list[Tensor]) -> None:
+    def _compare(self, name: str, own: list[Tensor], choices: Choices) -> None:
         """ValueError if a row differs from the model's own forward by more than rounding. The cache is empty afterwards."""
+        experts = {which: part for which, part in self.base.named_modules() if isinstance(part, GivenExperts)}
         windows = self.windows
         self.windows = tuple(None if window is None else _WINDOW for window in windows)
         try:
             with _narrow(self.base, windows):
-                found = self._states()
+                found = self._states([(experts[which], chosen) for which, chosen in choices.items()])
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"model.path: models of family {name!r} can't run here: {type(error).__name__}: {reason}"
             ) from error
         finally:
+            for part in experts.values():
+                part.forced = None
             self.windows = windows
             self.forget()
-        # In half precision rounding lets rows choose other experts, and then all rows that see them differ: half of them may.
-        mixes = self.dtype in _HALVES and any(isinstance(part, Experts) for part in self.base.modules())
         for text, (theirs, ours) in enumerate(zip(own, found, strict=True)):
             right = (theirs - ours).abs().amax(1) <= _ROUNDING[self.dtype] * theirs.abs().max()
-            if not (right.float().mean() > 0.5 if mixes else right.all()):
+            if not right.all():
                 row = int((~right).nonzero()[0])
                 raise ValueError(
                     f"model.path: models of family {name!r} can't run here: at token {row} of text {text} the hidden states "
@@ -125,8 +139,8 @@ class AnyCausalBackbone(ModuleBackbone):
                     f"{float(theirs.abs().max()):.2g}"
                 )
 
-    def _states(self) -> list[Tensor]:
-        """The hidden states of all texts by the forwards of _FORWARDS."""
+    def _states(self, forced: Sequence[tuple[GivenExperts, list[Chosen]]] = ()) -> list[Tensor]:
+        """The hidden states of all texts by the forwards of _FORWARDS, with these choices of experts for each text."""
         self.allocate(len(_LENGTHS), max(_LENGTHS))
         texts = _texts(self.vocab_size, self.device)
         states = [torch.empty(length, self.width, device=self.device) for length in _LENGTHS]
@@ -136,6 +150,14 @@ class AnyCausalBackbone(ModuleBackbone):
                 for text, (first, end, more) in zip(texts, parts, strict=True)
             ]
             counts, firsts = [end - first for first, end, _ in parts], [first for first, _, _ in parts]
+            padding = (0, 0, 0, self._padded(sum(counts)) - sum(counts))
+            for part, chosen in forced:
+                of_rows = (
+                    torch.cat([kind[first:end] for kind, (first, end, _) in zip(kinds, parts, strict=True)])
+                    for kinds in zip(*chosen, strict=True)
+                )
+                expert_NK, weight_NK = (functional.pad(rows, padding) for rows in of_rows)
+                part.forced = expert_NK, weight_NK
             hidden_ND = self.forward(causal_rows(range(len(texts)), counts, firsts, torch.cat(pieces))).float()
             for state, (first, end, _), piece_ND in zip(states, parts, hidden_ND.split(counts), strict=True):
                 state[first:end] = piece_ND
@@ -160,15 +182,21 @@ def _texts(vocab_size: int, device: torch.device) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _own_states(model: Any, known: CausalFacts, device: torch.device) -> list[Tensor]:
-    """The hidden states of the texts by transformers' own forward, one text at a time."""
-    base = model.get_decoder()
+def _own_states(model: Any, known: CausalFacts, device: torch.device) -> tuple[list[Tensor], Choices]:
+    """The hidden states of the texts by transformers' own forward, one text at a time, and the experts that they chose in half
+    precision, where rounding may lead to another choice and so to other states of all rows that see it."""
+    base, choices = model.get_decoder(), dict[str, list[Chosen]]()
     base.config._attn_implementation = base.config._experts_implementation = "eager"
+    for name, part in base.named_modules():
+        if is_experts(part) and part.down_proj.dtype in _HALVES:
+            noted = choices.setdefault(name, [])
+            part.register_forward_pre_hook(lambda _, given, noted=noted: noted.append(given[1:]))
     with _narrow(base, known.windows):
-        return [
+        states = [
             base(input_ids=text.unsqueeze(0), use_cache=False).last_hidden_state[0].float()
             for text in _texts(known.vocab_size, device)
         ]
+    return states, choices
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from draftmill.decoders.backbones.families.blocks import MASK_KEYS
 from draftmill.decoders.backbones.families.shares import check_shares
 from draftmill.decoders.backbones.families.table import Family, describe, find_family, turn_ends
+from draftmill.decoders.backbones.quantized import find_form
 from draftmill.decoders.base import ModelInfo
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ def inspect_model(
     entry = find_family(config, family)
     if mask_id is None:
         mask_id = _mask_by_name(entry, config, folder)
-    shapes = header_shapes(folder)
+    shapes = model_shapes(config, folder)
     check_counts(config, shapes, folder)
     info = describe(entry, config, mask_id=mask_id, max_length=max_length)
     check_names(entry, config, shapes, folder)
@@ -113,6 +114,12 @@ def _mask_by_name(family: Family, config: Mapping[str, Any], folder: Path) -> in
 def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor by its name in the files; ValueError where a file is missing or damaged."""
     return each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()), "np")
+
+
+def model_shapes(config: Mapping[str, Any], folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the model by its name: of quantized matrices unpacked. ValueError as `find_form`."""
+    form, shapes = find_form(config), header_shapes(folder)
+    return shapes if form is None else form.dense_shapes(shapes)
 
 
 def check_split(family: str, folder: Path, count: int) -> None:

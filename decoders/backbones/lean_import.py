@@ -84,9 +84,10 @@ def empty_modules() -> Iterator[None]:
     before = [kind.reset_parameters for kind in kinds]
     for kind in kinds:
         kind.reset_parameters = lambda self: None
-    torch.arange = partial(_on_cpu, arange)
     try:
         with torch.device("meta"):
+            torch.empty(0)  # torch notes what makes tensors at the first call, which must find the real arange
+            torch.arange = partial(_on_cpu, arange)
             yield
     finally:
         torch.arange = arange

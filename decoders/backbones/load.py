@@ -5,7 +5,7 @@ checkpoint.py reads what is known without the weights. Models must be on disk; n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ from draftmill.decoders.backbones.checkpoint import (
     check_counts,
     check_names,
     each_tensor,
-    header_shapes,
     inspect_model,
+    model_shapes,
     read_config,
     stop_ids,
 )
 from draftmill.decoders.backbones.families.shares import Share, check_shares
 from draftmill.decoders.backbones.families.table import Family, find_family
 from draftmill.decoders.backbones.families.xlnet import xlnet_shape
+from draftmill.decoders.backbones.quantized import Form, find_form
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 
 __all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
@@ -34,9 +35,19 @@ __all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_dev
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_weights(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, Tensor]:
-    """Read every tensor of the checkpoint, one by one onto a device and into a dtype; ValueError where a file is damaged."""
-    return each_tensor(folder, lambda file, name: file.get_tensor(name).to(device=device, dtype=dtype), "pt")
+def load_weights(
+    folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu", form: Form | None = None
+) -> dict[str, Tensor]:
+    """Read every tensor of the checkpoint, one by one onto a device and into a dtype; matrices that are quantized in `form` are
+    unpacked. ValueError where a file is damaged."""
+    return _each_ready(folder, form, lambda name, tensor: tensor.to(device=device, dtype=dtype))
+
+
+def _each_ready(folder: Path, form: Form | None, ready: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+    if form is None:
+        return each_tensor(folder, lambda file, name: ready(name, file.get_tensor(name)), "pt")
+    stored = each_tensor(folder, lambda file, name: file.get_tensor(name), "pt")
+    return {name: ready(name, tensor) for name, tensor in form.unpacked(stored)}
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
@@ -75,13 +86,14 @@ def load_backbone(
     device: str = "auto",
     share: Share | None = None,
     exact: bool = False,
+    small: str = "auto",
 ) -> Backbone | TokenBackbone:
     """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py). All processes of a
-    split model load it at the same time. With `exact` a row has the same bits in any batch, or the model is refused. Raises
-    ValueError as `inspect_model` does, and what `check_masking` raises."""
+    split model load it at the same time. With `exact` a row has the same bits in any batch, or the model is refused. `small` is
+    `model.weights` (small_weights.py). Raises ValueError as `inspect_model` does, and what `check_masking` raises."""
     config = read_config(folder)
     entry = find_family(config, family)
-    shapes = header_shapes(folder)
+    shapes = model_shapes(config, folder)
     check_counts(config, shapes, folder)
     entry.check(config)
     place = pick_device(device)
@@ -91,13 +103,21 @@ def load_backbone(
     check_names(entry, config, shapes, folder)
     if exact and share is not None and place != "cpu":
         raise ValueError(f"model.exact: true, but workers.gpus_per_model is {share.count}; allowed on GPUs: 1")
+    problems = {
+        f"family {entry.name!r} has no small form": entry.causal is None and not entry.any_causal,
+        "model.dtype is float64": torch_dtype == torch.float64,
+        "workers.gpus_per_model is above 1": share is not None,
+        "model.exact has other products on a GPU": exact and place != "cpu",
+    }
+    if small != "auto" and any(problems.values()):
+        raise ValueError(f"model.weights: {small}, but {next(filter(problems.get, problems))}; allowed: auto")
     if not entry.rows_are_tokens:
-        weights = load_weights(folder, dtype=torch_dtype, device=place)
+        weights = load_weights(folder, dtype=torch_dtype, device=place, form=find_form(config))
         backbone: Any = XLNetBackbone(xlnet_shape(config), weights, dtype=torch_dtype, device=place, exact=exact)
     elif share is not None:
         backbone = _load_split(entry, config, folder, share, torch_dtype, place)
     else:
-        backbone = _load_module(entry, config, folder, torch_dtype, place, exact=exact)
+        backbone = _load_module(entry, config, folder, torch_dtype, place, exact=exact, small=small)
     if exact and not backbone.exact:
         raise ValueError(
             f"model.exact: true, but in {str(torch_dtype).removeprefix('torch.')} on this CPU the batch changes last bits; use "
@@ -108,7 +128,7 @@ def load_backbone(
 
 
 def _load_module(
-    family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str, *, exact: bool
+    family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str, *, exact: bool, small: str
 ) -> TokenBackbone:
     from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
     from draftmill.decoders.backbones.ddit import DDiTBackbone
@@ -117,22 +137,22 @@ def _load_module(
     from draftmill.decoders.backbones.transformer import TransformerBackbone
 
     # Our own networks keep some of their weights in float32 whatever their dtype.
-    # transformers puts the weights of the other causal models together on the CPU.
-    weights = load_weights(
-        folder, dtype=None if family.causal is None else dtype, device="cpu" if family.any_causal else device
-    )
+    # transformers puts the weights of the other causal models together on the CPU; small ones are made there, too.
+    place, stored = "cpu" if family.any_causal or small != "auto" else device, family.causal is None
+    weights = load_weights(folder, dtype=None if stored else dtype, device=place, form=find_form(config))
     full = family.full_names(weights)
     weights = {full[name]: tensor for name, tensor in weights.items() if name in full}
+    kinds: Any = {"exact": exact, "small": small}
     backbone: AnyCausalBackbone | DDiTBackbone | LLaDA2Backbone | TransformerBackbone
     if family.ddit is not None:
         backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device, exact=exact)
     elif family.llada2 is not None:
         backbone = LLaDA2Backbone(family.llada2(config), weights, dtype=dtype, device=device, exact=exact)
     elif family.any_causal:
-        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, exact=exact)
+        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, **kinds)
     else:
         assert family.causal is not None
-        backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device, exact=exact)
+        backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device, **kinds)
     check_masking(backbone)
     return backbone
 
@@ -145,12 +165,12 @@ def _load_split(
 
     check_shares(family.causal, family.name, config, share.count)
     assert family.causal is not None
-    full = family.full_names(header_shapes(folder))
+    full = family.full_names(model_shapes(config, folder))
 
-    def take(file: Any, name: str) -> Tensor:
-        return share_of_weight(full[name], file.get_tensor(name), share).to(device=device, dtype=dtype)
+    def ready(name: str, tensor: Tensor) -> Tensor:
+        return share_of_weight(full[name], tensor, share).to(device=device, dtype=dtype)
 
-    weights = {full[name]: tensor for name, tensor in each_tensor(folder, take, "pt").items()}
+    weights = {full[name]: tensor for name, tensor in _each_ready(folder, find_form(config), ready).items()}
     backbone = SplitBackbone(family.causal, config, weights, share=share, dtype=dtype, device=device)
     check_masking(backbone)
     return backbone

@@ -166,9 +166,13 @@ class GivenExperts(Experts):
         ups, downs = _linears(module, name), _linears(module, "down_proj")
         super().__init__(GivenExpert(up, down, activate) for up, down in zip(ups, downs, strict=True))
         self.norm = module.post_expert_norm if module.has_post_expert_norm else None
+        self.forced: tuple[Tensor, Tensor] | None = None
+        """Experts and weights to take instead of those that the router chose."""
 
     def forward(self, rows_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
         """Mix the answers of the experts that transformers' router chose."""
+        if self.forced is not None:
+            expert_NK, weight_NK = self.forced
         return self.mix(rows_ND, expert_NK, _exact(weight_NK)).to(rows_ND.dtype)
 
     def _ask(self, rows_ND: Tensor, expert_NK: Tensor) -> Tensor:
@@ -193,11 +197,16 @@ def _linears(module: Any, name: str) -> list[nn.Linear]:
     return made
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' experts, called with rows, their experts and weights."""
+    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+
+
 def take_experts(module: nn.Module) -> None:
     """Replace the experts of transformers below `module` by ours, in place: the numbers of theirs depend on the batch."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if hasattr(child, "is_transposed") and hasattr(child, "_apply_gate"):
+            if is_experts(child):
                 setattr(parent, name, GivenExperts(child))
 
 

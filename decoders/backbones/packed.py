@@ -12,7 +12,7 @@ Knows nothing of models. Legend: K in, M out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -94,7 +94,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def pack_products(module: nn.Module) -> None:
     """Replace every linear layer below `module` by a packed one, in place."""
-    _replace(module, PackedLinear)
+    replace_products(module, PackedLinear)
 
 
 def fix_products(module: nn.Module) -> None:
@@ -102,7 +102,7 @@ def fix_products(module: nn.Module) -> None:
     FixedLinear."""
     if not hasattr(torch.ops.aten, "_fused_rms_norm"):
         raise ValueError(f"model.exact: true needs torch 2.9 or later on a GPU, and here is {torch.__version__}")
-    _replace(module, FixedLinear)
+    replace_products(module, FixedLinear)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if hasattr(child, "variance_epsilon"):
@@ -110,9 +110,14 @@ def fix_products(module: nn.Module) -> None:
                 setattr(parent, name, FixedNorm(norm.weight, norm.variance_epsilon))
 
 
-def _replace(module: nn.Module, kind: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
+def replace_products(
+    module: nn.Module, kind: Callable[[Tensor, Tensor | None], nn.Module], *, but: Collection[str] = ()
+) -> None:
+    """Replace every linear layer below `module`, in place, except those of the names in `but`."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
+            if name in but:
+                continue
             if isinstance(child, nn.Linear) and type(child) in {nn.Linear, UnsetLinear}:
                 setattr(parent, name, kind(child.weight, child.bias))
             elif is_conv1d(child):  # GPT-2 keeps [in, out]

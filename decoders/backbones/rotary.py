@@ -31,6 +31,7 @@ from draftmill.decoders.backbones.families.causal import head_width, key_value_h
 from draftmill.decoders.backbones.invariance import VECTOR, normal
 from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear
 from draftmill.decoders.backbones.rows import causal_rows
+from draftmill.decoders.backbones.small_weights import SmallLinear
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.transformer import TransformerBackbone
@@ -239,7 +240,7 @@ class KernelLayers(RotaryLayers):
         for layer in self.layers:
             for together in (layer.heads, layer.inner):
                 biases = [_bias(product) is not None for product in together.products]
-                if any(biases) == all(biases):
+                if any(biases) == all(biases) and not isinstance(together.products[0], SmallLinear):
                     together.join()
 
     @torch.no_grad()

@@ -43,6 +43,7 @@ from draftmill.decoders.backbones.packed import (
 from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
+from draftmill.decoders.backbones.small_weights import SmallLinear, shrink_products
 from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
@@ -55,6 +56,9 @@ class ModuleBackbone(OnSlots, ABC):
     `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't. A slot whose
     sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is written at column 0: a masked
     column weighs 0, but 0 times NaN is NaN."""
+
+    is_foreign: ClassVar[bool] = False
+    """Whether the layers' code may do anything, so that only a test says whether rows are exact."""
 
     def __init__(
         self,
@@ -93,7 +97,8 @@ class ModuleBackbone(OnSlots, ABC):
         mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
         for part in mixtures:
             part.padded = self._padded
-        if mixtures and (product := find_product(self.device, dtype, fixed=is_fixed)) is not None:
+        is_small = any(isinstance(part, SmallLinear) for part in self.base.modules())
+        if mixtures and not is_small and (product := find_product(self.device, dtype, fixed=is_fixed)) is not None:
             for part in mixtures:
                 part.gather(product)
         self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
@@ -299,7 +304,8 @@ class ModuleBackbone(OnSlots, ABC):
 
 class TransformerBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness. They
-    are removed from the dict, so that no reference keeps the experts in memory a second time."""
+    are removed from the dict, so that no reference keeps the experts in memory a second time. `small` is a kind of
+    small_weights.py."""
 
     may_be_lean: ClassVar[bool] = True
     """Whether the layers may run without transformers' wrappers, see rotary.py."""
@@ -313,11 +319,16 @@ class TransformerBackbone(ModuleBackbone):
         dtype: torch.dtype,
         device: torch.device | str,
         exact: bool = False,
+        small: str = "auto",
     ) -> None:
         where, parsed = torch.device(device), parse_config(family, config)
-        ready = {name: weights.pop(name).to(device=where, dtype=dtype) for name in list(weights)}
-        model = load_module(family, parsed, ready, where)
+        first = where if small == "auto" else torch.device("cpu")
+        ready = {name: weights.pop(name).to(device=first, dtype=dtype) for name in list(weights)}
+        model = load_module(family, parsed, ready, first)
         ready.clear()
+        if small != "auto":
+            shrink_products(model.base_model, small, where)
+            model.to(where)
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where, exact=exact)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
         if self.may_be_lean:

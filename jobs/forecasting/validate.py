@@ -40,11 +40,11 @@ from draftmill.jobs.forecasting.trial import (
     take_sample,
     try_out,
 )
-from draftmill.jobs.formatting import counted, device_text, duration
+from draftmill.jobs.formatting import counted, device_text, duration, size_text
 from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.plan.prepare import Prepared, prepare
+from draftmill.jobs.plan.prepare import Prepared, prepare, weight_bytes
 from draftmill.jobs.recurring.new_inputs import new_files
 from draftmill.jobs.recurring.run_input import source_of, with_run_rows
 from draftmill.jobs.recurring.runs import runs_of
@@ -72,10 +72,25 @@ def header(prepared: Prepared) -> Iterator[str]:
     mask = "" if chosen is None else f", mask {chosen.kind}"
     yield f"job       {spec.name}: {spec.task.kind}{mask}, decoder {spec.decoder.kind}"
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
+    yield from quantized_lines(prepared)
     yield from generation_lines(prepared)
     yield f"input     {spec.input.shown}: {counted(len(prepared.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
     planned = f", planned already: {prepared.plan.rows:,} samples" if prepared.plan is not None else ""
     yield f"output    {spec.output.path}{planned}"
+
+
+def quantized_lines(prepared: Prepared) -> Iterator[str]:
+    """How a quantized checkpoint is stored, and the memory of its weights once they are unpacked."""
+    from draftmill.decoders.backbones.checkpoint import read_config
+    from draftmill.decoders.backbones.quantized import find_form
+
+    form, numbers = find_form(read_config(prepared.folder)), prepared.info.num_parameters
+    if form is not None:
+        stored = size_text(weight_bytes(prepared.folder))
+        yield (
+            f"weights   quantized to {form.bits} bits, {stored}; unpacked when they are loaded: {size_text(4 * numbers)} in "
+            f"float32, {size_text(2 * numbers)} in bfloat16"
+        )
 
 
 def generation_lines(prepared: Prepared) -> Iterator[str]:

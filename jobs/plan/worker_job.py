@@ -64,6 +64,7 @@ def place_of(spec: JobSpec) -> ModelPlace:
         trust_remote_code=model.trust_remote_code,
         adapter=None if model.adapter is None else where(model.adapter),
         exact=model.exact,
+        weights=model.weights,
     )
 
 

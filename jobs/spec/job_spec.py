@@ -124,6 +124,9 @@ class ModelSettings(Settings):
     mask_id: Annotated[int, Field(ge=0)] | None = Field(default=None, description="null: the family's own, if any")
     tokenizer: Text = Field(default="auto", description="auto (the model's), a folder, or none (rows give tokens)")
     dtype: Dtype = Field(default="auto", description="auto: float32 on CPU, bfloat16 on GPU")
+    weights: Literal["auto", "int8", "int4", "fp8"] = Field(
+        default="auto", description="auto: in dtype; else the layers' matrices are held so, and computed with in dtype"
+    )
     device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto prefers GPU; cpu; cuda:N")
     trust_remote_code: bool = Field(default=False, description="for tokenizers' loaders; models never run remote code")
     exact: bool = Field(default=False, description="true: a text has the same bits in any batch, or the job is refused")
@@ -346,6 +349,19 @@ class JobSpec(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _small_weights_can_be(self) -> JobSpec:
+        model, given = self.model, f"model.weights: {self.model.weights}"
+        if model.weights == "auto":
+            return self
+        if model.dtype == "float64":
+            raise ValueError(f"{given}, but model.dtype is float64; allowed: auto")
+        if any(shape.gpus_per_model > 1 for shape in self.shapes):
+            raise ValueError(f"{given}, but workers.gpus_per_model is above 1; allowed: auto")
+        if model.exact and model.device.startswith("cuda"):
+            raise ValueError(f"{given}, but model.exact has other products on a GPU; allowed: auto")
+        return self
+
     def results_key(self) -> dict[str, Any]:
         """The part of the spec that changes results, as JSON data; only this part enters the fingerprint.
 
@@ -380,6 +396,7 @@ class JobSpec(Settings):
             | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
             "model": {"dtype": self.model.dtype}
             | ({"exact": True} if self.model.exact else {})
+            | ({"small_weights": self.model.weights} if self.model.weights != "auto" else {})
             | ({"gpus_per_model": split} if (split := self.shapes[0].gpus_per_model) > 1 else {}),
         }
 

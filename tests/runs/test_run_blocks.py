@@ -59,6 +59,7 @@ def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(wor
         "one": decoded(world, {"kind": "block_diffusion", "block_size": 1, "causal_cache": True}),
         "always": decoded(world, ALWAYS),
         "fused": decoded(world, ALWAYS | {"fused": True}),
+        "drafted": decoded(world, ALWAYS | {"drafter": {"path": str(world / "model")}}),
         "plain": decoded(world, {"kind": "block_diffusion"}),
         "routed": decoded(world, {"kind": "s2d2", "router": {"kind": "bandit"}}),
     }
@@ -70,9 +71,38 @@ def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(wor
             assert MASK not in row["tokens"] and sum(kinds.values()) == row["nfe"]
     for name in PROMPTS:
         assert found["one"][name]["tokens"] == found["always"][name]["tokens"] == found["fused"][name]["tokens"]
+        assert found["one"][name]["tokens"] == found["drafted"][name]["tokens"]
+        assert found["drafted"][name]["nfe_draft"] > 0 == found["fused"][name]["nfe_draft"]
         assert found["fused"][name]["logprob"] == pytest.approx(found["one"][name]["logprob"], rel=1e-5)
         assert found["fused"][name]["nfe"] < found["always"][name]["nfe"]
         assert found["plain"][name]["logprob"] is None and dict(found["plain"][name]["nfe_kinds"])["verify"] == 0
+
+
+def test_a_drafter_that_is_no_block_diffusion_model_is_refused_at_the_start(world: Path, golden: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"decoder.drafter.path: .* is of family 'llada', which is not a block-diffusion"
+    ):
+        decoded(world, ALWAYS | {"drafter": {"path": str(golden / "llada")}})
+
+
+def test_a_job_that_names_the_family_of_d2f_gives_the_public_codes_text(golden: Path, tmp_path: Path) -> None:
+    """config.json says `llada`, whose decoders are others."""
+    cases = json.loads((golden / "d2f" / "cases.json").read_text())["cases"]
+    case = next(case for case in cases if case.get("nfe") == 15)
+    options = case["settings"]
+    model = {"path": str(golden / "llada"), "device": "cpu", "tokenizer": "none"}
+    sections: dict[str, Any] = {
+        "decoder": {"kind": "block_diffusion", "block_size": options["block_size"], "tau": options["skip_threshold"]},
+        "rows": [{"id": "a", "ids": case["prompt"]}],
+        "task": {"kind": "complete", "max_new_tokens": len(case["output"]), "ignore_eos": True},
+        "sampling": {"temperature": 0.0},
+    }
+    found = decoded(tmp_path, **sections, model=model | {"family": "d2f_llada"})
+    assert found["a"]["tokens"] == case["output"]
+    with pytest.raises(
+        UserError, match="'block_diffusion' does not run on models of family 'llada'; allowed: stepwise"
+    ):
+        decoded(tmp_path, **sections, model=model)
 
 
 def wrote(folder: Path, case: dict[str, Any], decoder: dict[str, Any]) -> tuple[list[int], dict[str, int]]:

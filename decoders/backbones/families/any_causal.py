@@ -35,6 +35,8 @@ _HOW_TO_RUN: Final = {
     "_attn_implementation",
     "experts_implementation",
     "_experts_implementation",
+    "quantization_config",
+    "compression_config",
 }
 # Frequencies that follow the longest text of a batch. Up to the length of the training they are what they are without it.
 _LONGER_ROPE: Final = {"dynamic", "longrope"}
@@ -162,8 +164,6 @@ def _facts(name: str, config: str) -> CausalFacts:
 
 
 def _check(parsed: Any) -> None:
-    if getattr(parsed, "quantization_config", None):
-        raise ValueError("it has a quantization_config; quantized checkpoints of this family are not read")
     if parsed.is_encoder_decoder or getattr(parsed, "add_cross_attention", False):
         raise ValueError("it has an encoder; supported: decoders alone")
     inner = [key for key in parsed.sub_configs if getattr(parsed, key, None) is not None]

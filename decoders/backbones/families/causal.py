@@ -23,7 +23,7 @@ _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 # Fields about how to run the weights, without effect on what they compute.
 _HOW_TO_RUN: Final = {
     "attn_implementation", "_attn_implementation", "return_dict", "architectures", "transformers_version",
-    "id2label", "label2id", "num_labels", "problem_type",
+    "id2label", "label2id", "num_labels", "problem_type", "quantization_config", "compression_config",
 }  # fmt: skip
 
 
@@ -191,8 +191,6 @@ def _fields(family: CausalFamily, config: Config) -> dict[str, Any]:
 
 
 def _check(family: CausalFamily, config: Config, parsed: Any) -> None:
-    if config.get("quantization_config"):
-        raise ValueError("it has a quantization_config; quantized checkpoints are not read")
     if getattr(parsed, "add_cross_attention", False):
         raise ValueError("add_cross_attention = True; supported: False")
     heads, key_heads = parsed.num_attention_heads, key_value_heads(parsed)

@@ -135,7 +135,6 @@ _LLADA_MOE_FIELDS: Final = {
 _SAME_FIELDS: Final = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts",
     "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias",
-    "quantization_config",
 )  # fmt: skip
 
 

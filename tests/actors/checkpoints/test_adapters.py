@@ -149,6 +149,7 @@ def write_adapter(folder: Path, weights: dict[str, torch.Tensor], settings: dict
     ("name", "settings"),
     [
         ("llada", D2F),
+        ("llada", D2F | {"target_modules": ["ff_proj", "ff_out"]}),
         ("llada_moe", D2F | PATTERNS | {"target_modules": ["k_proj", "o_proj", "gate_proj"]}),
         ("llada2", D2F | {"target_modules": ["query_key_value", "down_proj", "lm_head"]}),
         ("sdar", D2F | PATTERNS | {"target_modules": ["k_proj", "gate_proj", "up_proj"]}),
@@ -184,6 +185,9 @@ def test_an_adapter_of_parts_that_a_diffusion_model_lacks_is_refused(tmp_path: P
     write_adapter(tmp_path / "adapter", weights, D2F)
     shutil.copytree(golden / "llada", tmp_path / "base")
     assert "parts that the model lacks: base_model.model.model.layers.0." in refused(tmp_path)
+    shutil.rmtree(tmp_path / "adapter-merged")
+    copy_changed(golden / "dream", tmp_path / "small", config={"quantization_config": {"quant_method": "fp8"}})
+    assert "the model's checkpoint is quantized" in refused(tmp_path, base="small")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -16,7 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families import any_causal
@@ -33,6 +37,7 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.kernels import find
+from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.support import decode, texts
 
 VOCAB = 61
@@ -68,7 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
     "qwen3_moe": EXPERTS,
     "mixtral": EXPERTS,
-    "gpt_oss": EXPERTS | HALF | {"rope_parameters": YARN},
+    "gpt_oss": EXPERTS | HALF | {"rope_parameters": YARN, "intermediate_size": 64},
     "deepseek_v2": DEEPSEEK | {"topk_method": "greedy", "moe_intermediate_size": 16},
     "deepseek_v3": DEEPSEEK | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
     "minicpm3": MLA,
@@ -165,7 +170,7 @@ def test_lossless_decoders_give_the_text_of_autoregressive(name, temperature, lo
         ("bloom", {}, "its network does not run on rows of tokens"),
         ("bart", {}, "it has an encoder"),
         ("bert", {}, "its attention sees texts in both directions"),
-        ("gemma2", {"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ("gemma2", {"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'; supported: gptq"),
         ("gemma2", {"num_attention_heads": 0}, "gemma2"),
     ],
 )
@@ -176,6 +181,42 @@ def test_a_model_that_cannot_run_is_refused_in_one_line_before_its_weights_are_r
     with pytest.raises(ValueError, match=re.escape(reason)) as refused:
         inspect_model(tmp_path)
     assert str(refused.value).startswith("model.") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gemma2", "int8"), ("phi", "fp8")])
+def test_layers_may_have_small_weights(load, name, kind):
+    folder, _, full = load(name)
+    small: Any = load_backbone(folder, dtype="float32", device="cpu", small=kind)
+    assert small.exact and all(weight.ndim < 2 or "embed" in name for name, weight in small.base.named_parameters())
+    states = []
+    for backbone in (full, small):
+        backbone.allocate(1, 32)
+        states.append(backbone.forward(causal_rows([0], [20], [0], torch.arange(20) % VOCAB)))
+    assert 0 < (states[0] - states[1]).norm() / states[0].norm() < 0.5
+
+
+def test_experts_in_one_tensor_are_not_made_small(load):
+    with pytest.raises(ValueError, match=r"model.weights: int8, but this model has its experts in one tensor; allowed"):
+        load_backbone(load("mixtral")[0], device="cpu", small="int8")
+
+
+def test_a_quantized_checkpoint_is_unpacked(load, tmp_path):
+    folder = load("phi")[0]
+    dense = load_file(folder / "model.safetensors")
+    stored, name = dict(dense), "model.layers.2.mlp.fc1.weight"
+    stored[name] = (dense[name] * 64).to(torch.float8_e4m3fn)
+    stored[f"{name}_scale_inv"] = torch.tensor(1 / 64)
+    dense[name] = stored[name].float() / 64
+    states = []
+    for place, tensors, quantization in (("a", dense, None), ("b", stored, {"quant_method": "fp8"})):
+        shutil.copytree(folder, tmp_path / place)
+        save_file(tensors, tmp_path / place / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+        (tmp_path / place / "config.json").write_text(json.dumps(config))
+        backbone: Any = load_backbone(tmp_path / place, dtype="float32", device="cpu")
+        backbone.allocate(1, 32)
+        states.append(backbone.forward(causal_rows([0], [20], [0], torch.arange(20) % VOCAB)))
+    assert torch.equal(*states)
 
 
 def test_a_type_that_transformers_does_not_have_is_refused_with_the_types_that_can_be_named(tmp_path):
@@ -336,3 +377,57 @@ def test_attention_over_flat_rows_as_kernels_compute_it_gives_the_same_states(na
     flat: Any = load_backbone(folder, dtype="float64", device="cpu")
     assert flat.cache.is_pooled and not plain.cache.is_pooled
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(flat._states(), plain._states(), strict=True))
+
+
+def test_a_model_that_rounds_by_the_size_of_its_batch_runs_and_is_not_called_exact(load, monkeypatch):
+    folder, run = load("granite")[0], AnyCausalBackbone._run
+    monkeypatch.setattr(
+        AnyCausalBackbone, "_run", lambda self, tokens, *more: run(self, tokens, *more) + 1e-6 * len(tokens)
+    )
+    backbone = load_backbone(folder, dtype="float32", device="cpu")
+    assert not backbone.exact
+    with pytest.raises(ValueError, match="the batch changes last bits"):
+        load_backbone(folder, dtype="float32", device="cpu", exact=True)
+
+
+def test_experts_of_fp4_are_read_as_transformers_reads_them(load, tmp_path):
+    """The layout in which gpt-oss is published; the numbers of its experts are few."""
+    folder = load("gpt_oss")[0]
+    config = json.loads((folder / "config.json").read_text())
+    dense, small, generator = load_file(folder / "model.safetensors"), {}, torch.Generator().manual_seed(2)
+    for name, tensor in list(dense.items()):
+        if not re.search(r"experts\.(gate_up|down)_proj$", name):
+            small[name] = tensor
+            continue
+        num_experts, num_in, num_out = tensor.shape
+        shape = (num_experts, num_out, -(-num_in // 32))
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 127, shape, generator=generator, dtype=torch.uint8)
+        small |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for name, weights, more in (
+        ("dense", dense, {}),
+        ("small", small, {"quantization_config": {"quant_method": "mxfp4"}}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file({key: value.contiguous() for key, value in weights.items()}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"intermediate_size": 64} | more))
+    expected, found = (inspect_model(tmp_path / name) for name in ("dense", "small"))
+    assert found == expected
+    states: list[Any] = [load_backbone(tmp_path / name, dtype="float32", device="cpu") for name in ("dense", "small")]
+    assert all(torch.equal(a, b) for a, b in zip(*(one._states() for one in states), strict=True))
+
+
+def test_a_model_is_described_in_a_process_that_loaded_one_of_the_table_before(tmp_path):
+    """torch keeps a list of what makes tensors, from its first use on."""
+    save_random(tmp_path)
+    config = json.dumps(SIZES | FAMILIES["gemma4_text"])
+    code = f"""
+import json, pathlib
+from draftmill.decoders.backbones.families.any_causal import facts
+from draftmill.decoders.backbones.load import load_backbone
+load_backbone(pathlib.Path({str(tmp_path)!r}), device="cpu")
+print(facts("gemma4_text", json.loads({config!r})).head_dim)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "16", found.stderr[-1000:]

@@ -218,7 +218,7 @@ def test_a_tied_checkpoint_takes_its_embeddings_as_output_layer(golden, tmp_path
         ("sdar", {"mask_token_id": 96}, r"model.mask_id: 96 is outside the vocabulary; allowed: 0 .. 95"),
         ("sdar", {"mask_token_id": "<|MASK|>"}, "mask_token_id = '<|MASK|>'; allowed: token ids"),
         ("sdar", {"num_key_value_heads": 3}, "4 heads and 3 key heads do not divide"),
-        ("sdar", {"quantization_config": {"bits": 4}}, "quantized checkpoints are not read"),
+        ("sdar", {"quantization_config": {"bits": 4}}, "quant_method = None; supported: gptq, awq"),
         ("fast_dllm_v2", {"bd_size": "8"}, "bd_size = '8'; allowed"),
         ("fast_dllm_v2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = True"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from draftmill.jobs.forecasting.trial import (
     cut_row,
     estimate_rows,
 )
-from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, trial_lines, validate
+from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, quantized_lines, trial_lines, validate
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
@@ -57,6 +58,35 @@ def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
     assert "5 failed samples: more than `errors` allows (1); the run will end with exit code 3" in said
     assert validate(check_spec(spec | {"errors": {"max_rate": 0.5}})) == 0
     assert "exit code 3" not in capsys.readouterr().out
+
+
+def test_a_dry_run_shows_small_weights_and_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    spec = {
+        "task": {"kind": "complete", "max_new_tokens": 2},
+        "input": {"path": str(tmp_path / "rows.jsonl")},
+        "model": {"path": "builtin:ar-micro", "weights": "int8", "device": "cpu"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    assert validate(check_spec(spec)) == 0
+    said = capsys.readouterr().out
+    numbers = int(re.findall(r"([\d,]+) parameters", said)[0].replace(",", ""))
+    held = float(re.findall(r"CPU, float32, weights int8, ([\d.]+) [kM]B, torch", said)[0])
+    assert numbers / 1e6 < held < 4 * numbers / 1e6
+    assert "exact     true" in said
+
+
+def test_a_dry_run_says_what_a_quantized_checkpoint_takes_once_it_is_unpacked(tmp_path: Path) -> None:
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(700_000))
+    prepared: Any = SimpleNamespace(folder=tmp_path, info=SimpleNamespace(num_parameters=1_000_000))
+    assert list(quantized_lines(prepared)) == [
+        "weights   quantized to 4 bits, 700.0 kB; unpacked when they are loaded: 4.0 MB in float32, 2.0 MB in bfloat16"
+    ]
+    (tmp_path / "config.json").write_text("{}")
+    assert list(quantized_lines(prepared)) == []
 
 
 def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,6 +245,27 @@ def test_exact_models_are_in_the_fingerprint_only_where_they_are_demanded() -> N
     assert place_of(spec_of(COMPLETE, "model.exact=true")).exact and not place_of(spec_of(COMPLETE)).exact
 
 
+def test_small_weights_are_in_the_fingerprint_only_where_they_are_asked_for() -> None:
+    keys = [spec_of(COMPLETE, f"model.weights={kind}").results_key()["model"] for kind in ("auto", "int8", "int4")]
+    assert keys == [{"dtype": "auto"}, *({"dtype": "auto", "small_weights": kind} for kind in ("int8", "int4"))]
+    assert place_of(spec_of(COMPLETE, "model.weights=fp8")).weights == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.dtype=float64"], "model.dtype is float64; allowed: auto"),
+        (["workers.gpus_per_model=2"], "workers.gpus_per_model is above 1; allowed: auto"),
+        (["model.exact=true", "model.device=cuda:1"], "model.exact has other products on a GPU; allowed: auto"),
+    ],
+    ids=str,
+)
+def test_small_weights_are_refused_where_no_product_takes_them(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=f"model.weights: int8, but {message}"):
+        spec_of(COMPLETE, "model.weights=int8", *overrides)
+    spec_of(COMPLETE, *overrides)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

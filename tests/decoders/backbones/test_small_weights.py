@@ -1,0 +1,163 @@
+"""Small weights: their numbers, the same rows in any batch, and lossless decoders on them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.families.shares import Share
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.moe import SoftmaxMixture
+from draftmill.decoders.backbones.small_weights import SmallLinear, shrink_products
+from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
+from tests.decoders.backbones.causal_models import decode_with_rejections, random_tokens, save_random
+from tests.decoders.support import decode, texts, toy_prompts
+
+KINDS = ("int8", "int4", "fp8")
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def small(kind, dtype=torch.float32, *, shape=(48, 128), bias=None):
+    """A small layer, with a buffer, and the weight that it was made of."""
+    weight_MK = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 0.1).to(dtype)
+    weight_MK[3] = 0
+    layer = SmallLinear(weight_MK, bias, kind)
+    layer.buffer = torch.full((weight_MK.numel() + 7,), float("nan"), dtype=dtype)
+    return layer, weight_MK
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_that_of_the_numbers_of_the_codes(kind, dtype):
+    bias_M = torch.linspace(-1, 1, 48).to(dtype)
+    layer, weight_MK = small(kind, dtype, bias=bias_M)
+    scale, code = layer.scale_MG1.double(), layer.code_MK
+    if kind == "int4":
+        halves = torch.stack([code & 15, (code >> 4) & 15], 2).flatten(1)
+        numbers = (halves.double().unflatten(1, (-1, 64)) * scale + layer.low_MG1.double()).flatten(1)
+    else:
+        numbers = code.double() * scale[:, 0]
+    step = {"int8": 1 / 254, "int4": 1 / 12, "fp8": 1 / 16}[kind]  # of the row's or the number's own size
+    largest = weight_MK.double().abs().amax(1, keepdim=True)
+    near = weight_MK.double().abs() if kind == "fp8" else largest
+    rounding = 8 * torch.finfo(dtype).eps * largest + 2**-9 * scale[:, 0]
+    assert ((numbers - weight_MK.double()).abs() <= step * near + rounding).all()
+    rows = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = rows.double() @ numbers.T + bias_M.double()
+    assert (layer(rows).double() - expected).abs().max() <= 16 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+def test_every_fp8_code_is_read_as_torch_reads_it():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]
+    finite = codes.float().isfinite()
+    for dtype in DTYPES:
+        layer = SmallLinear(torch.ones(1, 256, dtype=dtype), None, "fp8")
+        layer.code_MK, layer.buffer = codes, torch.empty(256, dtype=dtype)
+        assert torch.equal(layer._codes()[finite], codes.float()[finite].to(dtype))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_on_a_grid_of_four_bits_keep_their_places(dtype, group):
+    generator = torch.Generator().manual_seed(0)
+    code = torch.randint(2, 14, (48, 256), generator=generator)
+    zero, scale = (torch.rand(48, 256 // group, generator=generator) for _ in range(2))
+    scale = (scale * 0.01 + 0.002).half().float()
+    zero_MK, scale_MK = ((zero * 16).int().repeat_interleave(group, 1), scale.repeat_interleave(group, 1))
+    layer = SmallLinear(((code - zero_MK) * scale_MK).to(dtype), None, "int4")
+    low_MG1 = layer.low_MG1
+    assert low_MG1 is not None and low_MG1.shape[1] == 256 // min(group, 64)
+    codes: Any = layer.code_MK
+    halves = torch.stack([codes & 15, (codes >> 4) & 15], 2).flatten(1)
+    numbers = (halves.double().unflatten(1, (low_MG1.shape[1], -1)) * layer.scale_MG1 + low_MG1).flatten(1)
+    steps = numbers / scale_MK + zero_MK - code
+    assert steps.abs().max() < (1e-5 if dtype == torch.float32 else 0.15)
+
+
+def test_large_products_of_codes_do_not_leave_half_precision():
+    layer = SmallLinear(torch.full((4, 4096), 0.001, dtype=torch.float16), None, "int8")
+    layer.buffer = torch.empty(4 * 4096, dtype=torch.float16)
+    assert layer(torch.full((2, 4096), 8.0, dtype=torch.float16)).isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 1.05), ("int4", 0.65), ("fp8", 1.05)])
+def test_a_layer_holds_its_codes_and_few_other_bytes(kind, most):
+    layer, weight_MK = small(kind, torch.bfloat16)
+    held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
+    assert held <= most * weight_MK.numel()
+
+
+def load(folder, kind, dtype="float32"):
+    return load_backbone(folder, dtype=dtype, device="cpu", small=kind)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neo"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_the_same_bits_in_any_batch(tmp_path, name, kind):
+    sizes = {"n_embd": 96} if name == "gpt2" else {"hidden_size": 96, "intermediate_size": 64, "num_heads": 3}
+    sizes = {key: value for key, value in sizes.items() if key != "num_heads" or name == "gpt_neo"}
+    save_random(tmp_path, name, **sizes)
+    backbone, full = load(tmp_path, kind), load(tmp_path, "auto")
+    assert backbone.exact
+    layers = [part for part in backbone.base.modules() if isinstance(part, SmallLinear)]
+    assert len({id(part.buffer) for part in layers}) == 1
+    texts = {slot: random_tokens(9 + slot, seed=slot) for slot in range(3)}
+    together = decode_with_rejections(backbone, texts, prompts={0: 4, 1: 2, 2: 7})
+    alone = decode_with_rejections(backbone, {1: texts[1]}, prompts={1: 2}, junk_seed=5)
+    assert torch.equal(together[1], alone[1])
+    exact = decode_with_rejections(full, texts, prompts={0: 4, 1: 2, 2: 7})
+    error = (together[0] - exact[0]).norm() / exact[0].norm()
+    assert 0 < error < {"int8": 0.2, "fp8": 0.5, "int4": 0.9}[kind]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_do_not_change_a_text(tmp_path, kind, temperature):
+    save_random(tmp_path, "llama", std=0.12, **SIZES)
+    backbone, info = load(tmp_path, kind), inspect_model(tmp_path)
+    requests = toy_prompts(6, vocab_size=61, longest=40, seed=3)
+    ngram = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
+    sequential, speculative = (
+        decode(backbone, info, settings, Sampling(temperature=temperature), requests, rows=rows, stops=Stops())
+        for settings, rows in (
+            (AutoregressiveSettings(kind="autoregressive"), 1),
+            (SpeculativeSettings(kind="speculative", k=4, drafter=ngram), 4),
+        )
+    )
+    assert texts(sequential) == texts(speculative)
+    assert sum(outcome.nfe for outcome in speculative.values()) < sum(outcome.nfe for outcome in sequential.values())
+
+
+def test_routers_stay_as_they_are_and_experts_become_small():
+    mixture = SoftmaxMixture(64, 32, num_experts=4, num_chosen=2, normalise=True)
+    for parameter in mixture.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    rows_ND = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    expected = mixture(rows_ND)
+    model = nn.Module()
+    model.mixture = mixture
+    shrink_products(model, "int8", torch.device("cpu"))
+    assert type(mixture.gate).__name__ == "UnsetLinear" and isinstance(mixture.experts[3].down_proj, SmallLinear)
+    error = (mixture(rows_ND) - expected).norm() / expected.norm()
+    assert 0 < error < 0.05
+
+
+def test_what_has_no_small_form_is_refused(tmp_path):
+    save_random(tmp_path, "gpt2")  # its width is 24
+    for arguments, message in (
+        ({"small": "int4"}, "int4, but a layer has 24 inputs; allowed: auto, int8, fp8"),
+        ({"small": "int3"}, "'int3'; allowed: auto, int8, int4, fp8"),
+        ({"small": "int8", "dtype": "float64"}, "int8, but model.dtype is float64; allowed: auto"),
+        ({"small": "int8", "share": Share(0, 2)}, "int8, but workers.gpus_per_model is above 1; allowed: auto"),
+    ):
+        with pytest.raises(ValueError, match=f"^model.weights: {message}$"):
+            load_backbone(tmp_path, device="cpu", **arguments)
+    experts = nn.Module()
+    experts.weight = nn.Parameter(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="this model has its experts in one tensor; allowed: auto"):
+        shrink_products(experts, "int8", torch.device("cpu"))
