@@ -5,8 +5,8 @@
 PEFT merges in float32, whatever the checkpoint's dtype, so that `model.dtype` rounds only once. Every weight of the adapter
 must match a weight of the model: PEFT itself only warns about others.
 
-A causal model is built by transformers. Of a masked or block-diffusion model, whose code is not transformers', only the modules
-are built that hold its tensors, under the checkpoint's names: adapters name them so, and merging runs no forward.
+A causal model of the table is built by transformers. Of all others only the modules are built that hold their tensors, under the
+checkpoint's names: adapters name them so, and merging runs no forward.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def _plain_model(family: Family, base: Path) -> Any:
         return model_class.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     config = read_config(base)
     tied = bool(config.get("tie_word_embeddings") or config.get("weight_tying"))
+    if family.any_causal:
+        tied = any("lm_head" in name for name in family.optional(config))
     model: Any = modules_of(load_weights(base, dtype=torch.float32))
     model.config = transformers.PretrainedConfig()
     model.config.tie_word_embeddings = tied
@@ -131,13 +133,13 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
 
 
 def _family(base: Path) -> Family:
-    """The model's family; MergeRefused for two-stream models, whose adapters have no public layout, for those whose tensors only
-    transformers knows, and for quantized checkpoints."""
+    """The model's family; MergeRefused for two-stream models, whose adapters have no public layout, and for quantized
+    checkpoints."""
     config = read_config(base)
     if find_form(config) is not None:
         raise MergeRefused("the model's checkpoint is quantized; an adapter needs one that is not")
     family = find_family(config, "auto")
-    if family.any_causal or not family.rows_are_tokens:
+    if not family.rows_are_tokens:
         names = ", ".join(name for name, known in FAMILIES.items() if known.rows_are_tokens)
         reason = f"this model is of family {family.name!r}"
         raise MergeRefused(f"adapters are supported for models of the families {names}; {reason}")

@@ -16,6 +16,8 @@ from draftmill.actors.checkpoints import made_folders
 from draftmill.actors.checkpoints.merge_adapter import MergeRefused, merge
 from draftmill.actors.checkpoints.models import BUILTIN, _check_adapter, adapter_hash, fetch_model, model_hash
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
 from draftmill.jobs.spec.job_spec import check_spec
@@ -77,6 +79,37 @@ def test_a_merged_model_computes_what_peft_computes(tmp_path: Path, name: str, s
     hidden = play(backbone, {0: in_a_row(TOKENS)})[0]
     torch.testing.assert_close(backbone.logits(hidden), expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(hidden, plain, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more", "targets"),
+    [
+        (
+            "gemma2",
+            {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            ["q_proj", "down_proj"],
+        ),
+        ("phi3", {}, ["qkv_proj", "gate_up_proj"]),
+    ],
+)
+def test_an_adapter_of_a_model_outside_the_table_computes_what_peft_computes(
+    name: str, more: dict[str, Any], targets: list[str], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **heads, **more)).float()
+    model.save_pretrained(tmp_path / "base")
+    adapted = train(model.eval(), tmp_path / "adapter", {"r": 4, "lora_alpha": 8, "target_modules": targets})
+    with torch.no_grad():
+        expected = adapted(torch.tensor([TOKENS])).logits[0]
+    backbone: Any = load_backbone(merged(tmp_path), dtype="float32", device="cpu")
+    backbone.allocate(1, len(TOKENS))
+    found = backbone.logits(backbone.forward(causal_rows([0], [len(TOKENS)], [0], torch.tensor(TOKENS))))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def refused(tmp_path: Path, adapter: str = "adapter", base: str = "base") -> str:
