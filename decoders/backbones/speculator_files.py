@@ -18,7 +18,8 @@ from draftmill.decoders.backbones.families.table import FAMILIES
 from draftmill.decoders.base import ModelInfo
 
 _PATH: Final = "decoder.drafter.path"
-_KINDS: Final = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}
+_BLOCKS: Final = "aux_hidden_state_layer_ids"
+_KINDS: Final = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": _BLOCKS, "dspark": _BLOCKS}
 _LAYERS: Final = ("llama", "qwen3")
 _FLAGS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -28,7 +29,8 @@ class SpeculatorConfig:
     """A head of a `kind`. It reads the target's states after each of `layer_ids` layers, has layers of its own by the config
     `fields` of a family (`parsed` as families/causal.py reads them), and `draft_vocab` tokens. `flags` are the switches of an
     EAGLE-3 head. A DFlash head drafts in blocks: the last token and masks, `block_size` in all, whose first row drafts if
-    `from_anchor`."""
+    `from_anchor`. A DSpark head is one that also adds to a draft's logits what follows from the token before it, by matrices of
+    `markov_rank`, 0 without them; `is_gated` by its state."""
 
     kind: str
     layer_ids: tuple[int, ...]
@@ -40,6 +42,8 @@ class SpeculatorConfig:
     block_size: int
     mask_id: int
     from_anchor: bool
+    markov_rank: int
+    is_gated: bool
 
     @property
     def most_drafts(self) -> int | None:
@@ -54,7 +58,16 @@ class SpeculatorConfig:
             for name, shape in shapes_of(self.family.model_class, self.parsed).items()
         }
         shapes |= {"fc.weight": (width, num_read), "lm_head.weight": (self.draft_vocab, width)}
-        if self.kind == "dflash":
+        if self.kind != "eagle3":
+            rank, markov = self.markov_rank, dict[str, tuple[int, ...]]()
+            if rank:
+                markov = {
+                    "markov_w1.weight": (self.parsed.vocab_size, rank),
+                    "markov_w2.weight": (self.draft_vocab, rank),
+                }
+            if self.is_gated:
+                markov |= {"gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)}
+            shapes |= {f"markov_head.{name}": shape for name, shape in markov.items()}
             return shapes | {"hidden_norm.weight": (width,)}
         for letter in "qkv":
             name = f"layers.0.self_attn.{letter}_proj.weight"
@@ -94,6 +107,12 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
         kind == "eagle3" or is_block,
         f"mask_token_id = {mask!r}, block_size = {size!r}; allowed: an id, and 2 or more",
     )
+    rank: Any = 0
+    form = "vanilla"
+    if kind == "dspark":
+        rank, form = config.get("markov_rank", 256), config.get("markov_head_type", "vanilla")
+    demand(isinstance(rank, int) and rank >= 0, f"markov_rank = {rank!r}; allowed: 0 or more")
+    demand(form in {"vanilla", "gated"}, f"markov_head_type = {form!r}; allowed: vanilla, gated")
     return SpeculatorConfig(
         kind=str(kind),
         layer_ids=tuple(ids or ()),
@@ -104,7 +123,9 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
         flags=frozenset(name for name in _FLAGS if config.get(name)),
         block_size=size,
         mask_id=-1 if mask is None else mask,
-        from_anchor=bool(config.get("sample_from_anchor")),
+        from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
+        markov_rank=rank,
+        is_gated=form == "gated" and rank > 0,
     )
 
 

@@ -7,7 +7,8 @@
 
 The target hands its states over in its own forward (`read`): they are noted in the head's cache, at the slot and column that they
 are of, so whatever happens to the target's columns happens to them. Of an EAGLE-3 head they wait in a further layer of the cache;
-another one keeps what the head itself made of a column. A DFlash head makes keys and values of them at once.
+another one keeps what the head itself made of a column. A DFlash head makes keys and values of them at once. DSpark is a DFlash
+head whose drafts are drawn one after the other, each corrected for the token before it.
 
 Sources: Li et al., "EAGLE-3" (2025); Chen et al., "DFlash" (2026). Legend: N rows, P the same with padding, F joined states of
 layers, H heads, K key heads, X = 2 K.
@@ -30,7 +31,7 @@ from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_row
 from draftmill.decoders.backbones.families.causal import head_width, parse_config
 from draftmill.decoders.backbones.lean_import import lean
 from draftmill.decoders.backbones.load import load_weights
-from draftmill.decoders.backbones.packed import PackedLinear
+from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_pack
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.speculator_files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone, TransformerBackbone
@@ -151,6 +152,7 @@ def shape_of(head: SpeculatorConfig, names: Collection[str], *, target_vocab: in
         "config": parse_config(head.family, head.fields),
     }
     more = {"target_vocab": target_vocab, "num_read": num_read, "names": frozenset(names), "head": head}
+    more["num_last"] = head.parsed.hidden_size + head.markov_rank
     return SimpleNamespace(**vars(head.parsed) | own | more)
 
 
@@ -175,13 +177,18 @@ class Speculator(NetworkBackbone):
     ) -> None:
         device, dtype, num_read = target.device, target.dtype, weights["fc.weight"].shape[1]
         self.speculator, ids_V = head, _target_ids(weights, target.vocab_size)
-        _complete(weights, target, ids_V, is_dflash=head.kind == "dflash")
+        _complete(weights, target, ids_V, is_dflash=head.kind != "eagle3")
+        self.heads = _take_markov(weights, head, exact=exact and device.type != "cpu")
+        """Corrects the states of a DSpark head (engine/rolls.py); None if it is none."""
+        if self.heads is not None:
+            weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], weights.pop("markov_w2")], 1)
         shape = shape_of(head, weights, target_vocab=target.vocab_size, num_read=num_read)
         self._turns = turns_of(shape.config, device)
         named = {name if name.startswith("lm_head.") else f"model.{name}": weights.pop(name) for name in list(weights)}
         named["model.word_embeddings.weight"] = named.pop("model.embed_tokens.weight")
         super().__init__(DraftStack, shape, named, dtype=dtype, device=device, exact=exact)
         self._ids_V, self.vocab_size = ids_V, target.vocab_size
+        self.width = shape.num_last  # of the states that the output layer reads
 
     def forget(self) -> None:
         """Drop the whole cache. An EAGLE-3 head's has two layers more: the target's joined states, and its own."""
@@ -218,6 +225,10 @@ class Speculator(NetworkBackbone):
         final_PD: Tensor = normed_PD
         return final_PD
 
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """What a DSpark head knows of the token before a draft, [R, rank]; else embeddings."""
+        return super().embed(tokens_R) if self.heads is None else self.heads.markov.prev_VR[tokens_R]
+
     @torch.no_grad()
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits [R, V] over the target's ids; those that the head never drafts are impossible."""
@@ -226,6 +237,37 @@ class Speculator(NetworkBackbone):
             return logits_RV
         full_RV = logits_RV.new_full((len(logits_RV), self.vocab_size), -torch.inf)
         return full_RV.index_copy_(1, self._ids_V, logits_RV)
+
+
+class MarkovBias(nn.Module):
+    """Puts what is known of the token before a draft beside the draft's state; the output layer reads both. So the logits get a
+    bias of low rank, which a gate may weigh."""
+
+    def __init__(self, prev_VR: Tensor, gate: nn.Module | None) -> None:
+        super().__init__()
+        self.prev_VR, self.gate = prev_VR, gate
+
+    def forward(self, hidden_RD: Tensor, *, prev_RD: Tensor, **_: Tensor) -> Tensor:
+        """The widened states, [R, D + rank]; `prev_RD` is of the token before each draft."""
+        both = torch.cat([hidden_RD, prev_RD], 1)
+        return both if self.gate is None else torch.cat([hidden_RD, self.gate(both).sigmoid() * prev_RD], 1)
+
+
+def _take_markov(weights: dict[str, Tensor], head: SpeculatorConfig, *, exact: bool) -> Any:
+    """The part of a DSpark head beside its network, as draft heads are given to an engine; None without one. The second matrix
+    stays, as `markov_w2`."""
+    if not head.markov_rank:
+        return None
+    prev_VR, weights["markov_w2"] = (weights.pop(f"markov_head.markov_{name}.weight") for name in ("w1", "w2"))
+    gate: nn.Module | None = None
+    if head.is_gated:
+        weight, bias = (weights.pop(f"markov_head.gate_proj.{name}") for name in ("weight", "bias"))
+        packs = can_pack(weight.dtype, weight.device)
+        gate = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+        gate.load_state_dict({"weight": weight, "bias": bias}, assign=True)
+        if packs or exact:
+            gate = (PackedLinear if packs else FixedLinear)(weight, bias)
+    return SimpleNamespace(markov=MarkovBias(prev_VR, gate))
 
 
 def _target_ids(weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
@@ -245,7 +287,7 @@ def _target_ids(weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
 def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor | None, *, is_dflash: bool) -> None:
     """Give a head what it shares with its target: embeddings, and the rows of the output layer that it drafts. Of a DFlash head
     what its file has of them is stale, but for an output layer of fewer ids."""
-    for name in [name for name in weights if name.startswith(("verifier_", "rotary_emb."))]:
+    for name in [name for name in weights if name.startswith(("verifier_", "rotary_emb.", "confidence_head."))]:
         del weights[name]
     if is_dflash or "embed_tokens.weight" not in weights:
         weights["embed_tokens.weight"] = target.embedding_VD.to(target.dtype)

@@ -378,7 +378,8 @@ class Network(nn.Module):
     def __init__(self, stack: Callable[[Any], nn.Module], shape: Any, *, bias: bool) -> None:
         super().__init__()
         self.config, self.model = shape, stack(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=bias)
+        num_last = getattr(shape, "num_last", shape.hidden_size)
+        self.lm_head = nn.Linear(num_last, shape.vocab_size, bias=bias)
 
     @property
     def base_model(self) -> nn.Module:

@@ -34,7 +34,7 @@ class ModelDrafterSettings(DrafterPlace):
 
 
 class HeadDrafterSettings(DrafterPlace):
-    """A published draft head drafts, trained for this model (EAGLE-3, DFlash; a folder in the format of `speculators`)."""
+    """A published head trained for this model drafts (EAGLE-3, DFlash, DSpark; a folder in the format of `speculators`)."""
 
     kind: Literal["head"]
 

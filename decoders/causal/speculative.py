@@ -37,6 +37,7 @@ from draftmill.decoders.engine.asks import (
     DRAFT,
     FAR,
     JUDGE,
+    MARKOV,
     MODEL,
     NO_DRAFT,
     SEARCH,
@@ -64,11 +65,13 @@ Allot = Callable[[int], Generator[Any, Any, int]]
 
 
 class Block(NamedTuple):
-    """What a head of blocks runs at once: the last token and masks, `size` in all, whose rows from `first` on draft."""
+    """What a head of blocks runs at once: the last token and masks, `size` in all, whose rows from `first` on draft. With
+    `is_chain` one after the other, each corrected for the token before it."""
 
     size: int
     mask: int
     first: int
+    is_chain: bool
 
 
 def speculative(s: Sample, k: int, drafter: Callable[[Sample], Drafter], kind: int, *, searches: bool) -> Decoding:
@@ -119,8 +122,12 @@ def by_head(s: Sample, block: Block | None, allot: Allot) -> Drafter:
             s.nfe_draft += 1
             tokens = [s.tokens[n - 1], *[block.mask] * (block.size - 1)]
             seen = Span(block.size, n - 1, n - 1, n - 1 + block.size, FAR)
-            run = Run(block.first, count, n, DRAFT)
-            answer = yield Ask(tokens, seen, run, [NO_DRAFT] * count, model=1, num_drafts=count)
+            if block.is_chain:
+                yield Ask(tokens, seen, (), (), model=1, num_drafts=count)
+                answer = yield Roll(MARKOV, n, count, block.first, n)
+            else:
+                run = Run(block.first, count, n, DRAFT)
+                answer = yield Ask(tokens, seen, run, [NO_DRAFT] * count, model=1, num_drafts=count)
         else:
             s.nfe_draft += count
             s.cached_draft, read = read, n
@@ -247,7 +254,10 @@ def _with_head(setup: Setup, k: int, allot: Allot, *, is_auto: bool) -> Algorith
     head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
     block = None
     if head.most_drafts is not None:
-        block, k = Block(head.block_size, head.mask_id, not head.from_anchor), min(k, head.most_drafts)
+        block, k = (
+            Block(head.block_size, head.mask_id, not head.from_anchor, head.markov_rank > 0),
+            min(k, head.most_drafts),
+        )
     return Algorithm(
         decode=partial(
             speculative, k=k, drafter=partial(by_head, block=block, allot=allot), kind=JUDGE, searches=is_auto

@@ -66,7 +66,11 @@ def test_the_weights_of_a_head_are_in_the_fingerprint_and_its_place_is_not(tmp_p
     [
         ({}, "builtin:ar-micro", r"fc.weight has shape \(256, 768\); allowed by .*: \(256, 256\)"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "builtin:ar-tiny", r"\[1, 2, 5\]; allowed here: 1 to 4"),
-        ({"speculators_model_type": None}, "builtin:ar-tiny", "speculators_model_type = None; allowed: eagle3, dflash"),
+        (
+            {"speculators_model_type": None},
+            "builtin:ar-tiny",
+            "speculators_model_type = None; allowed: eagle3, dflash, dspark",
+        ),
     ],
 )
 def test_a_head_of_another_model_is_refused_before_the_run(

@@ -14,7 +14,7 @@ import torch
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import ModelCache, Networks, load_networks
 from draftmill.decoders.any_subset.settings import AssdSettings
-from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
+from draftmill.decoders.causal.settings import HeadDrafterSettings, ModelDrafterSettings, SpeculativeSettings
 from draftmill.storage.stores.interface import S3Options
 
 BUILTIN = Path(__file__).parents[3] / "decoders" / "builtin"
@@ -60,6 +60,20 @@ def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wa
     assert take(model_cache, folders[1]).drafter is None and model_cache.loaded == []
     take(model_cache, folders[1], drafter=folders[1])
     assert model_cache.loaded == ["drafter"]
+
+
+@pytest.mark.slow
+def test_a_draft_head_is_loaded_again_where_its_model_is():
+    drafter = HeadDrafterSettings(kind="head", path=str(BUILTIN / "ar-tiny-eagle3"))
+    settings, model_cache = SpeculativeSettings(kind="speculative", drafter=drafter), ModelCache()
+
+    def loaded(dtype: str) -> list[str]:
+        networks = load_networks(BUILTIN / "ar-tiny", place(dtype), settings, S3Options(), model_cache=model_cache)
+        assert networks.drafter is not None and networks.drafter.dtype is networks.backbone.dtype
+        return model_cache.loaded
+
+    assert loaded("float32") == ["model", "drafter"] and loaded("float32") == []
+    assert loaded("float64") == ["model", "drafter"]
 
 
 @pytest.mark.slow

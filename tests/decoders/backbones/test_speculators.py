@@ -68,8 +68,8 @@ def test_an_eagle_head_gives_the_references_logits_from_states_and_from_its_own(
         torch.testing.assert_close(drafted(head, torch.cat(found), arrays), logits_SNV[:, last], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash_anchor"])
-def test_a_dflash_head_gives_the_references_logits_of_a_block(name):
+@pytest.mark.parametrize("name", ["dflash", "dflash_anchor", "dspark", "dspark_gated"])
+def test_a_head_of_blocks_gives_the_references_logits_of_a_block(name):
     model, arrays = target(), read(name)
     # What the file lacks is the target's; of these models the reference's.
     model.embedding_VD.copy_(arrays["embed"])
@@ -82,7 +82,12 @@ def test_a_dflash_head_gives_the_references_logits_of_a_block(name):
         head.read(arrays["states_NF"][:anchor], rows_of(arrays["tokens_N"][:anchor], 0))
         block = rows_of(torch.tensor([int(arrays["tokens_N"][anchor]), *[config.mask_id] * 4]), anchor)
         block = replace(block, high_IN=torch.full_like(block.high_IN, anchor + 5))
-        found_BV = drafted(head, head.logits(head.forward(block)), arrays)
+        hidden_BD = head.forward(block)
+        if config.markov_rank:
+            # Each row speaks of the token after its own, or of its own; the token before that is known.
+            before = (anchor + torch.arange(5) - int(not config.from_anchor)).clamp(min=anchor)
+            hidden_BD = head.heads.markov(hidden_BD, prev_RD=head.embed(arrays["tokens_N"][before]))
+        found_BV = drafted(head, head.logits(hidden_BD), arrays)
         torch.testing.assert_close(found_BV, logits_BV, atol=2e-5, rtol=1e-4)
 
 
@@ -124,7 +129,7 @@ def changed(tmp_path, name, **fields):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("eagle3_llama", {"speculators_model_type": "mtp"}, "'mtp'; allowed: eagle3, dflash"),
+        ("eagle3_llama", {"speculators_model_type": "mtp"}, "'mtp'; allowed: eagle3, dflash, dspark"),
         ("eagle3_llama", {"layers": {"model_type": "qwen3_next"}}, "'qwen3_next'; allowed: llama, qwen3"),
         ("eagle3_llama", {"layers": {"vocab_size": 50}}, "is for 50 ids; the model has 40"),
         ("eagle3_llama", {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "allowed here: 1 to 4"),
@@ -136,6 +141,8 @@ def changed(tmp_path, name, **fields):
         ("eagle3_fc_norm", {"norm_before_fc": True}, "input_norm.weight has shape None; allowed"),
         ("eagle3_qwen3", {"draft_vocab_size": 24}, "lm_head.weight has shape (40, 32)"),
         ("dflash", {"mask_token_id": None}, "mask_token_id = None"),
+        ("dspark", {"markov_head_type": "rnn"}, "markov_head_type = 'rnn'; allowed: vanilla, gated"),
+        ("dspark", {"markov_rank": 8}, "markov_w1.weight has shape (40, 12)"),
         (
             "dflash",
             {"layers": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True}},

@@ -27,7 +27,7 @@ VOCAB = 40
 INFO = token_info(VOCAB)
 AR = AutoregressiveSettings(kind="autoregressive")
 DRAFTER = HeadDrafterSettings(kind="head", path="head")
-HEADS = ("eagle3_llama", "eagle3_qwen3", "dflash", "dflash_anchor")
+HEADS = ("eagle3_llama", "eagle3_qwen3", "dflash", "dflash_anchor", "dspark", "dspark_gated")
 
 
 def target():
@@ -58,7 +58,7 @@ def requests_of(count, *, seed=0, longest=40, shared=0):
 
 def speculate(name, requests, *, k=3, sampling=Sampling(), rows=5, **more):  # noqa: B008
     model, head = pair(name)
-    return decode(model, INFO, spec(k), sampling, requests, rows=rows, drafter=head, **more)
+    return decode(model, INFO, spec(k), sampling, requests, rows=rows, drafter=head, heads=head.heads, **more)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -66,11 +66,14 @@ def speculate(name, requests, *, k=3, sampling=Sampling(), rows=5, **more):  # n
 def test_the_text_is_the_autoregressive_one_for_any_slots_and_lengths(name, temperature):
     requests, sampling = requests_of(9), Sampling(temperature=temperature)
     expected = texts(decode(target(), INFO, AR, sampling, requests))
+    proposed = accepted = 0
     for k, rows in ((1, 1), (3, 4), (8, 16), ("auto", 3)):
         found = speculate(name, requests, k=k, sampling=sampling, rows=rows)
         assert texts(found) == expected
-        proposed, accepted = (sum(getattr(one, name) for one in found.values()) for name in ("proposed", "accepted"))
-        assert (proposed > accepted > 0) or k == "auto"
+        proposed += sum(one.proposed for one in found.values())
+        accepted += sum(one.accepted for one in found.values())
+    # Random heads are rarely right, and at temperature 0 some never.
+    assert proposed > accepted and (accepted > 0 or temperature == 0.0)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -109,12 +112,14 @@ def test_prompts_that_are_shared_or_run_in_chunks_change_no_draft(name):
     assert chunked.stats.prompt_rows_shared > 0
 
 
-@pytest.mark.parametrize("name", ["eagle3_llama", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3_llama", "dflash", "dspark", "dspark_gated"])
 def test_drafts_are_the_choices_of_plain_forwards_of_the_head(name):
     """At temperature 0, over the target's states of all text before the last token; also after drafts that were refused."""
     model, head = pair(name)
     request = Request(0, 1, np.array([5, 6, 7, 8, *[-1] * 32], dtype=np.int32))
-    outcome = decode(model, INFO, spec(4), Sampling(temperature=0.0), [request], drafter=head, trace=True)[0]
+    outcome = decode(
+        model, INFO, spec(4), Sampling(temperature=0.0), [request], drafter=head, heads=head.heads, trace=True
+    )[0]
     prompt, drafted = request.canvas[request.canvas >= 0].tolist(), 0
     for step in outcome.trace[1:]:
         text = [*prompt, *outcome.tokens.tolist()][: step.positions[0]]
@@ -132,11 +137,18 @@ def plain_drafts(model, head, text, count):
         one.allocate(1, n + 16)
     model.tap(head)
     model.forward(causal_rows([0], [n - 1], [0], tokens[:-1]))
-    if config.kind == "dflash":
+    if config.kind != "eagle3":
         masks = torch.full((config.block_size - 1,), config.mask_id)
         rows = causal_rows([0], [config.block_size], [n - 1], torch.cat([tokens[-1:], masks]))
         rows = replace(rows, high_IN=torch.full_like(rows.high_IN, n - 1 + config.block_size))
-        return head.logits(head.forward(rows)).argmax(1)[1 : count + 1].tolist()
+        hidden_BD, first = head.forward(rows), not config.from_anchor
+        if not config.markov_rank:
+            return head.logits(hidden_BD).argmax(1)[first : count + first].tolist()
+        chain = [text[-1]]
+        for row in range(first, count + first):
+            wide_1D = head.heads.markov(hidden_BD[row : row + 1], prev_RD=head.embed(torch.tensor(chain[-1:])))
+            chain.append(int(head.logits(wide_1D).argmax()))
+        return chain[1:]
     rows, drafts = causal_rows([0], [n - 1], [0], tokens[1:]), list[int]()
     while len(drafts) < count:
         rows = replace(rows, position_N=rows.position_N + 1, takes_drafts=bool(drafts))
@@ -145,7 +157,7 @@ def plain_drafts(model, head, text, count):
     return drafts
 
 
-@pytest.mark.parametrize("name", ["eagle3_llama", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3_llama", "dflash", "dspark_gated"])
 def test_captured_forwards_draft_what_others_draft(name, monkeypatch):
     requests = requests_of(6, seed=6)
 
@@ -157,7 +169,8 @@ def test_captured_forwards_draft_what_others_draft(name, monkeypatch):
             sampling=Sampling(temperature=0.5),
             max_rows=3,
             max_tokens=1 << 20,
-            drafter=load_speculator(DATA / name, model),
+            drafter=(head := load_speculator(DATA / name, model)),
+            heads=head.heads,
         )
         engine: Any = build_decoder(setup, spec(3))
         outcomes = run_all(engine, requests)
@@ -172,7 +185,9 @@ def test_captured_forwards_draft_what_others_draft(name, monkeypatch):
     captured = found()
     drop_all()
     assert captured[:2] == expected[:2]
-    assert not expected[2] and len(captured[2]) == 2 and min(captured[2]) > 0
+    # A block whose drafts are drawn one after the other samples nothing in its own forward, and such forwards are not captured.
+    assert not expected[2] and len(captured[2]) == 2 and captured[2][0] > 0
+    assert captured[2][1] > 0 or name == "dspark_gated"
     assert expected[0] == texts(decode(target(), INFO, AR, Sampling(temperature=0.5), requests))
 
 
