@@ -740,7 +740,7 @@ def _models(_: argparse.Namespace) -> int:
         print(f"  {kind:<16} {(settings.__doc__ or '').strip().splitlines()[0]}")
         if names := [name for name in settings.model_fields if name != "kind"]:
             print(f"  {'':<16} settings: {', '.join(names)}")
-    print("builtin models (model.path)")
+    print("builtin models (model.path; a draft head is a drafter's path)")
     for name in builtin_models():
         print(f"  builtin:{name}")
     return 0

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
+from draftmill.actors.checkpoints.models import builtin_models
 from draftmill.actors.rows import text
 from draftmill.actors.rows.text import NotPlain, Tokenizer, load_tokenizer, read_files
 from draftmill.storage.errors import UserError
@@ -142,7 +143,7 @@ def test_what_the_file_itself_asks_for_is_read_and_left_out_as_before(tmp_path: 
     assert read_files(tmp_path).names["pad_token"] == "<pad>"
 
 
-@pytest.mark.parametrize("model", sorted(folder.name for folder in BUILTIN.parent.iterdir() if folder.is_dir()))
+@pytest.mark.parametrize("model", sorted(set(builtin_models()) - {"ar-tiny-eagle3"}))
 def test_the_builtin_tokenizers_are_what_transformers_reads(model: str) -> None:
     check(BUILTIN.parent / model)
 
