@@ -192,9 +192,9 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
     """Raise ValueError where a tensor is missing, unexpected, or of another shape than config.json says."""
     expected, optional = family.weight_shapes(config), family.optional(config)
     full = family.full_names(shapes)
-    shapes = {full[name]: shape for name, shape in shapes.items() if name in full}
+    shapes = {full[name]: shape for name, shape in shapes.items()}
     missing = sorted(expected.keys() - shapes.keys())
-    surplus = sorted(shapes.keys() - expected.keys() - optional)
+    surplus = sorted(name for name in shapes.keys() - expected.keys() - optional if not family.is_unread(name))
     wrong = sorted(name for name in expected.keys() & shapes.keys() if shapes[name] != expected[name])
     for names, problem in ((missing, "lacks the tensors"), (surplus, "has tensors unknown to the family:")):
         if names:

@@ -141,7 +141,7 @@ def _load_module(
     place, stored = "cpu" if family.any_causal or small != "auto" else device, family.causal is None
     weights = load_weights(folder, dtype=None if stored else dtype, device=place, form=find_form(config))
     full = family.full_names(weights)
-    weights = {full[name]: tensor for name, tensor in weights.items() if name in full}
+    weights = {full[name]: tensor for name, tensor in weights.items()}
     kinds: Any = {"exact": exact, "small": small}
     backbone: AnyCausalBackbone | DDiTBackbone | LLaDA2Backbone | TransformerBackbone
     if family.ddit is not None:

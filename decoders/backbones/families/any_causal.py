@@ -89,17 +89,22 @@ def _classes() -> dict[str, str]:
 
 
 def full_names(name: str, names: Iterable[str]) -> dict[str, str]:
-    """Map a checkpoint's names to full ones: those of a bare base model lack its prefix. What no module reads is left out: layers
-    of the training alone, and the buffers of older versions."""
+    """Map a checkpoint's names to full ones: those of a bare base model lack its prefix."""
+    prefix, names = f"{_class(name).base_model_prefix}.", list(names)
+    is_bare = not any(held.startswith(prefix) for held in names)
+    return {held: prefix + held if is_bare and held not in _HEADS else held for held in names}
+
+
+def is_unread(name: str, tensor: str) -> bool:
+    """Whether a tensor that no module has may be left unread: of layers of the training alone, or a buffer of older versions."""
+    patterns = [*(_class(name)._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]
+    return any(re.search(pattern, tensor) for pattern in patterns)
+
+
+def _class(name: str) -> Any:
     from draftmill.decoders.backbones.lean_import import from_transformers
 
-    module_class, names = from_transformers(_classes()[name]), list(names)
-    unread = re.compile("|".join([*(module_class._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]))
-    prefix = f"{module_class.base_model_prefix}."
-    is_bare = not any(held.startswith(prefix) for held in names)
-    return {
-        held: prefix + held if is_bare and held not in _HEADS else held for held in names if not unread.search(held)
-    }
+    return from_transformers(_classes()[name])
 
 
 def parse(name: str, config: Config) -> Any:
@@ -220,7 +225,7 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
     from_transformers("AttentionInterface").register(PROBE, attention)
     ALL_EXPERTS_FUNCTIONS.register(PROBE, lambda module, hidden, index, weight: hidden)
     parsed._attn_implementation = parsed._experts_implementation = PROBE
-    module_class = from_transformers(_classes()[name])
+    module_class = _class(name)
     try:
         with torch.no_grad(), torch.device("meta"):
             model = pin_rotations(module_class(parsed)).eval()

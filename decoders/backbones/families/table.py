@@ -32,10 +32,11 @@ Config = Mapping[str, Any]
 class Family:
     """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have.
 
-    `full_names` maps the names in a checkpoint to those, and leaves out what no module reads. `mask_id` gives the id of the mask
-    token, `has_mask` says whether there is one, `fixed_mask` that users cannot change it, and `mask_token` is its name in a
-    tokenizer, used if config.json has no id; `max_length` reads the longest text from config.json. `shift`, `left_shift`,
-    `prompt_block` and `block_size`, and `ends`, the special tokens that end a turn of a chat, are as in ModelInfo and `stop_ids`.
+    `full_names` maps the names in a checkpoint to those; `is_unread` says which others may be left unread. `mask_id` gives the
+    id of the mask token, `has_mask` says whether there is one, `fixed_mask` that users cannot change it, and `mask_token` is its
+    name in a tokenizer, used if config.json has no id; `max_length` reads the longest text from config.json. `shift`,
+    `left_shift`, `prompt_block` and `block_size`, and `ends`, the special tokens that end a turn of a chat, are as in ModelInfo
+    and `stop_ids`.
     `causal` is set for the families that run on transformers' causal models, `ddit` and `llada2` for those that run on ddit.py
     and llada2.py, and `any_causal` for those that are not in the table. Texts are at most `max_length` tokens if `is_bounded`.
     """
@@ -48,6 +49,7 @@ class Family:
     optional: Callable[[Config], set[str]]
     check: Callable[[Config], object]
     full_names: Callable[[Iterable[str]], dict[str, str]] = lambda names: {name: name for name in names}
+    is_unread: Callable[[str], bool] = lambda name: False
     has_mask: bool = True
     fixed_mask: bool = False
     mask_token: str = ""
@@ -244,6 +246,7 @@ def _outside(name: str) -> Family:
         optional=lambda config: set(known(config).tied),
         check=known,
         full_names=partial(any_causal.full_names, name),
+        is_unread=partial(any_causal.is_unread, name),
         has_mask=False,
         max_length=lambda config: known(config).max_position_embeddings,
         is_bounded=lambda config: known(config).is_bounded,
