@@ -75,7 +75,11 @@ class ModuleBackbone(OnSlots, ABC):
         self.base, self.head = self._stack(model), model.get_output_embeddings()
         inner = [num_out for _, _, num_out, _ in products(self.base)]
         self._inner = max(inner)
-        self.num_weights = sum(num_in * num_out for _, num_in, num_out, _ in products(self.base))
+        mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
+        of_experts = {id(part) for mixture in mixtures for part in mixture.experts.modules()}
+        self.num_weights = sum(
+            num_in * num_out for part, num_in, num_out, _ in products(self.base) if id(part) not in of_experts
+        )
         """Numbers that a row is multiplied with in a forward, apart from experts."""
         self._packed = can_pack(dtype, self.device)
         if self._packed:
@@ -94,7 +98,6 @@ class ModuleBackbone(OnSlots, ABC):
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         on_cpu = self.device.type == "cpu"
         self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner) if on_cpu else 1
-        mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
         for part in mixtures:
             part.padded = self._padded
         is_small = any(isinstance(part, SmallLinear) for part in self.base.modules())

@@ -429,3 +429,9 @@ print(facts("gemma4_text", json.loads({config!r})).head_dim)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert found.stdout.strip() == "16", found.stderr[-1000:]
+
+
+def test_weights_of_experts_are_not_among_those_that_every_row_is_multiplied_with(load):
+    backbone = load("mixtral")[2]
+    attention, router = 2 * 32 * 32 + 2 * 32 * 16, 32 * 4
+    assert backbone.num_weights == 4 * (attention + router)
