@@ -235,4 +235,6 @@ def _load(
     lacking = sorted(set(report["missing_keys"]) - known.tied)
     if lacking:
         raise ValueError(f"model.path: the weights lack {', '.join(lacking[:5])}")
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False  # for losses; they are not there where states are given
     return pin_rotations(model).eval().requires_grad_(False)

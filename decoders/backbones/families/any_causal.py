@@ -230,6 +230,8 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
         with torch.no_grad(), torch.device("meta"):
             model = pin_rotations(module_class(parsed)).eval()
             rows = {"input_ids": torch.zeros(1, 1).long(), "position_ids": torch.zeros(1, 1).long()}
+            if model.get_decoder() is model:
+                raise TypeError("its layers and its output layer are one module")
             model.get_decoder()(**rows, attention_mask=torch.zeros(1, 1, 1, 1), use_cache=False, layout=PROBE)
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -72,7 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
     "qwen3_moe": EXPERTS,
-    "mixtral": EXPERTS,
+    "mixtral": EXPERTS | {"output_router_logits": True},
     "gpt_oss": EXPERTS | HALF | {"rope_parameters": YARN, "intermediate_size": 64},
     "deepseek_v2": DEEPSEEK | {"topk_method": "greedy", "moe_intermediate_size": 16},
     "deepseek_v3": DEEPSEEK | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
