@@ -227,7 +227,9 @@ def bos_id(folder: Path) -> int | None:
 def _special_ids(folder: Path, key: str) -> list[int]:
     """The ids under a key of generation_config.json, else of config.json; only a text's ends may be several."""
     for path in (folder / GENERATION_FILE, folder / "config.json"):
-        value = (_read_object(path) or {}).get(key)
+        held = _read_object(path) or {}
+        text = held.get("text_config")
+        value = held.get(key, text.get(key) if isinstance(text, dict) else None)
         if value is not None:
             ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
             for token in ids:

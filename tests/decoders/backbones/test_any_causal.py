@@ -22,7 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import Scores
-from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.backbones.families import any_causal
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Experts, GivenExperts
@@ -317,6 +317,12 @@ def test_the_text_model_of_a_larger_one_is_read_and_the_rest_left(published, tmp
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, dtype="float32", device="cpu")
     settings, sampling = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
     found = texts(decode(backbone, info, settings, sampling, requests(), rows=3))
+    (tmp_path / "generation_config.json").unlink()
+    config_json = json.loads((tmp_path / "config.json").read_text())
+    config_json.pop("eos_token_id", None)
+    config_json["text_config"]["eos_token_id"] = 7
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    assert stop_ids(tmp_path) == (7,)
     assert info.family == "gemma3_text" and info.num_parameters < sum(part.numel() for part in own.parameters())
     for request in requests():
         prompt = torch.tensor(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
