@@ -228,8 +228,8 @@ def _special_ids(folder: Path, key: str) -> list[int]:
     """The ids under a key of generation_config.json, else of config.json; only a text's ends may be several."""
     for path in (folder / GENERATION_FILE, folder / "config.json"):
         held = _read_object(path) or {}
-        text = held.get("text_config")
-        value = held.get(key, text.get(key) if isinstance(text, dict) else None)
+        text, value = held.get("text_config"), held.get(key)
+        value = text.get(key) if value is None and isinstance(text, dict) else value
         if value is not None:
             ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
             for token in ids:
