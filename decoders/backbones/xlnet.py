@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ class XLNetBackbone(OnSlots):
         self.num_weights = self.num_layers * self.width * (4 * heads_width + 2 * shape.d_inner)
         """Numbers that a row is multiplied with in a forward."""
         is_fixed = exact and self.device.type != "cpu"
-        heads: dict[str, Any] = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
+        heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
         self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)
         self._product: FixedProduct | None = None
         if is_fixed:

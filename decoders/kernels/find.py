@@ -343,20 +343,9 @@ Sample = Callable[..., Tensor]
 _VERDICTS: Final[dict[str, str]] = {}
 
 
-def find_attention(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    num_heads: int,
-    key_heads: int,
-    width: int,
-    relative: bool = False,
-    plain: bool = True,
-    fixed: bool = False,
-) -> Attend | None:
-    """The kernel for heads of this kind; `relative` and `plain` as in attention_problem. If `fixed`, a row has
-    the same bits in any batch, provided that its tiles are fixed, too (Tiling.of)."""
-    heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width, "relative": relative, "plain": plain}
+def find_attention(device: torch.device, dtype: torch.dtype, *, fixed: bool = False, **heads: Any) -> Attend | None:
+    """The kernel for such `heads`, which are the keyword arguments of attention_problem. If `fixed`, a row has the same bits in
+    any batch, provided that its tiles are fixed, too (Tiling.of)."""
     if not _is_used("attention", device, dtype, lambda: attention_problem(device, dtype, **heads)):
         return None
     from draftmill.decoders.kernels.attention import attend
