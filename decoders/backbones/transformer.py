@@ -98,12 +98,7 @@ class ModuleBackbone(OnSlots, ABC):
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         on_cpu = self.device.type == "cpu"
         self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner) if on_cpu else 1
-        for part in mixtures:
-            part.padded = self._padded
-        is_small = any(isinstance(part, SmallLinear) for part in self.base.modules())
-        if mixtures and not is_small and (product := find_product(self.device, dtype, fixed=is_fixed)) is not None:
-            for part in mixtures:
-                part.gather(product)
+        self._prepare_experts(mixtures, fixed=is_fixed)
         self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
         self._attend = find_attention(
             self.device,
@@ -131,6 +126,16 @@ class ModuleBackbone(OnSlots, ABC):
     def _stack(self, model: Any) -> Any:
         """All of a model but its output layer."""
         return model.base_model
+
+    def _prepare_experts(self, mixtures: list[Experts], *, fixed: bool) -> None:
+        """Pad experts' rows as all rows, and multiply all experts at once where there is a kernel for their weights."""
+        for part in mixtures:
+            part.padded = self._padded
+        if not mixtures or any(isinstance(part, SmallLinear) for part in self.base.modules()):
+            return
+        if (product := find_product(self.device, self.dtype, fixed=fixed)) is not None:
+            for part in mixtures:
+                part.gather(product)
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
