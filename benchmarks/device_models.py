@@ -165,9 +165,9 @@ class Bench:
         return int(torch.cuda.mem_get_info()[0]) + kept
 
     def time(self, *functions: Callable[[], object], times: int = 20) -> Time:
-        """The median time of a call. The functions do the same with inputs of their own and are called in turn, so that a
-        call does not read what the one before left in the device's cache. Device events stand around a graph of all calls, or around the calls themselves where
-        they can't be captured."""
+        """The median time of a call. The functions do the same with inputs of their own and are called in turn, so that a call
+        does not read what the one before left in the device's cache. Device events stand around a graph of all calls, or around
+        the calls themselves where they can't be captured."""
         if self.rehearse:
             began_s = time.perf_counter()
             for function in functions:
