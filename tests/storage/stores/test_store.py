@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.storage.errors import StoreError, StoreRefused, UserError
+from draftmill.storage.errors import StoreError, StoreFull, StoreRefused, UserError
 from draftmill.storage.failpoints import FailpointError
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, open_object
 from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
-from draftmill.storage.stores.store import delete_strays, open_store, probe
+from draftmill.storage.stores.store import MemoryStore, delete_strays, open_store, probe
 
 
 def test_what_is_created_is_read_back(store: Store) -> None:
@@ -112,7 +112,16 @@ def test_deleting_frees_the_name(store: Store) -> None:
 
 
 def test_the_probe_trusts_these_stores_and_leaves_nothing(store: Store) -> None:
-    assert probe(store)
+    probe(store)
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("verb", ["create", "replace"])
+def test_the_probe_refuses_a_store_that_ignores_either_condition(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(f"ignores-{verb}")
+    monkeypatch.setattr(store, verb, lambda name, data, **_: store.put(name, data))
+    with pytest.raises(StoreRefused, match=r"^output\.path: memory://.* ignores conditional writes .*; use a store"):
+        probe(store)
     assert list(store.list()) == []
 
 
@@ -170,6 +179,8 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, monkeypa
     with pytest.raises(StoreError, match="No space left"):
         store.create("data/b", b"x")
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
+    with pytest.raises(StoreFull, match=r"^output\.path: .*No space left"):
+        probe(store)
 
 
 def test_a_link_whose_answer_was_lost_is_a_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
