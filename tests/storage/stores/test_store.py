@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -86,6 +89,42 @@ def test_of_many_replacers_of_one_version_exactly_one_wins(store: Store) -> None
         assert len(won) == 1, f"turn {turn}"
         (version,) = won
     assert [stat.name for stat in store.list()] == ["lease"]
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, as some clusters have."""
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_disk_without_locks_replaces_too(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    probe(store)
+    test_replace_needs_the_version_that_was_read(store)
+    store.delete("lease")
+    test_of_many_replacers_of_one_version_exactly_one_wins(store)
+    assert [path.name for path in tmp_path.iterdir()] == ["lease"]
+
+
+def test_a_replacer_killed_before_it_renamed_leaves_a_version_to_replace(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    first = store.create("lease", b"1")
+    code = "import sys\nfrom draftmill.storage.stores.store import open_store\n"
+    code += "open_store(sys.argv[1]).replace('lease', b'killed', etag=sys.argv[2])"
+    environment = os.environ | {"DRAFTMILL_FAILPOINTS": "local.before_rename=kill"}
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path), first.etag], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL and store.get("lease") == b"1"
+    with pytest.raises(Conflict):
+        store.replace("lease", b"2", etag=first.etag)
+    version = store.stat("lease")
+    assert version is not None and store.get("lease") == b"killed", "the other one has won, a little later"
+    store.replace("lease", b"3", etag=version.etag)
+    assert store.get("lease") == b"3"
 
 
 def test_list_gives_finished_objects_in_order_of_names(store: Store) -> None:
