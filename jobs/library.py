@@ -218,13 +218,13 @@ ROWS: Final = "prompts.jsonl"
 
 
 def _loaders() -> Loaders:
-    """Loaders that get hashes of weights and tokenizers only once; each call has other inputs, and its own date."""
+    """Loaders that get a tokenizer only once; each call has other inputs, and its own date."""
     return replace(remembering(), inputs=Loaders().inputs, day=Loaders().day)
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What stays in memory from one call of `generate` to the next: networks, tokenizers, and hashes of weights.
+    """What stays in memory from one call of `generate` to the next: networks and tokenizers.
 
     `files` are those of all checkpoints since, with their sizes and times.
     """
