@@ -6,7 +6,6 @@ A message never repeats a rejected URL: users may paste signed URLs, or password
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,9 +30,6 @@ SCHEMES: dict[str, tuple[str, ...]] = {
     "output.path": ("s3", "memory"),
 }
 """The URL schemes that each key allows, besides local paths (`builtin:` is not a URL)."""
-
-
-_WILD = re.compile(r"[*?\[]")
 
 
 def place_problem(data: Any) -> str | None:
@@ -83,9 +79,8 @@ def among_inputs(inputs: str, output: str) -> bool:
     if len(alternatives := expand_braces(inputs)) > 1:
         return any(among_inputs(alternative, output) for alternative in alternatives)
     inputs, output = _absolute(inputs), _absolute(output)
-    if _WILD.search(inputs):
-        return glob_pattern(inputs).fullmatch(f"{output}/data/unit-00000000.parquet") is not None
-    return is_inside(output, inputs)
+    results = f"{output}/data/unit-00000000.parquet"
+    return is_inside(output, inputs) or glob_pattern(inputs).fullmatch(results) is not None
 
 
 def is_inside(path: str, folder: str) -> bool:
