@@ -207,7 +207,7 @@ class RowUnitIO:
     ) -> None:
         self._job = job
         self._store = open_store(job.store_url, s3=job.s3)
-        self._plan = PlanTable(self._store)
+        self._plan = PlanTable(self._store, job.parts)
         self._tokenizer = tokenizer
         self._maker = maker_for(
             job.task,

@@ -12,7 +12,8 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.rows import InputFile, InputFiles
+from draftmill.storage.runs.unit_table import parts_of
 from draftmill.storage.stores.interface import is_local
 
 
@@ -40,7 +41,8 @@ def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> 
         task=plan.spec.task,  # with the plan's date
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
-        files=tuple(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+        files=InputFiles(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+        parts=parts_of(plan.parts),
         truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
         prompt=plan.spec.prompt,  # with the rows of the examples
