@@ -38,7 +38,7 @@ class ModelPlace:
 class Job:
     """One job, the same for all of its workers.
 
-    `store_url` is the run directory, `conditional` whether its store can reject creating an existing name. `max_rows` and
+    `store_url` is the run directory. `max_rows` and
     `max_tokens` bound a worker's batch, and `prompt_rows` the rows of prompts in one of its forwards; if None, the worker
     chooses, knowing that units have up to `unit_rows` rows.
     `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the serialised Arrow
@@ -49,7 +49,6 @@ class Job:
     s3: S3Options
     fingerprint: str
     code_version: str
-    conditional: bool
     trace: bool
     seed: int
     model: ModelPlace

@@ -345,8 +345,8 @@ def _decode(job: JobSpec, *, quiet: bool) -> list[Row]:
         prepared = prepare(job, store, display, loaders=_KEPT.loaders)
         plan = make_plan(prepared, store, display, epoch=lease.epoch)
         options = RunOptions(local=True, prints=False)
-        finish = decode(Run(job, options, prepared, store, plan, True, lease, stop, display, _KEPT.backend))
+        finish = decode(Run(job, options, prepared, store, plan, lease, stop, display, _KEPT.backend))
     if finish.how != "done":
-        raise_unfinished(store, plan, finish, conditional=True, by_signal=stop.by_signal)
+        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
     tables = tables_of(passes_of(store), plan.schema.names, order="input")
     return [row for table in tables for row in plain_rows(table, plan.keep)]

@@ -7,6 +7,7 @@ finished folder stays. A folder with its final name is always complete.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +23,6 @@ from typing import Any
 
 import draftmill
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.local import lock_file
 
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
@@ -70,7 +70,7 @@ def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock file, if the file system has locks. The file is never deleted: another process may be waiting on it."""
     with path.open("a") as file:
         with suppress(OSError):  # no locks on this file system
-            lock_file(file)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -259,7 +259,6 @@ class RowUnitIO:
                 fingerprint=self._job.fingerprint,
                 code_version=self._job.code_version,
                 pass_=unit.pass_,
-                conditional=self._job.conditional,
                 attempt=unit.attempt,
                 exact=self._exact,
                 trace=_trace_table(unit, samples) if self._job.trace else None,

@@ -17,7 +17,7 @@ from draftmill.storage.runs.unit_table import parts_of
 from draftmill.storage.stores.interface import is_local
 
 
-def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[InputFile] = ()) -> Job:
+def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> Job:
     """The Job for the workers; local paths become absolute, since workers may have another working directory.
 
     `inputs` are the inputs as this session found them, whose content is the plan's: their location and date may have changed.
@@ -29,7 +29,6 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
         s3=spec.s3.options(),
         fingerprint=plan.fingerprint,
         code_version=plan.code_version,
-        conditional=conditional,
         trace=spec.output.trace == "steps",
         seed=spec.seed,
         model=place_of(spec),

@@ -23,8 +23,6 @@ MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255
 """Linux's limits; the error messages of longer paths would be confusing."""
 
-_WILD = re.compile(r"[*?\[]")
-
 
 def place_problem(data: Any) -> str | None:
     """The first problem with a path in a spec (a JobSpec), starting with its key; None if all are valid."""
@@ -75,9 +73,8 @@ def among_inputs(inputs: str, output: str) -> bool:
     if len(alternatives := expand_braces(inputs)) > 1:
         return any(among_inputs(alternative, output) for alternative in alternatives)
     inputs, output = _absolute(inputs), _absolute(output)
-    if _WILD.search(inputs):
-        return glob_pattern(inputs).fullmatch(f"{output}/data/unit-00000000.parquet") is not None
-    return is_inside(output, inputs)
+    results = f"{output}/data/unit-00000000.parquet"
+    return is_inside(output, inputs) or glob_pattern(inputs).fullmatch(results) is not None
 
 
 def is_inside(path: str, folder: str) -> bool:

@@ -70,7 +70,7 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
     reader._seekable.cache_clear()
     tables._open_parquet.cache_clear()
     tables._BATCHES = BatchCache()
-    runner = build_runner(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
+    runner = build_runner(make_job(spec, plan), name="w", node="n", threads=1)
     failures = []
     for size in plan.sizes():
         runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))

@@ -108,6 +108,8 @@ def test_what_is_no_place_is_refused_without_repeating_secrets(key: str, value: 
         ("data/**/*.parquet", "data/run", True),
         ("s3://b/data", "s3://b/data/run", True),
         ("s3://b/data/*/data/*", "s3://b/data/run", True),
+        ("in [a]", "in [a]/run", True),
+        ("x[2024-11].jsonl", "run", False),
         ("data", "data-run", False),
         ("data/rows.jsonl", "data/run", False),
         ("data/*.jsonl", "data/run", False),
