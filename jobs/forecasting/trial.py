@@ -287,7 +287,7 @@ def _build(prepared: Prepared, *, max_rows: int, model_cache: ModelCache | None)
         spec.task,
         spec.decoder,
         spec.sampling,
-        stops=stops_of(spec.task, prepared.folder, prepared.tokenizer, prepared.info),
+        stops=stops_of(spec.task, spec.sampling, prepared.folder, prepared.tokenizer, prepared.info),
         max_rows=max_rows if batching.max_rows == "auto" else batching.max_rows,
         max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
     )
