@@ -6,6 +6,8 @@ import dataclasses
 import glob
 import json
 import os
+import pickle
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -14,7 +16,7 @@ import pytest
 from draftmill.storage.errors import StoreRefused, UserError
 from draftmill.storage.inputs.inputs import format_of, glob_pattern, list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
-from draftmill.storage.inputs.rows import InputFile, default_id
+from draftmill.storage.inputs.rows import InputFile, InputFiles, default_id
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 
@@ -304,3 +306,17 @@ def test_a_dataset_of_the_hub_is_one_input_read_by_row_number(tmp_path: Path, mo
 def test_a_dataset_that_cannot_be_had_is_the_users_error() -> None:
     with pytest.raises(UserError, match=r"^input\.path: hf://nobody/nothing can't be loaded"):
         list_inputs("hf://nobody/nothing")
+
+
+def test_many_inputs_take_little_memory_in_a_worker() -> None:
+    files = [
+        InputFile(f"/in/part-{n}\udcff.txt", f"part-{n}\udcff.txt", n, None, n / 7, "text", sha256="0" * 64)
+        for n in range(20_000)
+    ]
+    sent = pickle.dumps(InputFiles(files))
+    tracemalloc.start()
+    received = pickle.loads(sent)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 20_000 * 300
+    assert (len(received), received[-1], received[3:5]) == (20_000, files[-1], files[3:5])
