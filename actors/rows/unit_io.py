@@ -207,7 +207,7 @@ class RowUnitIO:
     ) -> None:
         self._job = job
         self._store = open_store(job.store_url, s3=job.s3)
-        self._plan = PlanTable(self._store)
+        self._plan = PlanTable(self._store, job.parts)
         self._tokenizer = tokenizer
         self._maker = maker_for(
             job.task,
@@ -259,7 +259,6 @@ class RowUnitIO:
                 fingerprint=self._job.fingerprint,
                 code_version=self._job.code_version,
                 pass_=unit.pass_,
-                conditional=self._job.conditional,
                 attempt=unit.attempt,
                 exact=self._exact,
                 trace=_trace_table(unit, samples) if self._job.trace else None,

@@ -194,7 +194,7 @@ class Plan:
         return self._table().tables(columns)
 
     def _table(self) -> PlanTable:
-        return PlanTable(self.store, parts_of({"parts": self.parts}))
+        return PlanTable(self.store, parts_of(self.parts))
 
 
 def build_plan(

@@ -5,7 +5,6 @@ done set -> workers -> driver and scheduler -> units committed -> manifest
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -32,9 +31,9 @@ from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.runs.commit import done_units, read_record, read_unit, record_commit, write_manifest
+from draftmill.storage.runs.commit import done_units, read_unit, write_manifest
 from draftmill.storage.runs.lease import Lease, this_process
-from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, unit_name
 from draftmill.storage.stores.interface import Store, is_local
 from draftmill.storage.stores.parallel import parallel_map
 
@@ -73,7 +72,6 @@ class Run:
     prepared: Prepared
     store: Store
     plan: Plan
-    conditional: bool
     lease: Lease
     stop: StopFlag
     display: Display
@@ -106,7 +104,7 @@ def decode(run: Run) -> Finish:
 
 
 def _decode_units(run: Run, log: RunLog) -> Finish:
-    done = done_units(run.store, conditional=run.conditional)
+    done = done_units(run.store)
     totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
     left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
     totals.rows_before = run.plan.rows - left.rows
@@ -121,7 +119,7 @@ def _decode_units(run: Run, log: RunLog) -> Finish:
         with run.backend.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals, log)
     if finish.how == "done":
-        _write_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
+        _write_manifest(run, committed, (unit_name(unit) for unit in done if unit not in committed))
     return finish
 
 
@@ -132,7 +130,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
     if run.loads:
         size = size_text(weight_bytes(run.prepared.folder))
         run.display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
-    job = make_job(run.spec, run.plan, conditional=run.conditional, inputs=run.prepared.inputs)
+    job = make_job(run.spec, run.plan, inputs=run.prepared.inputs)
     pool = run.backend.pool(job, allocation)
     demand = run.backend.demand(run.spec)
     limits = limits_of(run.spec)
@@ -214,8 +212,6 @@ IDLE_S = 20.0
 
 def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:
     """Record a unit that a worker reports as committed; StoreError if the worker wrote to another machine's disk."""
-    if not run.conditional:
-        return record_commit(run.store, unit, epoch=run.lease.epoch)
     if is_local(run.store.url) and not run.store.exists(unit.object):
         raise StoreError(
             f"a worker wrote {unit.object}, but not here; on several machines, output.path must be a shared folder or s3://"
@@ -226,17 +222,11 @@ def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:
 # ---- the manifest
 
 
-SETTLE_S = 1.0
-"""Wait before each last look for stray files, in a store that ignores conditional writes."""
-
-
 def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str]) -> None:
     """Write the manifest: this session's units come from the receipts, earlier ones are read from the store."""
     units = committed.facts
     for _, facts in parallel_map(run.store, earlier, lambda name: committed_facts(run, name), reads=True):
         units.add(facts.result())
-    if not run.conditional:
-        _delete_duplicates(run, units)
     write_manifest(
         run.store,
         units,
@@ -248,34 +238,6 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str])
     )
 
 
-def _delete_duplicates(run: Run, units: Iterable[CommittedUnit]) -> None:
-    """Delete the files of duplicate attempts. The names that count are recorded, and all workers have ended.
-
-    The last write of an ended worker may still be in progress in the store: repeat until no more files appear.
-    """
-    counting = {unit.object.removeprefix("data/") for unit in units}
-    _delete_others(run, counting)
-    time.sleep(SETTLE_S)
-    while _delete_others(run, counting):
-        time.sleep(SETTLE_S)
-
-
-def _delete_others(run: Run, counting: set[str]) -> int:
-    """Delete unit files and traces with other names; returns how many. A trace has the same name as its data file."""
-    others = [
-        stat.name
-        for folder in ("data/", "traces/")
-        for stat in run.store.list(folder)
-        if stat.name.removeprefix(folder) not in counting
-    ]
-    for name in others:
-        run.lease.check()  # without the lease delete nothing: the files may belong to our successor
-        run.store.delete(name)
-    return len(others)
-
-
 def committed_facts(run: Run, name: str) -> CommittedUnit:
-    """The facts of a unit that an earlier session committed, from its data file or its record."""
-    if run.conditional:
-        return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
-    return read_record(run.store, name)
+    """The facts of a unit that an earlier session committed."""
+    return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})

@@ -121,9 +121,6 @@ class World:
             fate = fate.replace("pause", "crash")
         if reads and fate == "lost":
             fate = "refused"
-        if fate.startswith("pause") and not self.job.conditional:
-            # Nothing keeps the world still between a look and the write that follows it where conditions are ignored.
-            fate = "pause before" if reads else "pause after"
         self.left = max(0, self.left - 1)
         self.struck.append(f"{process.name}(epoch {process.epoch}): {fate} {verb} {name}")
         return fate
@@ -187,7 +184,6 @@ class World:
             options=options,
             store=store,
             plan=plan,
-            conditional=self.job.conditional,
             lease=lease,
             stop=stop,
             display=Silence(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import yaml
 
 import draftmill
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving import driver
+from draftmill.jobs.driving import driver, ray_session
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
+from draftmill.jobs.library import _as_a_guest
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.interface import S3Options
 from tests.conftest import ROOT
@@ -280,3 +282,15 @@ def test_torchs_threads_and_loggers_are_left_as_they_were(tmp_path: Path) -> Non
     draftmill.run(job_of(tmp_path), local=True, quiet=True)
     assert torch.get_num_threads() == 1
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
+
+
+def test_environment_variables_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setattr(ray_session, "_init", lambda **_: os.environ.update(RAY_CLIENT_MODE="0"))
+    before = dict(os.environ)
+    with pytest.raises(StoreError), _as_a_guest():
+        ray_session._start_local(1, print)
+        assert os.environ["RAY_AUTH_MODE"] == "disabled"
+        raise StoreError("stops")
+    assert dict(os.environ) == before

@@ -234,7 +234,7 @@ def test_a_prune_that_was_suspended_over_its_lease_deletes_nothing_of_the_driver
 
     monkeypatch.setattr(pruning, "failpoint", suspended)
     assert main(["prune", str(base), "--keep", "0", "--yes", "--unfinished"]) == 4
-    assert "is no longer ours" in capsys.readouterr().err
+    assert "was taken over" in capsys.readouterr().err
     assert len(left) == 4 and len(list(run_dir.rglob("*.*"))) == left[-1]
 
 
