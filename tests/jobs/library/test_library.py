@@ -196,9 +196,11 @@ def test_errors_have_the_text_of_the_command_line(
 def test_too_many_failures_raise_and_the_results_can_be_opened(tmp_path: Path) -> None:
     rows = [{"id": str(number), "prompt": "x = 1\n" * 2000, "level": 0} for number in range(3)]
     rows.append({"id": "good", "prompt": "import", "level": 0})
-    with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)$"):
+    with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)\n") as caught:
         draftmill.run(job_of(tmp_path, rows), local=True, quiet=True)
-    assert len(draftmill.open_run(tmp_path / "run").failures()) == 3
+    failures = draftmill.open_run(tmp_path / "run").failures()
+    lines = [f"  {row['error_kind']}: {row['id']}: {row['error']}" for row in failures]
+    assert len(lines) == 3 and str(caught.value).splitlines()[1:] == lines
 
 
 def test_local_and_an_address_exclude_each_other(tmp_path: Path) -> None:
