@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from draftmill.decoders.backbones.rotary import KernelLayers
 from draftmill.decoders.kernels import attention, layers, sampling
 from draftmill.decoders.kernels.products import fixed_product
 from tests.decoders.backbones.causal_models import in_a_row, load, play, random_tokens, save_random, theirs
@@ -72,8 +71,7 @@ def test_layers_with_small_weights_run_between_the_kernels(tmp_path):
     found = []
     for kernels in (False, True):
         if kernels:
-            backbone._attend, backbone.lean = attention.attend, KernelLayers(backbone.base, layers)
-            backbone.lean.join()
+            backbone._attend, backbone.base.kernels = attention.attend, layers
             backbone.forget()
         backbone.allocate(3, 20)
         found.append(play(backbone, {slot: in_a_row(text) for slot, text in texts.items()}))
