@@ -192,9 +192,18 @@ def run(
     return RunResults(find_run(place, s3=job.s3.options()))
 
 
+SET_BY_RUNS: Final = ("RAY_", "PYTHONPATH", "PYTHONBREAKPOINT", "TOKENIZERS_PARALLELISM")
+"""Beginnings of the environment variables that a run sets, or the Ray that it starts."""
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(SET_BY_RUNS)}
+
+
 @contextmanager
 def _as_a_guest() -> Iterator[None]:
-    """Restore torch's number of threads after the block; a signal that stopped a run raises KeyboardInterrupt."""
+    """Restore environment variables and torch's number of threads after the block; a signal raises KeyboardInterrupt."""
+    variables = _variables()
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch else None
     try:
@@ -204,6 +213,9 @@ def _as_a_guest() -> Iterator[None]:
             raise KeyboardInterrupt(str(end)) from None
         raise
     finally:
+        for name in _variables().keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
         if torch is not None:
             torch.set_num_threads(threads)
 
@@ -218,13 +230,13 @@ ROWS: Final = "prompts.jsonl"
 
 
 def _loaders() -> Loaders:
-    """Loaders that get hashes of weights and tokenizers only once; each call has other inputs, and its own date."""
+    """Loaders that get a tokenizer only once; each call has other inputs, and its own date."""
     return replace(remembering(), inputs=Loaders().inputs, day=Loaders().day)
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What stays in memory from one call of `generate` to the next: networks, tokenizers, and hashes of weights.
+    """What stays in memory from one call of `generate` to the next: networks and tokenizers.
 
     `files` are those of all checkpoints since, with their sizes and times.
     """
@@ -333,8 +345,8 @@ def _decode(job: JobSpec, *, quiet: bool) -> list[Row]:
         prepared = prepare(job, store, display, loaders=_KEPT.loaders)
         plan = make_plan(prepared, store, display, epoch=lease.epoch)
         options = RunOptions(local=True, prints=False)
-        finish = decode(Run(job, options, prepared, store, plan, True, lease, stop, display, _KEPT.backend))
+        finish = decode(Run(job, options, prepared, store, plan, lease, stop, display, _KEPT.backend))
     if finish.how != "done":
-        raise_unfinished(store, plan, finish, conditional=True, by_signal=stop.by_signal)
+        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
     tables = tables_of(passes_of(store), plan.schema.names, order="input")
     return [row for table in tables for row in plain_rows(table, plan.keep)]

@@ -223,7 +223,7 @@ def build_parts(
     on_gpu = networks.backbone.device.type != "cpu"
     most = most_canvases(job.task, job.decoder, job.unit_rows)
     max_rows = job.max_rows or auto_rows(most, gpu_rows=rows_of_launches(networks.backbone) if on_gpu else None)
-    stops = stops_of(job.task, folder, tokenizer, info)
+    stops = stops_of(job.task, job.sampling, folder, tokenizer, info)
     decoder = build(
         networks,
         info,

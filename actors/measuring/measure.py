@@ -28,7 +28,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
 from draftmill.storage.runs.records import read_results
-from draftmill.storage.runs.unit_facts import CommittedUnit
+from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
 
@@ -175,7 +175,7 @@ class MeasureRunner:
         columns, errors = columns_of(chosen, rows, answers)
         keys = [(name, sample or 0) for name, sample in zip(*_keys(table), strict=True)]
         failpoint("measure.measured")
-        name = commit_metrics(
+        commit_metrics(
             store,
             unit=place.unit,
             pass_=place.pass_,
@@ -185,8 +185,8 @@ class MeasureRunner:
             code_version=job.code_version,
             errors=errors,
         )
-        failed = len(errors)
-        return CommittedUnit(unit.unit, name, "", len(rows), len(rows) - failed, failed, 0, 0, "")
+        failed, no_file = len(errors), bytes(32).hex()  # the driver needs the counts only
+        return CommittedUnit(unit.unit, unit_name(unit.unit), "", len(rows), len(rows) - failed, failed, 0, 0, no_file)
 
     def _measure_rows(
         self, index: int, rows: Sequence[MeasuredRow | None], wanted: Collection[int]

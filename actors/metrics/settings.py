@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from draftmill.actors.task import as_tuple
-from draftmill.decoders.common_settings import Dtype, Settings
+from draftmill.decoders.common_settings import MODEL, Dtype, Place, Settings
 from draftmill.storage.stores.interface import is_local
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.@-]*$", max_length=100)]
@@ -172,7 +172,7 @@ class Judge(MetricBase):
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision", "device", "max_rows"})
     kind: Literal["judge"]
-    model: Annotated[str, Field(min_length=1)] = Field(description="the judge, found as model.path is")
+    model: Annotated[str, Field(min_length=1), MODEL] = Field(description="the judge, found as model.path is")
     revision: str | None = Field(default=None, description="of a hub model")
     prompt: Column | None = Field(default=None, description="a kept column with the text before the sample's")
     dtype: Dtype = Field(default="auto", description="as in model.dtype")
@@ -249,7 +249,7 @@ class OwnMetric(MetricBase):
     needs_text: ClassVar[bool] = False
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "path"})
     kind: Literal["file"]
-    path: Annotated[str, Field(min_length=1)] = Field(description="the Python file")
+    path: Annotated[str, Field(min_length=1), Place()] = Field(description="the Python file")
     values: Annotated[tuple[Column, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
         default=(), description="keys of the dict that it returns"
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from draftmill.decoders.backbones.families import any_causal
 from draftmill.decoders.backbones.families import blocks as block_families
@@ -28,6 +28,9 @@ from draftmill.decoders.base import ModelInfo, ModelKind
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# More than any published model has; memory is allocated by this number.
+_MOST_POSITIONS: Final = 1 << 24
 
 Config = Mapping[str, Any]
 
@@ -325,6 +328,8 @@ def _max_length(family: Family, config: Config, asked: int | None) -> int | None
         raise ValueError(f"model.path: config.json has draftmill = {ours!r}; allowed: an object")
     held = ours.get("max_length") is not None
     own = numbers(ours, {"max_length": "max_length"}, family.name)["max_length"] if held else None
+    if isinstance(public, int) and public > _MOST_POSITIONS:
+        raise ValueError(f"model.path: config.json has texts of {public:,} tokens; allowed: up to {_MOST_POSITIONS:,}")
     length = next((value for value in (asked, own, public) if value is not None), None)
     if length is not None and public is not None and length > public and family.is_bounded(config):
         raise ValueError(f"model.max_length: {length}, but the model's positions end at {public}")

@@ -28,6 +28,7 @@ from tests.decoders.backbones.causal_models import (
     save_random,
     theirs,
 )
+from tests.golden_data import read_json
 
 TEXTS = {0: random_tokens(14, seed=1), 1: random_tokens(9, seed=2), 2: random_tokens(21, seed=3)}
 PROMPTS = {0: 6, 1: 1, 2: 11}
@@ -125,7 +126,7 @@ def test_candidates_for_one_position_see_their_own_branch_alone(tmp_path, norms_
 def test_the_golden_checkpoint_decodes_as_the_public_code_did(golden):
     folder = golden / "jacobi"
     backbone, arrays = load(folder), load_file(folder / "arrays.safetensors")
-    cases = json.loads((folder / "cases.json").read_text())["cases"]
+    cases = read_json(folder / "cases.json")["cases"]
     for case in (case for case in cases if case["kind"] == "logits"):
         backbone.allocate(1, 32)
         ours = backbone.logits(play(backbone, {0: in_a_row(case["input_ids"])})[0])

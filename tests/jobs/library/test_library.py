@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import yaml
 
 import draftmill
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving import driver
+from draftmill.jobs.driving import driver, ray_session
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
+from draftmill.jobs.library import _as_a_guest
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.interface import S3Options
 from tests.conftest import ROOT
@@ -194,9 +196,11 @@ def test_errors_have_the_text_of_the_command_line(
 def test_too_many_failures_raise_and_the_results_can_be_opened(tmp_path: Path) -> None:
     rows = [{"id": str(number), "prompt": "x = 1\n" * 2000, "level": 0} for number in range(3)]
     rows.append({"id": "good", "prompt": "import", "level": 0})
-    with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)$"):
+    with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)\n") as caught:
         draftmill.run(job_of(tmp_path, rows), local=True, quiet=True)
-    assert len(draftmill.open_run(tmp_path / "run").failures()) == 3
+    failures = draftmill.open_run(tmp_path / "run").failures()
+    lines = [f"  {row['error_kind']}: {row['id']}: {row['error']}" for row in failures]
+    assert len(lines) == 3 and str(caught.value).splitlines()[1:] == lines
 
 
 def test_local_and_an_address_exclude_each_other(tmp_path: Path) -> None:
@@ -280,3 +284,15 @@ def test_torchs_threads_and_loggers_are_left_as_they_were(tmp_path: Path) -> Non
     draftmill.run(job_of(tmp_path), local=True, quiet=True)
     assert torch.get_num_threads() == 1
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
+
+
+def test_environment_variables_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setattr(ray_session, "_init", lambda **_: os.environ.update(RAY_CLIENT_MODE="0"))
+    before = dict(os.environ)
+    with pytest.raises(StoreError), _as_a_guest():
+        ray_session._start_local(1, print)
+        assert os.environ["RAY_AUTH_MODE"] == "disabled"
+        raise StoreError("stops")
+    assert dict(os.environ) == before
