@@ -272,6 +272,13 @@ class Here:
     forget: list[int] = field(default_factory=list)
 
 
+def idle_gpus(device: str) -> int:
+    """How many GPUs of this machine a job in this process leaves idle; none if it decodes on the CPU."""
+    import torch
+
+    return 0 if device == "cpu" else max(0, torch.cuda.device_count() - 1)
+
+
 class LocalPool:
     """Has the methods of draftmill.actors.ray.pool.Pool that the driver needs. `build` makes a runner, like build_runner.
 
