@@ -176,7 +176,7 @@ class Bench:
         run = partial(_call, functions)
         first_ms = _events_ms(run, 3)
         # A short graph would be measured with the events' own time.
-        repeats = 1 + int(_LEAST_MS / first_ms)
+        repeats = 1 + int(_LEAST_MS / max(first_ms, 1e-3))
         if graph := _captured(partial(_call, functions * repeats)):
             return Time(_events_ms(graph.replay, times) / repeats / len(functions), captured=True)
         return Time(_events_ms(run, times) / len(functions), captured=False)
