@@ -25,7 +25,7 @@ from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.families.table import describe, find_family
 from draftmill.decoders.backbones.families.xlnet import xlnet_shape
-from draftmill.decoders.backbones.transformer import TransformerBackbone
+from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
@@ -107,8 +107,8 @@ def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
     if family.rows_are_tokens:
         full = family.full_names(weights)
         named = {full[name]: tensor for name, tensor in weights.items()}
-        assert family.causal is not None, "only models that run on transformers' classes are made here"
-        backbone = TransformerBackbone(family.causal, config, named, dtype=dtype, device=device)
+        assert family.rotary is not None, "only models with rotary positions are made here"
+        backbone = RotaryBackbone(family.rotary(config), family.convert(named), dtype=dtype, device=device)
     else:
         backbone = XLNetBackbone(xlnet_shape(config), weights, dtype=dtype, device=device)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

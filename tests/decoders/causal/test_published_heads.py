@@ -104,14 +104,14 @@ def test_prompts_that_are_shared_or_cut_change_no_result(name, acceptance, promp
         backbone=model,
         info=INFO,
         sampling=Sampling(acceptance=acceptance),
-        max_rows=1,
+        max_rows=8,
         max_tokens=1 << 20,
         drafter=head,
         heads=head.heads,
         trace=True,
     )
-    alone = run_all(build_decoder(setup, spec(3)), requests)
-    together = build_decoder(replace(setup, max_rows=8, prompt_rows=prompt_rows), spec(3))
+    alone = {one.index: run_all(build_decoder(setup, spec(3)), [one])[one.index] for one in requests}
+    together = build_decoder(replace(setup, prompt_rows=prompt_rows), spec(3))
     found = run_all(together, requests)
     assert {index: what_is_exact(one) for index, one in found.items()} == {
         index: what_is_exact(one) for index, one in alone.items()
