@@ -460,11 +460,14 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     says = f"no row has a value in a column {column!r}; the first row has {list_names(there)}"
     held = (field_of(row.values or {}, column) for row in islice(rows_of(), LOOKED_AT) if row.error is None)
     value = next((value for value in held if value is not None), None)
-    if isinstance(value, str):
+    if isinstance(value, str) or (value is not None and name not in TEXT_COLUMNS):
         says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
     elif value is not None:
         says = f"no row has a text in a column {column!r}; the first one that has it holds {type(value).__name__} there"
     return UserError(f"{says}{delimiter_hint(inputs, s3)}", field=f"input.columns.{name}")
+
+
+TEXT_COLUMNS: Final = ("text", "prompt", "completion", "prefix", "suffix", "system")
 
 
 def _expected_column(task: Task, there: dict[str, Any]) -> str:

@@ -82,7 +82,7 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
 
 def test_a_worker_opens_units_without_reading_the_plan(folder: Path) -> None:
     spec, plan, _ = planned(folder)
-    job = make_job(spec, plan, conditional=True)
+    job = make_job(spec, plan)
     (Path(spec.output.path) / PLAN).unlink()  # with many inputs it is hundreds of megabytes
     runner = build_runner(job, name="w", node="n", threads=1)
     runner.add(WorkUnit(0, 0, 8, 0, 1, 1, 0, 8))

@@ -282,6 +282,8 @@ def test_limit_counts_rows_over_all_files(rows: Path) -> None:
         ('{"bo\n{"body": "x"}\n[1]', {}, "input.columns.text", "no row has a value in a column 'text'; the first row has 'body'"),
         ('{"id": "a", "text": 3}\n{"id": "b"}', {}, "input.columns.text",
          "no row has a text in a column 'text'; the first one that has it holds int there"),
+        ('{"n": 3}\n{"ids": [5, 6]}', {"tokens": "ids", "seed": "n"}, "input.columns.tokens",
+         "rows have no value in a column 'ids', and those that have one can't be read for other reasons"),
         ('{"id": 0.5, "text": "x"}\n{"id": "b"}', {"id": "id"}, "input.columns.text",
          "rows have no value in a column 'text', and those that have one can't be read for other reasons"),
     ],
