@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from datetime import date, datetime, time
-from functools import cached_property, partial
+from functools import cached_property, partial, update_wrapper
 from itertools import islice
 from string import Formatter
 from typing import Any, Final, NoReturn, cast
@@ -61,8 +61,8 @@ _MOST_POWER: Final = 4096
 _MOST_BITS: Final = 2**16
 _PERCENT: Final = re.compile(r"%(?:\([^)]*\))?[#0\- +]*([0-9*]*)(?:\.([0-9*]*))?")
 _names: Final = partial(re.findall, r"\w+")
-_INSTANT: Final = frozenset(_names("length count first last default d defined undefined none"))
-"""Filters and tests that take no longer for a long text or list."""
+_INSTANT: Final = frozenset(_names("length count first last default d"))
+"""Filters that take no longer for a long text or list."""
 _SLOW: Final = frozenset(
     _names("title urlize urlencode wordwrap striptags wordcount pprint xmlattr escape e forceescape translate")
 )
@@ -80,7 +80,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(finalize=self._count_print, **settings)
         self._local = threading.local()
         del self.globals["lipsum"]
-        self.tests = {name: self.limit(name, call) for name, call in self.tests.items()}
+        self.tests = {name: self._limit_test(cast("Callable[..., Any]", call)) for name, call in self.tests.items()}
         self.filters = {name: self.limit(name, call) for name, call in self.filters.items()}
         self.filters |= {_STEPS: self._count_passes, _READ: self._read, _WEIGHED: self._weighed, _JOINED: self._join}
 
@@ -115,7 +115,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def limit(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or test that counts its steps and makes no long text."""
+        """A filter that counts its steps and makes no long text."""
         passed, name = int(hasattr(call, "jinja_pass_arg")), "percent" if name == "format" else name
 
         def limited(*args: Any, **kwargs: Any) -> Any:
@@ -125,6 +125,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if passed:
             limited.jinja_pass_arg = call.jinja_pass_arg  # type: ignore[attr-defined]
         return limited
+
+    def _limit_test(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            self._step(1 / _ITEMS_A_STEP)
+            for value in args:
+                self._read(value)
+            return call(*args, **kwargs)
+
+        return update_wrapper(limited, call)
 
     # ---- what is counted
 
@@ -233,7 +242,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 return self._braces(subject, given)
             case "join":  # `items|join(text)`, or `text.join(items)`
                 items, between = (first, len(subject)) if isinstance(subject, str) else (subject, max(texts, default=0))
-                return self._weigh(items) + between * (len(items) if hasattr(items, "__len__") else 0)
+                return self._weigh(items) + between * (len(items) if isinstance(items, Sized) else 0)
             case "replace":
                 times = subject.count(first) if isinstance(subject, str) and isinstance(first, str) else 1
                 return self._weigh(subject) + times * max(texts, default=0)
