@@ -276,7 +276,11 @@ def _checked(value: Any) -> Any:
     try:
         return _FORM.validate_python(value, strict=True)
     except ValidationError as error:
-        _refuse(brief(error.errors()[0]["msg"]))
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"] if part not in ("one", "list", "named"))
+        if first["type"] == "extra_forbidden":
+            _refuse(f"the key {brief(key)} is unknown; allowed: {', '.join(ConstraintSettings.model_fields)}")
+        _refuse(brief(f"{key}: {first['msg']}" if key else first["msg"]))
 
 
 def _refuse(message: str) -> NoReturn:

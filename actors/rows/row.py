@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +16,8 @@ from numpy.typing import NDArray
 from draftmill.actors.task import Columns, Complete, Score
 from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.storage.errors import RowError, list_names
-from draftmill.storage.inputs.lines import is_openai_request
+from draftmill.storage.errors import RowError, brief, list_names
+from draftmill.storage.inputs.lines import is_openai_request, lacks_custom_id
 
 Values = Mapping[str, Any]
 
@@ -51,9 +55,10 @@ def row_id(values: Values, columns: Columns) -> str | None:
         return None
     column = columns.id or "id"
     value = decode_bytes(require(values, column), column)
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+    text = value if isinstance(value, str) else str(value) if isinstance(value, UUID) else whole_number(value)
+    if text is None or text == "":
         raise RowError("bad_row", "read", f"the id {value!r} is neither a string nor a whole number"[:1000])
-    text = str(value)
+    text = str(text)
     if len(text) > MAX_ID_CHARS:
         raise RowError("bad_row", "read", f"the id is longer than {MAX_ID_CHARS} characters")
     return text
@@ -62,18 +67,29 @@ def row_id(values: Values, columns: Columns) -> str | None:
 def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) -> int:
     """Return the sample's 64-bit key; a row's own seed replaces the job's. RowError if the seed is not a 64-bit integer.
 
-    A named column overrides the `seed` of an OpenAI request.
+    A named column, in csv files of texts, overrides the `seed` of an OpenAI request.
     """
     if columns.seed is not None:
-        seed = require(values, columns.seed)
+        seed = decode_bytes(require(values, columns.seed), columns.seed)
+        if isinstance(seed, str) and re.fullmatch(r"[+-]?[0-9]{1,20}", seed.strip()):
+            seed = int(seed)
     else:
         body = values.get("body") if is_openai_request(values) else None
         seed = body.get("seed") if isinstance(body, dict) else None
         if seed is None:
             return sample_key(job_seed, sample_id)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+    number = whole_number(seed)
+    if number is None or not -(2**63) <= number < 2**63:
         raise RowError("bad_row", "read", f"the seed {seed!r} is not a 64-bit whole number"[:1000])
-    return sample_key(seed, sample_id)
+    return sample_key(number, sample_id)
+
+
+def whole_number(value: Any) -> int | None:
+    """The value of a whole number, which a table may have as a decimal; None for anything else."""
+    if is_id(value):
+        return int(value)
+    is_whole = isinstance(value, Decimal) and value.is_finite() and value == value.to_integral_value()
+    return int(value) if is_whole else None
 
 
 def text_of(values: Values, columns: Columns) -> str:
@@ -107,6 +123,8 @@ def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat:
             return string_of(values, column)
     if is_openai_request(values):
         raise _asks_nothing(values.get("body"))
+    if lacks_custom_id(values):
+        raise RowError("missing_column", "read", "an OpenAI request without custom_id; allowed: a text of its own")
     if not chat and values.get("messages") is not None:
         raise RowError("missing_column", "read", "the row has messages; task.chat: true reads them")
     raise missing(values, "prompt")
@@ -132,8 +150,28 @@ def messages_of(values: Values, column: str) -> Messages:
     if not given or not fine:
         raise RowError("bad_messages", "read", f"the column {column!r} is not a list of messages that each have a role")
     return [
-        message | {"content": _content(message["content"])} if "content" in message else message for message in given
+        message
+        | ({"content": _content(message["content"])} if "content" in message else {})
+        | (
+            {"tool_calls": [_call(call) for call in calls]}
+            if isinstance(calls := message.get("tool_calls"), list)
+            else {}
+        )
+        for message in given
     ]
+
+
+def _call(call: Any) -> Any:
+    """A tool call with its arguments as an object, as templates read them; OpenAI's have them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        reason = f"the arguments of a tool call are not JSON: {brief(function['arguments'])}"
+        raise RowError("bad_messages", "read", reason) from None
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def _content(content: Any) -> str | None:

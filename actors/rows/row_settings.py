@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cached_property, partial
 from typing import Any, Final, NoReturn
 
@@ -29,7 +30,7 @@ from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, read_constraint
 from draftmill.actors.rows.penalties import penalties_of
 from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, problems_of
-from draftmill.actors.rows.row import Values, missing
+from draftmill.actors.rows.row import Values, decode_bytes, missing
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import MOST_NEW_TOKENS, Columns, Complete, Score, Task
@@ -343,7 +344,7 @@ def _setting(values: Values, column: str | None, body: Mapping[str, Any], keys: 
     if column is not None:
         if column not in values:
             raise missing(values, column)
-        value = values[column]
+        value = decode_bytes(values[column], column)
         if value is not None and value != "" and not (isinstance(value, float) and math.isnan(value)):
             return column, value
     given = [(key, body[key]) for key in keys if body.get(key) is not None]
@@ -396,7 +397,7 @@ _PENALTIES: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
 
 
 def _spelt(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
         return None
     try:
         number = float(value)

@@ -38,10 +38,11 @@ EXAMPLES = 3
 
 SHOWN_CHARS = 100
 
+MIN_ROWS = 256
 MIN_TURNS = 4
 MIN_S = 10.0
-"""A job with fewer than MIN_TURNS samples per slot, or less than MIN_S seconds of decoding, hardly refills its slots. Its
-efficiency figures would reflect the job's size rather than the machine, so its table leaves them out."""
+"""A job with fewer than MIN_ROWS samples or MIN_TURNS per slot, or less than MIN_S seconds of decoding, hardly refills its slots.
+Its efficiency figures would reflect the job's size rather than the machine, so its table leaves them out."""
 
 
 @dataclass(slots=True)
@@ -175,7 +176,7 @@ def is_small(rows: int, sessions: Sessions) -> bool:
     """Whether a job is too small for efficiency figures."""
     engine, workers = sessions.effort.engine, ratio(sessions.worker_s, sessions.wall_s)
     slots = ratio(engine.slot_steps, engine.steps) * workers
-    return sessions.wall_s < MIN_S or rows < MIN_TURNS * slots
+    return sessions.wall_s < MIN_S or rows < max(MIN_ROWS, MIN_TURNS * slots)
 
 
 def error_rows(results: Results) -> list[tuple[str, str]]:

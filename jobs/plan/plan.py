@@ -48,6 +48,7 @@ from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of, lift
 from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to_json
+from draftmill.storage.inputs.lines import lacks_custom_id
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
@@ -441,6 +442,10 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
         return UserError(
             "rows have no prompt or text, but they have messages, which only a chat reads; allowed: true",
             field="task.chat",
+        )
+    if lacks_custom_id(there):
+        return UserError(
+            "rows are OpenAI requests without custom_id; allowed: a text of its own in each", field="input.path"
         )
     if spec.prompt.template is not None:
         try:

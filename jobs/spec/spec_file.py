@@ -1,9 +1,11 @@
-"""Reads YAML into a plain mapping and applies `a.b=VALUE` overrides to it. Knows none of the spec's keys."""
+"""Reads YAML or JSON into a plain mapping and applies `a.b=VALUE` overrides to it. Knows none of the spec's keys."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Hashable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +106,36 @@ def apply_change(data: dict[str, Any], dotted: str, value: Any, what: str = "") 
 
 
 def parse(text: str, what: str) -> Any:
-    """The data in a YAML text; UserError, whose message `what` begins, if it is not YAML."""
+    """The data in a YAML or JSON text; UserError, whose message `what` begins, if it is neither."""
+    with suppress(ValueError, RecursionError):  # the YAML loader says what is wrong, and where
+        return _read_json(text.removeprefix("\ufeff"))
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{what}: not YAML: {_reason(error)}") from None
     except (KeyError, AttributeError, TypeError):  # PyYAML's errors for a value that does not match its tag
         raise UserError(f"{what}: not YAML: a value does not fit its tag") from None
+
+
+def _read_json(text: str) -> Any:
+    """The data in a JSON object; ValueError for anything else. JSON escapes an emoji as two halves, which YAML refuses."""
+    if not text.lstrip().startswith("{"):
+        raise ValueError("no object")
+    data = json.loads(text, object_pairs_hook=_unique, parse_int=_short_int, parse_constant=_short_int)
+    json.dumps(data, ensure_ascii=False).encode("utf-8")  # half of a UTF-16 pair: UnicodeEncodeError
+    return data
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return dict(pairs)
+
+
+def _short_int(text: str) -> int:
+    if len(text) > 300 or int(text).bit_length() > MAX_INT_BITS:
+        raise ValueError("a number is too long")
+    return int(text)
 
 
 def _reason(error: Exception) -> str:

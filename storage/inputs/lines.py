@@ -48,7 +48,8 @@ class _Line:
 
 
 def _lines(stream: BufferedReader, start: Start) -> Iterator[_Line]:
-    """Yield the lines from here on, at most one of MAX_ROW_BYTES in memory; a UTF-8 mark at the front is dropped."""
+    """Yield the lines from here on, at most one of MAX_ROW_BYTES in memory; UTF-8 marks at the front of a line, where files were
+    joined, are dropped."""
     row, offset = start.row, start.offset
     while data := stream.readline(MAX_ROW_BYTES + 1):
         size = len(data)
@@ -56,8 +57,14 @@ def _lines(stream: BufferedReader, start: Start) -> Iterator[_Line]:
         if too_long:
             size += _skip_line(stream)
         data = data.removesuffix(b"\n").removesuffix(b"\r")
-        yield _Line(row, offset, data.removeprefix(BOM) if offset == 0 else data, too_long)
+        yield _Line(row, offset, _unmarked(data), too_long)
         row, offset = row + 1, offset + size
+
+
+def _unmarked(data: bytes) -> bytes:
+    while data.startswith(BOM):
+        data = data[len(BOM) :]
+    return data
 
 
 def _skip_line(stream: BufferedReader) -> int:
@@ -125,6 +132,13 @@ def is_openai_request(values: Mapping[str, Any]) -> bool:
     """Whether an object is an OpenAI batch request: it has a `custom_id`, and a `body`, a `url`, or nothing else at all."""
     return "custom_id" in values and (
         "body" in values or "url" in values or values.keys() <= {"custom_id", "id", "method"}
+    )
+
+
+def lacks_custom_id(values: Mapping[str, Any]) -> bool:
+    """Whether an object seems to be an OpenAI batch request, but has no `custom_id`."""
+    return (
+        "custom_id" not in values and isinstance(values.get("body"), dict) and bool({"url", "method"} & values.keys())
     )
 
 
@@ -274,10 +288,10 @@ def _has_surrogates(text: str) -> bool:
 def _records(source: _Lines, delimiter: str, row: int) -> Iterator[_Record]:
     """Yield every record from the position of `source` on, the first as number `row`."""
     csv.field_size_limit(2**31 - 1)  # _Lines bounds a record; the module's own 128 kB would fail honest rows
-    while first := source.next_line():
+    while line := source.next_line():
+        offset, first = source.offset - len(line), _unmarked(line)
         if not first.strip(b"\r\n"):
             continue
-        offset = source.offset - len(first)
         used: list[bytes] = []
         try:
             yield row, offset, next(csv.reader(_decode(source, first, used), delimiter=delimiter, strict=True))
@@ -315,8 +329,6 @@ class _Lines:
             self.offset += len(line)
             return line
         line = self._stream.readline(MAX_ROW_BYTES + 1)
-        if self.offset == 0 and line.startswith(BOM):
-            self.offset, line = len(BOM), line[len(BOM) :]
         self.offset += len(line)
         if len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
             self.offset += _skip_line(self._stream)

@@ -11,10 +11,12 @@ file once, whatever its size. It starts again only if a read goes back further t
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import os
 import tempfile
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -137,12 +139,16 @@ def _content_hash(path: Path, mtime_ns: int) -> str:
 
 
 class _Decompressed(io.RawIOBase):
-    """gzip (any number of members) or zstd (any number of frames); unlike the standard library's readers it detects a
-    truncated stream."""
+    """gzip (any number of members, and zeros after them, as of a tape) or zstd (any number of frames)."""
 
     def __init__(self, file: InputFile, source: io.BufferedReader) -> None:
         self._file, self._source = file, source
-        self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), file.compression)
+        is_gzip = file.compression == "gzip"  # Arrow's reader takes no zeros
+        self._stream = (
+            gzip.GzipFile(fileobj=source)
+            if is_gzip
+            else pa.CompressedInputStream(pa.PythonFile(source, mode="r"), file.compression)
+        )
         self._size = 0
 
     def readable(self) -> bool:
@@ -151,7 +157,7 @@ class _Decompressed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._stream.read(len(buffer))
-        except OSError as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise damage_error(self._file, 0, f"{self._file.compression} at byte {self._size}: {error}") from None
         buffer[: len(data)] = data
         self._size += len(data)

@@ -377,17 +377,36 @@ def _portion_rows(batch: pa.RecordBatch, numbers: Sequence[int]) -> Iterator[Row
     except _NO_PYTHON_FORM:
         yield from (_single_row(batch.slice(index, 1), number) for index, number in enumerate(numbers))
         return
+    talks = _conversations(batch.schema)
     for number, value in zip(numbers, values, strict=True):
-        yield Row(number, None, value)
+        yield Row(number, None, value | {name: _without_nulls(value[name]) for name in talks})
 
 
 def _single_row(batch: pa.RecordBatch, number: int) -> Row:
     try:
-        return Row(number, None, batch.to_pylist()[0])
+        value = batch.to_pylist()[0]
+        return Row(number, None, value | {name: _without_nulls(value[name]) for name in _conversations(batch.schema)})
     except UnicodeError as error:
         return failed_row(number, None, "bad_encoding", f"not valid UTF-8: {error}")
     except _NO_PYTHON_FORM as error:
         return failed_row(number, None, "bad_row", f"a value has no Python form: {error}")
+
+
+def _conversations(schema: pa.Schema) -> list[str]:
+    """The columns of lists of messages."""
+    kinds = {field.name: field.type for field in schema if hasattr(field.type, "value_type")}
+    return [
+        name
+        for name, kind in kinds.items()
+        if pa.types.is_struct(kind.value_type) and kind.value_type.get_field_index("role") >= 0
+    ]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow has every key of one message, or of one tool call, in all of them: what is null there is absent here."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _project(table: pa.Table, columns: Columns) -> pa.Table:

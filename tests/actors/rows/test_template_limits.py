@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftmill.actors.rows import chat as template_limits
@@ -33,6 +33,29 @@ HOSTILE = {
     "block": "{% set y %}{% for a in range(9999) %}{{ 'a' * 2**20 }}{% endfor %}{% endset %}{{ y|length }}",
     "data": "{% for a in range(99999) %}" + 9999 * "a" + "{% endfor %}",
     "tojson": "{{ [1]|tojson(indent=10**9) }}",
+    "width of a field": "{{ '{:{}}'.format(1, 10**9) }}",
+    "fields": "{{ ('{0}' * 2**10).format('a' * 2**20) }}",
+    "percents": "{{ ('%s' * 2**10) % ([x] * 2**10) }}{{ ('%s' * 2**10)|format('a' * 2**20) }}",
+    "mapped percent": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "wordwrap": "{{ ('a' * 1000)|wordwrap(1, wrapstring='b' * 10**6) }}",
+    "indent": "{{ ('a\n' * 1000)|indent('b' * 10**6) }}",
+    "join of long items": "{{ (['a' * 10**6] * 1000)|join }}",
+    "join of a generator": "{{ ('a' * 10**4).join(range(10**5)|map('string')) }}",
+    "list of long items": "{{ ['a' * 10**6] * 1000 }}",
+    "tojson of long items": "{{ (['a' * 10**6] * 1000)|tojson }}",
+    "tojson with separators": "{{ ([1] * 10**5)|tojson(separators=('a' * 10**5, ':')) }}",
+    "list of itself": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "sum of lists": "{{ ([['a'] * 10**5] * 1000)|sum(start=[]) }}",
+    "batch": "{% for i in range(10**4) %}{% set x = [1]|batch(10**6, 0)|list %}{% endfor %}",
+    "bytes": "{{ (1).to_bytes(10**9, 'big')|length }}",
+    "round": "{{ 10|round(-10**9) }}",
+    "translate": "{{ ('a' * 10**5).translate({97: 'b' * 10**6})|length }}",
+    "comparisons": "{% set x = 'a' * 2**23 %}{% for i in range(10**5) %}{% if 'b' in x %}{% endif %}{% endfor %}",
+    "slices": "{% set x = 'a' * 2**23 %}{% for i in range(10**5) %}{% set y = x[1:] %}{% endfor %}",
+    "copies": "{% set x = 'a' * 2**23 %}{% for i in range(10**5) %}{% set y = x + 'b' %}{% endfor %}",
+    "slow filters": "{% set x = 'a b ' * 2**17 %}{% for i in range(10**5) %}{% set y = x|title %}{% endfor %}",
+    "numbers": "{% set n = namespace(x=2) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "dates": "{{ strftime_now('%c' * 10**6) }}",
 }
 
 
@@ -41,6 +64,15 @@ HOSTILE = {
 def test_a_template_that_would_hang_or_fill_the_memory_is_stopped(name: str) -> None:
     with pytest.raises(SecurityError, match=r"a template (takes|makes|computes|calls|formats)"):
         ChatTemplate(HOSTILE[name], {})(SAID)
+
+
+def test_lipsum_is_not_there_and_texts_that_are_no_formats_are_not_refused() -> None:
+    with pytest.raises(UndefinedError, match="'lipsum' is undefined"):
+        ChatTemplate("{{ lipsum(n=10**9) }}", {})(SAID)
+    assert (
+        ChatTemplate("{{ '**%s** of 1000000' % 'x' }}{{ '{0}{a:>3}'.format(1, a=2) }}", {})(SAID)
+        == "**x** of 10000001  2"
+    )
 
 
 def test_each_rendering_has_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,20 @@ def test_a_message_shows_the_beginning_of_a_long_value(quote: str) -> None:
         check_spec(spec)
     message = str(caught.value)
     assert len(message) < 300 and "x" in message and "allowed: auto, cpu, cuda, cuda:N" in message
+
+
+def test_a_spec_that_json_wrote_is_read_as_json(tmp_path: Path) -> None:
+    data = {"prompt": {"system": "\U0001f600 \x7f"}, "seed": 1, "on": "yes", "a": 1e-3, "b": None}
+    for text in (json.dumps(data), json.dumps(data, indent="\t"), "\ufeff" + json.dumps(data)):
+        (tmp_path / "job.json").write_text(text, encoding="utf-8")
+        assert read_mapping(tmp_path / "job.json") == data
+    for text, message in (
+        ('{"a": 1, "a": 2}', "line 1, column 10: the key 'a' occurs twice"),
+        ('{"a": "\\ud83d"}', "half of a UTF-16"),
+        (f'{{"a": {10**400}}}', "a number is too long"),
+    ):
+        (tmp_path / "job.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_mapping(tmp_path / "job.json")
+    (tmp_path / "job.json").write_text("{a: 1, b: [NaN, {c: 2}]}")
+    assert read_mapping(tmp_path / "job.json") == {"a": 1, "b": ["NaN", {"c": 2}]}

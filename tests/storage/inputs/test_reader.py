@@ -479,3 +479,20 @@ def test_rows_come_from_s3_as_from_disk(s3_store: S3Store, s3_url: str, s3_optio
         rows = list(iterate(file, s3=s3_options))
         assert [row.values for row in rows] == values
         check_again(file, rows, s3=s3_options)
+
+
+def test_zeros_behind_a_gzip_file_are_padding(tmp_path: Path) -> None:
+    data = gzip.compress(b'{"a": 1}\n') + b"\0" * 512 + gzip.compress(b'{"a": 2}\n') + b"\0" * 100_000
+    assert kinds(rows_of(tmp_path / "a.jsonl.gz", data)) == [{"a": 1}, {"a": 2}]
+    for damaged in (data[:20], gzip.compress(b'{"a": 1}\n')[:-3], data + b"x"):
+        with pytest.raises(UserError, match="damaged or not jsonl"):
+            rows_of(tmp_path / "a.jsonl.gz", damaged)
+
+
+def test_marks_of_files_that_were_joined_are_dropped(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    lines = mark + mark + b'{"a": 1}\n' + mark + b'{"a": 2}\n' + mark + b"\n" + mark
+    assert kinds(rows_of(tmp_path / "a.jsonl", lines)) == [{"a": 1}, {"a": 2}]
+    assert kinds(rows_of(tmp_path / "a.csv", mark + b"a\n1\n" + mark + b"2\n")) == [{"a": "1"}, {"a": "2"}]
+    texts = mark + b"one\n" + mark + "x\ufeff\uff46\n".encode()
+    assert kinds(rows_of(tmp_path / "a.txt", texts)) == [{"text": "one"}, {"text": "x\ufeff\uff46"}]
