@@ -52,9 +52,9 @@ _FORMS: Final = {
     **dict.fromkeys(("$defs", "definitions"), "unread"),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains"), "count"),
     **dict.fromkeys(("minProperties", "maxProperties"), "count"),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "number"),
     **{"$ref": "ref", "type": "types", "enum": "values", "const": "value", "pattern": "pattern", "format": "format"},
-    **{"required": "names", "dependentRequired": "names of", "uniqueItems": "flag"},
+    **{"required": "names", "dependentRequired": "names of", "uniqueItems": "flag", "multipleOf": "positive"},
 }
 """What each keyword that is kept must be."""
 _SAYS_NOTHING: Final = frozenset(
@@ -209,6 +209,7 @@ def _wrong_value(form: str, value: Any) -> str | None:
         "unread": (is_object, "an object with schemas"),
         "count": (is_number and value >= 0 and value == int(value), "a whole number from 0 on"),
         "number": (is_number, "a number"),
+        "positive": (is_number and value > 0, "a number above 0"),
         "ref": (is_text, "a text such as #/$defs/name"),
         "types": (value in kinds if is_text else bool(value) and _are_texts(value, kinds), ", ".join(sorted(kinds))),
         "values": (is_list and len(value) > 0, "a list of one value or more: nothing satisfies an empty one"),
@@ -506,8 +507,7 @@ class _Places:
             _refuse(at, "patternProperties", f"{len(patterns)} patterns; allowed: 6")
         free = counted(WRITABLE, 0, None)
         if names:
-            exact = either(sequence(*(Chars(((ord(sign), ord(sign)),)) for sign in name)) for name in sorted(names))
-            free = both(free, negated(dfa_of(exact, in_bytes=False)))
+            free = both(free, _none_of_texts(sorted(names)))
         is_open = any("additionalProperties" in own for own, _ in flat) or not any(
             own.keys() & {"properties", "patternProperties", "required"} for own, _ in flat
         )
@@ -542,11 +542,9 @@ class _Places:
 _ARRAY_COMMA, _ARRAY_END = sequence(b",", _SPACE), sequence(_SPACE, b"]")
 _OBJECT_END: Final = sequence(_SPACE, b"}")
 _APART: Final = frozenset(
-    {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "const", "enum", "$defs", "definitions"}
-) | {
-    "dependentRequired",
-    "dependentSchemas",
-}
+    {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "const", "enum"}
+    | {"$defs", "definitions", "dependentRequired", "dependentSchemas"}
+)
 
 
 def _refuse(at: str, key: str, reason: str) -> NoReturn:
@@ -575,6 +573,12 @@ def _not(item: Item) -> Item:
 def _spelled(text: str) -> bytes:
     """A string as JSON writes it."""
     return json.dumps(text, ensure_ascii=any(0xD800 <= ord(sign) < 0xE000 for sign in text)).encode()
+
+
+def _none_of_texts(texts: Sequence[str]) -> Dfa:
+    """Every other text."""
+    exact = either(sequence(*(Chars(((ord(sign), ord(sign)),)) for sign in text)) for text in texts)
+    return negated(dfa_of(exact, in_bytes=False))
 
 
 def _plain(text: bytes) -> bytes:
@@ -699,9 +703,7 @@ def _string(flat: Any, *, is_loose: bool) -> Node | None:
     machines = [machine_of(pattern, is_search=True) for pattern in _given(flat, "pattern")]
     machines += [] if is_loose else [machine_of(FORMATS[name]) for name in _given(flat, "format")]
     machines += [negated(machine_of(pattern, is_search=True)) for pattern in _given(flat, "~pattern")]
-    for texts in _given(flat, "~="):
-        exact = either(sequence(*(Chars(((ord(sign), ord(sign)),)) for sign in text)) for text in texts)
-        machines.append(negated(dfa_of(exact, in_bytes=False)))
+    machines += [_none_of_texts(texts) for texts in _given(flat, "~=")]
     if (allowed := _allowed(flat)) is not None:
         return either(
             _spelled(text)
@@ -759,7 +761,7 @@ def _decimals(
     A state has: what was read last, whether there was a minus, the digits that count, for each bound the digits compared so far
     and what they say, the remainder by each multiple, the digits after the point, and whether one of them is not zero.
     """
-    sizes = [f"{abs(bound):f}".partition(".")[::2] for bound, _ in bounds]
+    sizes = [f"{bound.copy_abs():f}".partition(".")[::2] for bound, _ in bounds]
     wholes, parts = [whole.lstrip("0") or "0" for whole, _ in sizes], [part.rstrip("0") for _, part in sizes]
     moduli = list[tuple[int, int, bool]]()
     for value, is_one in multiples:
