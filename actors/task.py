@@ -93,7 +93,7 @@ class Columns(Settings):
 class ConstraintSettings(Settings):
     """What a generated text must match as a whole: exactly one of these."""
 
-    regex: Spelling | None = Field(default=None, description="a regular expression, in the syntax of Rust's regex")
+    regex: Spelling | None = Field(default=None, description="a regular expression, which the whole text matches")
     choice: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
         default=None, description="one of these texts"
     )
@@ -102,12 +102,20 @@ class ConstraintSettings(Settings):
         Place(other=r"\s*\{[\s\S]*"),
     ] = Field(default=None, description="a JSON Schema, or a file that holds one")
     grammar: Spelling | None = Field(default=None, description="a Lark grammar (causal models)")
+    ignore: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple)] = Field(
+        default=(), description="keywords of the JSON Schema that texts need not satisfy"
+    )
     name: Spelling | None = Field(default=None, description="its name in the results; null: its kind")
 
     @property
     def kind(self) -> str:
         """Which of them it is."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
+
+    @property
+    def shown(self) -> str:
+        """What the results call it."""
+        return f"{self.name or self.kind}{' without ' if self.ignore else ''}{' and '.join(self.ignore)}"
 
     @model_validator(mode="after")
     def _one_kind(self) -> ConstraintSettings:
@@ -116,6 +124,8 @@ class ConstraintSettings(Settings):
             raise ValueError(
                 f"a constraint has {' and '.join(given) or 'no kind'}; allowed: one of {', '.join(CONSTRAINTS)}"
             )
+        if self.ignore and self.json_schema is None:
+            raise ValueError("ignore: is for keywords of a json_schema; allowed: leave it out")
         return self
 
 

@@ -4,9 +4,9 @@
     a row's own         its column (an object, a list or JSON text), or the body of an OpenAI request
 
     regex               as it is: it must match the whole text of a hole
-    choice              a regex of alternatives
+    choice              one of some texts
     grammar             a Lark grammar, by llguidance (causal models)
-    json_schema         a regex by outlines-core, with the keywords below; properties come in their order
+    json_schema         see decoders/constraints/json_schema.py
 
 An automaton is built when a row first needs it. A worker keeps the latest ones, as far as they fit into memory.
 """
@@ -14,7 +14,6 @@ An automaton is built when a row first needs it. A worker keeps the latest ones,
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,9 +25,12 @@ from pydantic import TypeAdapter, ValidationError
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Constraints, ConstraintSettings
 from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.constraints import json_schema
 from draftmill.decoders.constraints.automaton import Automaton, Vocabulary, automaton_of
 from draftmill.decoders.constraints.constraint import Constraint
+from draftmill.decoders.constraints.expressions import Node, Text, either
 from draftmill.decoders.constraints.grammar import Grammar
+from draftmill.decoders.constraints.regex import machine_of
 from draftmill.storage.errors import RowError, brief
 
 if TYPE_CHECKING:
@@ -36,16 +38,6 @@ if TYPE_CHECKING:
 
 _FIELD: Final = "constraint"
 _MOST_BYTES: Final = 1 << 28
-_NESTING: Final = frozenset({"properties", "anyOf", "prefixItems", "items", "$ref", "$defs", "definitions"})
-_KEYWORDS: Final = frozenset(
-    {"type", "required", "additionalProperties", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format"}
-    | {"enum", "const", "title", "description", "default", "examples", "$schema", "$id", "$comment"}
-)
-"""What the expression of a schema keeps, and what says nothing of a value."""
-_FORMATS: Final = frozenset({"date", "time", "date-time", "uuid"})
-# JSON Schema's patterns are ECMAScript's, where these are ASCII; in the library's they are Unicode.
-_ASCII: Final = re.compile(r"(?<!\\)((?:\\\\)*)\\([dw])")
-_CLASSES: Final = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
 _PROBES: Final = ("a b", " the 12, (x)", "é\n")
 _FORM: Final[TypeAdapter[Any]] = TypeAdapter(Constraints)
 _OPENAI: Final = {"guided_regex": "regex", "guided_choice": "choice", "guided_json": "json_schema"}
@@ -58,13 +50,13 @@ class ConstraintMaker:
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, ends: Sequence[int]) -> None:
         self._tokenizer, self._ends, self._vocab_size = tokenizer, tuple(ends), info.vocab_size
         self._is_causal = info.kind == "causal"
-        self._automata = OrderedDict[str, Automaton | Grammar | str]()
+        self._automata = OrderedDict[ConstraintSettings, Automaton | Grammar | str]()
 
     def applied(self, canvas: Canvas) -> Canvas:
         """The canvas with an automaton for each of its holes' constraints; RowError if a hole can't be filled so."""
         row, rules, lengths = canvas.infilling, canvas.rules, canvas.limits
         automata = [None if rule is None else self.compiled(rule) for rule in rules]
-        name = ", ".join(dict.fromkeys(rule.name or rule.kind for rule in rules if rule is not None)) or None
+        name = ", ".join(dict.fromkeys(rule.shown for rule in rules if rule is not None)) or None
         parts = [(automaton,) for automaton in automata] if row is not None else [tuple(automata)]
         made = [Constraint(part, self._ends) for part in parts]
         if canvas.lengths is not None:
@@ -102,17 +94,14 @@ class ConstraintMaker:
 
     def compiled(self, rule: ConstraintSettings) -> Automaton | Grammar:
         """The automaton of a constraint, or its grammar; RowError if there is none, or if no text of these tokens matches."""
-        expression = rule.grammar or expression_of(rule)
-        found = self._automata.pop(expression, None)
+        key = rule.model_copy(update={"name": None})
+        found = self._automata.pop(key, None)
         if found is None:
             try:
-                if rule.grammar:
-                    found = self._grammar(rule.grammar)
-                else:
-                    found = automaton_of(expression, self._vocabulary)
+                found = self._grammar(rule.grammar) if rule.grammar else automaton_of(node_of(rule), self._vocabulary)
             except ValueError as error:
                 found = str(error)
-        self._automata[expression] = found
+        self._automata[key] = found
         while sum(each.num_bytes for each in self._automata.values() if isinstance(each, Automaton)) > _MOST_BYTES:
             if len(self._automata) == 1:
                 break
@@ -147,71 +136,17 @@ class ConstraintMaker:
         return spelled
 
 
-def expression_of(rule: ConstraintSettings) -> str:
-    """The regular expression of a constraint; RowError if it has none."""
-    if rule.regex is not None:
-        return rule.regex
-    if rule.choice is not None:
-        return "|".join(map(re.escape, rule.choice))
-    if rule.json_schema is None:
-        _refuse("a grammar has no regular expression")
-    from outlines_core.json_schema import build_regex_from_schema
-
-    schema = json.loads(rule.json_schema)
-    _check_schema(schema, schema, ())
+def node_of(rule: ConstraintSettings) -> Node | None:
+    """The texts that match a constraint, None if it is a grammar or there are none; RowError with all reasons against it."""
     try:
-        expression: str = build_regex_from_schema(rule.json_schema)
-    except Exception as error:  # noqa: BLE001 - the library raises anything
-        _refuse(f"json_schema: {brief(str(error))}")
-    return _ASCII.sub(lambda match: match[1] + _CLASSES[match[2]], expression)
-
-
-def _check_schema(schema: Any, root: Any, refs: tuple[str, ...]) -> None:
-    """RowError for what the library would leave out of the expression without a word: then texts could break the schema."""
-    if not isinstance(schema, Mapping):
-        _refuse(f"json_schema: {brief(str(schema))}; allowed: an object")
-    for key, value in schema.items():
-        match key:
-            case "properties" | "$defs" | "definitions":
-                parts = list(value.values()) if key == "properties" else []
-            case "anyOf" | "prefixItems":
-                parts = list(value)
-            case "items":
-                parts = [value]
-            case "$ref":
-                if value in refs:
-                    _refuse(f"json_schema: {value!r} refers to itself, and no regular expression is recursive")
-                _check_schema(_referred(value, root), root, (*refs, value))
-                parts = []
-            case _:
-                _check_keyword(key, value, schema)
-                parts = []
-        for part in parts:
-            _check_schema(part, root, refs)
-
-
-def _referred(ref: str, root: Any) -> Any:
-    place = root
-    for name in ref.removeprefix("#").split("/")[1:]:
-        place = place.get(name) if isinstance(place, Mapping) else None
-    if not ref.startswith("#") or place is None:
-        _refuse(f"json_schema: {ref!r} is nowhere in the schema; allowed: a reference such as #/$defs/name")
-    return place
-
-
-def _check_keyword(key: str, value: Any, schema: Mapping[str, Any]) -> None:
-    if key not in _KEYWORDS:
-        _refuse(f"json_schema: {key!r} can't be kept; allowed: {', '.join(sorted(_KEYWORDS | _NESTING))}")
-    if key in {"minLength", "maxLength"} and schema.keys() & {"pattern", "format"}:
-        _refuse(
-            f"json_schema: {key!r} can't be kept beside pattern or format; allowed: a pattern that says it, as [a-z]{{2,5}}"
-        )
-    if key == "format" and value not in _FORMATS:
-        _refuse(
-            f"json_schema: the format {value!r} can't be kept; allowed: {', '.join(sorted(_FORMATS))}, or a pattern"
-        )
-    if key == "additionalProperties" and isinstance(value, Mapping) and "properties" not in schema:
-        _refuse("json_schema: additionalProperties can't be kept without properties; allowed: name the properties")
+        if rule.regex is not None:
+            machine = machine_of(rule.regex)
+            return None if machine is None else Text(machine)
+        if rule.choice is not None:
+            return either(text.encode() for text in rule.choice)
+        return None if rule.json_schema is None else json_schema.node_of(json.loads(rule.json_schema), rule.ignore)
+    except (ValueError, RecursionError) as error:
+        _refuse(f"{rule.kind}: {error if isinstance(error, ValueError) else 'is nested too deeply'}")
 
 
 Rules = tuple[ConstraintSettings | None, ...]
@@ -266,8 +201,10 @@ def constraint_of_body(body: Mapping[str, Any]) -> Any:
             found["json_schema"] = schema.get("schema")
             if schema.get("name"):
                 found["name"] = schema["name"]
+        case "json_object":
+            found |= {"json_schema": {"type": "object"}, "name": "json_object"}
         case other:
-            message = f"response_format: {brief(str(other))} is not supported; allowed: text, json_schema"
+            message = f"response_format: {brief(str(other))} is not supported; allowed: text, json_schema, json_object"
             raise RowError("unsupported", "read", message)
     return _checked(found) if found else None
 

@@ -5,17 +5,18 @@
     tokens       "-" "-1" "12" "7" ..     0 -("-1")-> 2      0 -("12")-> 3     a token's bytes, one after the other
     least        0: 1    1: 1    2: 0    3: 0      the fewest tokens to an end
 
-The library outlines-core compiles the expression to an automaton over bytes, and a JSON schema to an expression. What follows is
-done for all states at once: they walk a tree of the vocabulary's beginnings, so that a beginning that leads nowhere is left
-out with all that begins so. Most tokens differ in nothing that an expression asks for, so edges are kept for classes of tokens.
+expressions.py has the automata over bytes. Most tokens differ in nothing that an expression asks for, so edges are found and kept
+for classes of tokens.
 
 Edges that lead to no end are left out, and so are all tokens that are no text: special tokens, and the mask.
 
-Legend: S states, E edges, V vocabulary, K classes, C children, L nodes of a level of the tree, F walks.
+Legend: S states, E edges, V vocabulary, K classes, C children, L nodes of a level of the tree, T tokens, M maps
+of states, P pairs of a map and a byte, B kinds of bytes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,12 +26,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.decoders.constraints.expressions import Dfa, Node, Text, dfa_of
+from draftmill.decoders.constraints.regex import machine_of
+
 Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
 
+_log = logging.getLogger(__name__)
+
 FAR: Final = 1 << 30
 """As `least`: no end can be reached."""
-_STATES_AT_ONCE: Final = 32
+_ENTRIES_AT_ONCE: Final = 1 << 22
+_MOST_EDGES: Final = 8_000_000
 _NUMBERS = count()
 
 
@@ -221,32 +228,95 @@ def _least(state_E: Ints, next_E: Ints, is_end_S: Bools) -> Ints:
     return least_S
 
 
-def automaton_of(expression: str, vocabulary: Vocabulary) -> Automaton:
-    """The automaton of a regular expression (the syntax of Rust's regex) that must match the whole text. ValueError if it can't
-    be compiled, or if no text of these tokens matches."""
-    next_SB, is_end_S = _byte_automaton(expression)
-    parts = [
-        _walk(next_SB, np.arange(first, min(first + _STATES_AT_ONCE, len(next_SB))), vocabulary)
-        for first in range(0, len(next_SB), _STATES_AT_ONCE)
-    ]
-    state_E, token_E, next_E = (np.concatenate(each) for each in zip(*parts, strict=True))
-    first_E, class_V = _classes(state_E, token_E, next_E, vocabulary.size)
-    automaton = Automaton(state_E[first_E], class_V[token_E[first_E]], next_E[first_E], is_end_S, class_V)
-    if automaton.least_S[0] == FAR:
-        raise ValueError(f"no text of this vocabulary matches {expression!r}")
+def automaton_of(wanted: str | Node | None, vocabulary: Vocabulary) -> Automaton:
+    """The automaton of a regular expression that must match the whole text, or of a node. ValueError if it can't be compiled, is
+    too large, or if no text of these tokens matches."""
+    node = Text(machine) if isinstance(wanted, str) and (machine := machine_of(wanted)) else wanted
+    machine = None if isinstance(node, str) else dfa_of(node, in_bytes=True)
+    if machine is not None:
+        _log.info("compiling a constraint (%s states)", f"{len(machine.edges):,}")
+    automaton = None if machine is None else _over_tokens(machine, vocabulary)
+    if automaton is None or automaton.least_S[0] == FAR:
+        raise ValueError(f"no text of this vocabulary matches{f' {wanted!r}' if isinstance(wanted, str) else ''}")
     return automaton
 
 
-def _classes(state_E: Ints, token_E: Ints, next_E: Ints, vocab_size: int) -> tuple[Bools, Ints]:
-    """The edges of the first token of each class, and the class of each token, [V]. Tokens are alike if their edges have one
-    sum of hashes: of 64 bits, so that two of 100,000 classes meet by chance once in 10^9 automata."""
-    order_E = np.argsort(token_E, kind="stable")
-    tokens, first_T = np.unique(token_E[order_E], return_index=True)
-    sums_T = np.add.reduceat(_mixed(state_E[order_E], next_E[order_E]), first_T)
-    _, firsts, class_T = np.unique(sums_T, return_index=True, return_inverse=True)
-    class_V, is_first_V = np.zeros(vocab_size, dtype=np.int64), np.zeros(vocab_size, dtype=np.bool_)
-    class_V[tokens], is_first_V[tokens[firsts]] = class_T.reshape(-1) + 1, True
-    return is_first_V[token_E], class_V
+def _over_tokens(machine: Dfa, vocabulary: Vocabulary) -> Automaton:
+    """The edges of all tokens at once: a beginning of tokens is a map of states to states, and many are the same map.
+
+    Level by level of the vocabulary's tree, each different pair of such a map and a byte is worked out once. Maps are told apart
+    by sums of hashes of 64 bits: two of 100,000 meet by chance once in 10^9 automata.
+    """
+    next_SB, class_B = _table(machine)
+    num_states, num_bytes = next_SB.shape
+    state_E: Ints = np.arange(num_states, dtype=np.int32)
+    now_E = state_E
+    first_M, hash_M, map_L = np.array([0, num_states]), np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)
+    class_V, known, parts, num_edges = (
+        np.zeros(vocabulary.size, dtype=np.int64),
+        dict[int, int](),
+        list[tuple[Ints, ...]](),
+        0,
+    )
+    for level in vocabulary.levels:
+        map_T = np.repeat(map_L, np.diff(level.token_first_L))
+        for number in np.unique(map_T[map_T >= 0]).tolist():
+            if (name := int(hash_M[number])) not in known:
+                known[name] = len(known) + 1
+                part = slice(first_M[number], first_M[number + 1])
+                parts.append((state_E[part], np.full(part.stop - part.start, known[name]), now_E[part]))
+                num_edges += part.stop - part.start
+                if num_edges > _MOST_EDGES:
+                    raise ValueError(f"its automaton has more than {_MOST_EDGES:,} edges; allowed: smaller counts")
+            class_V[level.token_T[map_T == number]] = known[name]
+        map_C = np.repeat(map_L, np.diff(level.first_L))
+        codes, pair_C = np.unique(
+            np.where(map_C < 0, -1, map_C * num_bytes + class_B[level.byte_C]), return_inverse=True
+        )
+        made = _longer(next_SB, codes[codes >= 0], (state_E, now_E, first_M))
+        state_E, now_E, first_M, hash_M, map_P = made
+        map_L = np.concatenate([np.full(int((codes < 0).sum()), -1), map_P])[pair_C.reshape(-1)]
+    edges = [np.concatenate(each) if each else np.zeros(0, dtype=np.int64) for each in zip(*parts, strict=True)] or [
+        class_V[:0]
+    ] * 3
+    return Automaton(edges[0].astype(np.int64), edges[1], edges[2].astype(np.int64), np.array(machine.ends), class_V)
+
+
+def _longer(
+    next_SB: Ints, codes_P: Ints, maps: tuple[Ints, Ints, Ints]
+) -> tuple[Ints, Ints, Ints, NDArray[np.uint64], Ints]:
+    """The different maps after pairs of a map and a byte: their entries, where each begins, their hashes; and which map each pair
+    has, -1 for one that leads nowhere."""
+    state_E, now_E, first_M = maps
+    map_P, byte_P = codes_P // next_SB.shape[1], codes_P % next_SB.shape[1]
+    total_P = np.cumsum(first_M[map_P + 1] - first_M[map_P])
+    sum_P = np.zeros(len(codes_P), dtype=np.uint64)
+    cuts = np.searchsorted(total_P, np.arange(0, int(total_P.max(initial=1)), _ENTRIES_AT_ONCE))
+    found = list[tuple[Ints, Ints, Ints]]()
+    seen = np.zeros(0, dtype=np.uint64)
+    for first, last in zip(cuts, [*cuts[1:], len(codes_P)], strict=True):
+        which, entry = _spread(first_M, map_P[first:last])
+        which += first
+        next_E = next_SB[now_E[entry], byte_P[which]]
+        which, entry, next_E = which[next_E >= 0], entry[next_E >= 0], next_E[next_E >= 0]
+        if not len(which):
+            continue
+        pairs, begin = np.unique(which, return_index=True)
+        sum_P[pairs] = np.add.reduceat(_mixed(state_E[entry], next_E), begin)
+        news, place = np.unique(sum_P[pairs], return_index=True)
+        fresh = np.zeros(len(codes_P), dtype=np.bool_)
+        fresh[pairs[place[~np.isin(news, seen)]]] = True
+        seen, kept = np.union1d(seen, news), fresh[which]
+        found.append((which[kept], state_E[entry[kept]], next_E[kept]))
+    if not found:
+        return state_E[:0], now_E[:0], np.zeros(1, dtype=np.int64), seen, np.full(len(codes_P), -1)
+    which, state_E, now_E = (np.concatenate(each) for each in zip(*found, strict=True))
+    owners, begin = np.unique(which, return_index=True)
+    place = np.searchsorted(seen, sum_P)
+    number = np.empty(len(seen), dtype=np.int64)
+    number[np.searchsorted(seen, sum_P[owners])] = np.arange(len(owners))
+    map_P = np.where(sum_P == 0, -1, number[np.minimum(place, len(seen) - 1)])
+    return state_E, now_E, np.append(begin, len(which)), sum_P[owners], map_P
 
 
 def _mixed(state_E: Ints, next_E: Ints) -> NDArray[np.uint64]:
@@ -257,49 +327,22 @@ def _mixed(state_E: Ints, next_E: Ints) -> NDArray[np.uint64]:
     return hash_E ^ (hash_E >> np.uint64(31))
 
 
-def _byte_automaton(expression: str) -> tuple[Ints, Bools]:
-    """The state after each byte, -1 where there is none, [S, 256]; which states are ends, [S]. The start is state 0.
-
-    The library (0.2.14) drops edges that lead from ends to other states. So NUL is made to follow each text: then only states
-    after NUL are ends, and the edges before it are all there. No text has a NUL in it.
-    """
-    from outlines_core import Index
-    from outlines_core import Vocabulary as Spelled
-
-    try:
-        index = Index(f"(?:{expression})\\x00", Spelled(256, {bytes([byte]): [byte] for byte in range(256)}))
-    except Exception as error:  # noqa: BLE001 - the library raises anything
-        raise ValueError(f"{expression!r} is not a regular expression that can be compiled: {error}") from None
-    edges, over = index.get_transitions(), set(index.get_final_states())
-    names = {index.get_initial_state(): 0}
-    for state, out in edges.items():
-        for name in (state, *out.values()):
-            names.setdefault(name, len(names))
-    next_SB, is_end_S = np.full((len(names), 256), -1, dtype=np.int64), np.zeros(len(names), dtype=np.bool_)
-    for state, out in edges.items():
-        is_end_S[names[state]] = out.get(0) in over
-        for byte, name in out.items():
-            if 0 < byte < 256:
-                next_SB[names[state], byte] = names[name]
-    return next_SB, is_end_S
-
-
-def _walk(next_SB: Ints, start_F: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints, Ints]:
-    """The edges by tokens from some states: state, token, next state."""
-    parts = list[tuple[Ints, Ints, Ints]]()
-    node_F: Ints = np.zeros(len(start_F), dtype=np.int64)
-    now_F = start_F
-    for level in vocabulary.levels:
-        which, place = _spread(level.token_first_L, node_F)
-        parts.append((start_F[which], level.token_T[place], now_F[which]))
-        which, child = _spread(level.first_L, node_F)
-        next_F = next_SB[now_F[which], level.byte_C[child]]
-        lives_F = next_F >= 0
-        start_F, node_F, now_F = start_F[which][lives_F], child[lives_F], next_F[lives_F]
-        if not len(node_F):
-            break
-    state_E, token_E, next_E = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return state_E, token_E, next_E
+def _table(machine: Dfa) -> tuple[Ints, Ints]:
+    """The state after each kind of byte, -1 where there is none, and the kind of each byte: those that lead alike are one."""
+    steps = np.array(
+        [(state, *step) for state, mine in enumerate(machine.edges) for step in mine], dtype=np.int64
+    ).reshape(-1, 4)
+    bounds = np.unique(np.concatenate([[0], steps[:, 1], steps[:, 2] + 1]))
+    bounds = bounds[bounds < 256]
+    first_E, stop_E = np.searchsorted(bounds, steps[:, 1]), np.searchsorted(bounds, steps[:, 2] + 1)
+    count_E = stop_E - first_E
+    which = np.repeat(np.arange(len(steps)), count_E)
+    kind = np.arange(len(which)) - np.repeat(count_E.cumsum() - count_E, count_E) + first_E[which]
+    next_SB = np.full((len(machine.edges), len(bounds)), -1, dtype=np.int32)
+    next_SB[steps[which, 0], kind] = steps[which, 3]
+    _, firsts, inverse = np.unique(next_SB, axis=1, return_index=True, return_inverse=True)
+    class_B = inverse.reshape(-1)[np.searchsorted(bounds, np.arange(256), side="right") - 1]
+    return next_SB[:, firsts], class_B
 
 
 def _spread(first_L: Ints, node_F: Ints) -> tuple[Ints, Ints]:

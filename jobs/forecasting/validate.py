@@ -74,6 +74,7 @@ def header(prepared: Prepared) -> Iterator[str]:
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
     yield from quantized_lines(prepared)
     yield from generation_lines(prepared)
+    yield from (f"texts     match {line}" for line in prepared.constraints)
     yield f"input     {spec.input.shown}: {counted(len(prepared.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
     planned = f", planned already: {prepared.plan.rows:,} samples" if prepared.plan is not None else ""
     yield f"output    {spec.output.path}{planned}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -26,7 +27,7 @@ from draftmill.actors.checkpoints.models import (
     user_error,
 )
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
-from draftmill.actors.rows.constraints import ConstraintMaker
+from draftmill.actors.rows.constraints import ConstraintMaker, node_of
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.penalties import penalties_of
 from draftmill.actors.rows.prompts import read_columns
@@ -37,6 +38,7 @@ from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Complete, ConstraintSettings, Examples, Infill, Task, today
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.constraints.automaton import Automaton
 from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.settings import DECODERS, check_model
@@ -80,7 +82,8 @@ LIMITED_HASH_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None.
+    """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None; `constraints`
+    describes the automata of the task.
 
     A new job whose input is a run has no inputs yet: jobs/recurring/run_input.py makes them.
     """
@@ -92,6 +95,7 @@ class Prepared:
     hashes: Hashes
     inputs: list[InputFile]
     plan: Plan | None
+    constraints: tuple[str, ...] = ()
 
 
 def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loaders: Loaders | None = None) -> Prepared:
@@ -139,17 +143,18 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         fim=fim_key(spec.task, tokenizer, info),
         run=run,
     )
-    for check in (check_stop, check_constraint, check_penalties):
+    for check in (check_stop, check_penalties):
         check(spec, tokenizer, info, hashes.ends)
+    constraints = check_constraint(spec, tokenizer, info, hashes.ends)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
-    return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
+    return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan, constraints)
 
 
 def with_schemas(spec: JobSpec) -> JobSpec:
-    """The spec with the contents of the files that hold JSON Schemas."""
+    """The spec with the contents of the files that hold JSON Schemas; UserError with every keyword that can't be kept."""
     given = getattr(spec.task, "constraint", None)
     if given is None:
         return spec
@@ -161,33 +166,46 @@ def with_schemas(spec: JobSpec) -> JobSpec:
 
 
 def _with_schema(rule: ConstraintSettings | None) -> ConstraintSettings | None:
-    if rule is None or rule.json_schema is None or rule.json_schema.lstrip().startswith("{"):
-        return rule
-    path = Path(rule.json_schema).expanduser()
+    if rule is None:
+        return None
+    if rule.json_schema is not None and not rule.json_schema.lstrip().startswith("{"):
+        path = Path(rule.json_schema).expanduser()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = f"{rule.json_schema!r} can't be read: {error}; allowed: a JSON Schema, or a file that holds one"
+            raise UserError(reason, field="task.constraint.json_schema") from None
+        rule = rule.model_copy(update={"json_schema": json.dumps(content), "name": rule.name or path.stem})
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = f"{rule.json_schema!r} can't be read: {error}; allowed: a JSON Schema, or a file that holds one"
-        raise UserError(reason, field="task.constraint.json_schema") from None
-    return rule.model_copy(update={"json_schema": json.dumps(content), "name": rule.name or path.stem})
+        node_of(rule)
+    except RowError as error:
+        raise UserError(error.message.removeprefix("constraint: "), field="task.constraint") from None
+    return rule
 
 
-def check_constraint(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: Sequence[int]) -> None:
-    """Raise UserError if a constraint of the task can't be kept, by any text of this model."""
+def check_constraint(
+    spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: Sequence[int]
+) -> tuple[str, ...]:
+    """The size of each constraint's automaton, and the time to build it; UserError if no text of this model can match one."""
     given = getattr(spec.task, "constraint", None)
     if given is None or tokenizer is None:
-        return
+        return ()
     rules = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else [given]
-    maker = ConstraintMaker(tokenizer, info, ends)
+    maker, lines = ConstraintMaker(tokenizer, info, ends), list[str]()
     for rule in rules:
         try:
+            began_s = time.perf_counter()
             automaton = None if rule is None else maker.compiled(rule)
+            if rule is not None and isinstance(automaton, Automaton):
+                took = f"compiled in {time.perf_counter() - began_s:.1f} s"
+                lines.append(f"{rule.shown}: {automaton.num_states:,} states, {took}")
             if isinstance(spec.task, Complete) and automaton is not None:
                 problem = Constraint((automaton,), tuple(ends)).problem([spec.task.max_new_tokens])
                 if problem:
                     raise UserError(problem, field="task.max_new_tokens")
         except RowError as error:
             raise UserError(error.message.removeprefix("constraint: "), field="task.constraint") from None
+    return tuple(lines)
 
 
 def as_planned(spec: JobSpec, plan: Plan) -> JobSpec:

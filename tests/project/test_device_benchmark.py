@@ -20,7 +20,7 @@ from tests.runs.jobs_of_tests import soak
 
 TEXTS = next(iter(device_right.COLUMNS))
 # What only jobs need; a bare GPU image does not have all of it.
-NOT_THERE = ("ray", "pyarrow", "datasets", "boto3", "tenacity", "botocore", "scipy", "outlines_core")
+NOT_THERE = ("ray", "pyarrow", "datasets", "boto3", "tenacity", "botocore", "scipy")
 
 
 def printing(name: str, *lines: Any, then: str = "", **more: Any) -> Case:

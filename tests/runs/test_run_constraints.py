@@ -109,7 +109,7 @@ def test_a_constraint_that_no_text_of_the_job_can_keep_ends_it_before_work_start
     for constraint, words in (
         ({"regex": "("}, "can be compiled"),
         ({"regex": "x{99}"}, "the shortest text that matches it has"),
-        ({"json_schema": {"type": "integer", "minimum": 1}}, "'minimum' can't be kept"),
+        ({"json_schema": {"properties": {"a": {"minimum": "1"}}, "if": 5}}, "#/properties/a/minimum.*#/if: 5 is no"),
         ({"json_schema": "nowhere.json"}, "can't be read"),
     ):
         with pytest.raises(UserError, match=words):
@@ -139,3 +139,35 @@ def test_a_grammar_is_for_causal_models(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             decoded(tmp_path, PROMPTS, model, decoder, COMPLETE | {"constraint": {"grammar": grammar}})
+
+
+WIDE: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {'a"b': {"pattern": "cat|dog", "type": "string", "maxLength": 20}},
+        "required": ['a"b'],
+    },
+    {"type": "object", "properties": {"a": {"type": "integer", "minimum": 18, "maximum": 99}}, "required": ["a", "b"]},
+    {"type": "string", "format": "time"},
+    {},
+]
+
+
+@pytest.mark.parametrize(("model", "kind"), [("ar-tiny", "autoregressive"), ("mdm-tiny", "stepwise")])
+def test_rows_with_schemas_of_their_own_are_valid_and_too_large_ones_fail_alone(tmp_path, model, kind):
+    rules = [{"json_schema": schema} for schema in [*WIDE, {"type": "string", "maxLength": 10**6}, {"enum": []}]]
+    rows = [{"id": f"{n}", "prompt": "def f", "rule": json.dumps(rule)} for n, rule in enumerate(rules)]
+    (tmp_path / "rows.jsonl").write_text("")
+    columns = {"path": str(tmp_path / "rows.jsonl"), "columns": {"constraint": "rule"}}
+    found = decoded(tmp_path, rows, model, {"kind": kind}, {"kind": "complete", "max_new_tokens": 48}, input=columns)
+    for number, schema in enumerate(WIDE):
+        assert found[f"{number}"]["status"] == "ok", found[f"{number}"]["error"]
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.validate(json.loads(found[f"{number}"]["text"]), schema, format_checker=checker)
+    assert "more than 60,000 states" in found["4"]["error"] and "#/enum" in found["5"]["error"]
+
+
+def test_a_schema_is_refused_before_the_model_is_looked_for(tmp_path):
+    task = COMPLETE | {"constraint": {"json_schema": {"minimum": "a", "properties": {"a": {"format": "x"}}}}}
+    with pytest.raises(UserError, match=r"#/minimum.*#/properties/a/format"):
+        decoded(tmp_path, PROMPTS, "nothing", {"kind": "autoregressive"}, task)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
-import re
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -15,7 +12,7 @@ from draftmill.actors.rows.canvas import Canvas, CanvasMaker
 from draftmill.actors.rows.constraints import (
     ConstraintMaker,
     constraint_of_body,
-    expression_of,
+    node_of,
     read_constraint,
 )
 from draftmill.actors.rows.row_settings import RowRules
@@ -23,6 +20,7 @@ from draftmill.actors.task import Columns, Complete, ConstraintSettings, Infill,
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.automaton import Automaton
+from draftmill.decoders.constraints.expressions import dfa_of
 from draftmill.jobs.spec.rules import constraint_problem
 from draftmill.storage.errors import RowError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
@@ -148,19 +146,32 @@ def test_lengths_that_no_text_has_fail_the_row():
     )
 
 
-def test_choices_are_taken_literally_and_schemas_become_expressions():
-    assert re.fullmatch(expression_of(ConstraintSettings(choice=("a+b", "c|d", " e"))), "a+b")
-    assert not re.fullmatch(expression_of(ConstraintSettings(choice=("a+b",))), "aab")
-    expression = expression_of(ConstraintSettings(json_schema=SCHEMA))  # type: ignore[arg-type]
-    assert re.fullmatch(expression, '{"a": 12}') and not re.fullmatch(expression, '{"a": "x"}')
+def spells(rule: ConstraintSettings, text: str) -> bool:
+    machine = dfa_of(node_of(rule), in_bytes=True)
+    return machine is not None and machine.accepts(text.encode())
+
+
+def test_choices_are_taken_literally():
+    choices = ConstraintSettings(choice=("a+b", "c|d", " e"))
+    assert spells(choices, "a+b") and spells(choices, " e") and not spells(choices, "aab")
 
 
 def test_properties_come_in_the_order_of_the_schema():
     for names in (["b", "a"], ["a", "b"]):
         schema: Any = {"type": "object", "properties": {name: {"const": 1} for name in names}, "required": names}
-        expression = expression_of(ConstraintSettings(json_schema=schema))
-        assert re.fullmatch(expression, json.dumps(dict.fromkeys(names, 1)))
-        assert not re.fullmatch(expression, json.dumps(dict.fromkeys(reversed(names), 1)))
+        rule = ConstraintSettings(json_schema=schema)
+        assert spells(rule, json.dumps(dict.fromkeys(names, 1)))
+        assert not spells(rule, json.dumps(dict.fromkeys(reversed(names), 1)))
+
+
+def test_keywords_to_ignore_are_not_kept_and_are_in_the_results():
+    schema: Any = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    with pytest.raises(RowError, match="ignore"):
+        node_of(ConstraintSettings(json_schema=schema))
+    rule = ConstraintSettings(json_schema=schema, ignore=("uniqueItems",), name="tags")
+    assert spells(rule, '["a", "a"]') and rule.shown == "tags without uniqueItems"
+    with pytest.raises(ValueError, match="ignore: is for keywords of a json_schema"):
+        ConstraintSettings(regex="a", ignore=("minimum",))
 
 
 def test_a_constraint_is_exactly_one_of_its_kinds():
@@ -208,57 +219,11 @@ def test_requests_say_it_as_openai_and_vllm_do(body, wanted):
     assert constraint_of_body(body) == wanted
 
 
-def test_an_object_without_a_schema_is_refused():
-    with pytest.raises(RowError, match=r"response_format.*json_object.*allowed: text, json_schema"):
-        constraint_of_body({"response_format": {"type": "json_object"}})
-
-
-SCHEMAS: list[dict[str, Any]] = [
-    SCHEMA,
-    {"type": "array", "items": {"enum": ["a", 1, None, 'x"y']}, "minItems": 1, "maxItems": 3},
-    {"type": "object", "properties": {"d": {"type": "string", "format": "date"}, "n": {"type": ["number", "null"]}}},
-    {"anyOf": [{"type": "boolean"}, {"type": "string", "minLength": 1, "maxLength": 3}, {"const": "c+"}]},
-    {"$defs": {"p": {"type": "string", "pattern": "^[a-f]{2}$"}}, "type": "array", "items": {"$ref": "#/$defs/p"}},
-    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string", "format": "uuid"}]},
-]
-
-
-@pytest.mark.parametrize("schema", SCHEMAS, ids=str)
-def test_what_an_automaton_spells_is_valid_by_the_schema(schema):
-    """Random ways through the automaton, judged by the library jsonschema."""
-    automaton, rng = (
-        ConstraintMaker(byte_level(), model_info(), ()).automaton(ConstraintSettings(json_schema=schema)),
-        random.Random(0),
-    )
-    for _ in range(20):
-        state, ids, left = 0, list[int](), 60
-        while not (automaton.is_end_S[state] and rng.random() < 0.3):
-            allowed = np.flatnonzero(automaton.allowed(state, left, exactly=False))
-            if not len(allowed):
-                break
-            ids.append(rng.choice(allowed.tolist()))
-            state, left = automaton.step(state, ids[-1]), left - 1
-        text = b"".join(byte_level().token_bytes(token) or b"" for token in ids).decode()
-        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "integer", "minimum": 5},
-        {"type": "string", "pattern": "a+", "maxLength": 3},
-        {"type": "string", "format": "email"},
-        {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
-        {"allOf": [{"type": "integer"}]},
-        {"type": "array", "items": {"type": "integer", "multipleOf": 3}},
-        {"type": "object", "properties": {"a": {"$ref": "#/$defs/nowhere"}}},
-        {"type": "object", "additionalProperties": {"type": "integer"}},
-    ],
-    ids=str,
-)
-def test_what_an_expression_can_not_keep_is_refused(schema):
-    with pytest.raises(RowError, match="json_schema: "):
-        expression_of(ConstraintSettings(json_schema=schema))
+def test_any_object_is_a_schema_and_other_formats_are_refused():
+    wanted = ConstraintSettings(json_schema={"type": "object"}, name="json_object")  # type: ignore[arg-type]
+    assert constraint_of_body({"response_format": {"type": "json_object"}}) == wanted
+    with pytest.raises(RowError, match=r"response_format.*xml.*allowed: text, json_schema, json_object"):
+        constraint_of_body({"response_format": {"type": "xml"}})
 
 
 def test_a_worker_keeps_the_latest_automata_that_fit(monkeypatch):

@@ -110,7 +110,7 @@ CHANGING: dict[str, Any] = {
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "functions": [{}],
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "xml"},
     "ignore_eos": True,
     "skip_special_tokens": False,
     "reasoning_effort": "low",

@@ -1,0 +1,837 @@
+"""JSON Schemas (2020-12) as nodes over JSON text: what a node spells is JSON, and valid by the schema.
+
+A place of a text has a conjunction of schemas: those that apply there. It is taken apart, and never joined as text:
+
+    $ref, allOf                   more schemas of the conjunction
+    anyOf, oneOf, if, enum, ..    alternatives: one conjunction each; those that nothing satisfies are dropped
+    what is left                  keywords of one type at a time, all of them together: a number, a string, an array, an object
+
+So keywords that stand together hold together. `not` is turned into alternatives that say the opposite. Not every valid text is
+spelled: properties come in the order in which they are declared, others only where the schema says so, and recursion goes to a
+depth at which the automaton stays small. Keywords that can't be kept are refused by name (`problems_of`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from decimal import Decimal
+from functools import lru_cache
+from itertools import combinations
+from typing import Any, Final, NoReturn
+from urllib.parse import unquote
+
+from draftmill.decoders.constraints.expressions import (
+    EMPTY,
+    WRITABLE,
+    Chars,
+    Dfa,
+    Node,
+    Text,
+    TooLarge,
+    both,
+    counted,
+    dfa_of,
+    either,
+    explored,
+    graph,
+    negated,
+    optional,
+    sequence,
+    size_of,
+)
+from draftmill.decoders.constraints.regex import machine_of
+
+_FORMS: Final = {
+    **dict.fromkeys(
+        ("not", "if", "then", "else", "items", "contains", "additionalProperties", "propertyNames"), "schema"
+    ),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), "schemas"),
+    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), "named"),
+    **dict.fromkeys(("$defs", "definitions"), "unread"),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains"), "count"),
+    **dict.fromkeys(("minProperties", "maxProperties"), "count"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "number"),
+    **{"$ref": "ref", "type": "types", "enum": "values", "const": "value", "pattern": "pattern", "format": "format"},
+    **{"required": "names", "dependentRequired": "names of", "uniqueItems": "flag", "multipleOf": "positive"},
+}
+"""What each keyword that is kept must be."""
+_SAYS_NOTHING: Final = frozenset(
+    {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id"}
+    | {"$comment", "discriminator", "contentEncoding", "contentMediaType", "contentSchema", "xml", "externalDocs"}
+)
+_TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
+_LONG_MONTHS: Final = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+_DAYS: Final = f"(?:{_LONG_MONTHS}|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+_YEARS: Final = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_FOURTHS: Final = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE: Final = f"(?:{_YEARS}-{_DAYS}|(?:[0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)-02-29)"
+_HOUR: Final = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME: Final = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_HOUR})"
+_LABEL: Final = "[a-zA-Z](?:[a-zA-Z0-9-]{0,28}[a-zA-Z0-9])?"
+_HOST: Final = rf"{_LABEL}(?:\.{_LABEL}){{0,7}}"
+_OCTET: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_HEX: Final = "[0-9a-fA-F]"
+_SHORT: Final = "[0-9a-fA-F]{1,4}"
+_SIGNS: Final = "(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
+_PATH: Final = rf"(?:/{_SIGNS}*)*(?:\?(?:{_SIGNS}|[/?])*)?(?:#(?:{_SIGNS}|[/?])*)?"
+_FOR_DAYS: Final = "(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+_FOR_HOURS: Final = "T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+FORMATS: Final = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P(?:{_FOR_DAYS}(?:{_FOR_HOURS})?|{_FOR_HOURS}|[0-9]+W)",
+    "email": rf"[a-zA-Z0-9_+-]{{1,32}}(?:\.[a-zA-Z0-9_+-]{{1,30}})?@{_LABEL}(?:\.{_LABEL}){{1,3}}",
+    "hostname": _HOST,
+    "ipv4": rf"(?:{_OCTET}\.){{3}}{_OCTET}",
+    "ipv6": "|".join(
+        [f"(?:{_SHORT}:){{7}}{_SHORT}", f"(?:{_SHORT}:){{1,7}}:", f"::{_SHORT}(?::{_SHORT}){{0,6}}", "::"]
+        + [f"(?:{_SHORT}:){{{before}}}(?::{_SHORT}){{1,{7 - before}}}" for before in range(1, 7)]
+    ),
+    "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*://{_HOST}(?::[0-9]{{1,4}})?{_PATH}",
+    "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+    "json-pointer": "(?:/(?:[^/~]|~[01])*)*",
+}
+"""Expressions for the formats that are kept: no text of theirs is refused by a checker, and some are left out."""
+_DEPTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+_SMALL, _MOST_PLACES, _MOST_DIGITS = 10_000, 20_000, 15
+"""Recursion goes deeper while there are fewer states; a schema has at most so many places; floats keep so many digits."""
+
+Item = tuple[Any, str, tuple[str, ...]]
+"""A schema, its JSON pointer, and the references of this place of a text that led to it."""
+_SPACE: Final = optional(b" ")
+_COMMA, _COLON = (sequence(_SPACE, sign, _SPACE) for sign in (b",", b":"))
+
+
+class SchemaError(ValueError):
+    """A schema that can't be kept; each of its `problems` begins with a JSON pointer."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+
+
+def node_of(root: Any, ignored: Sequence[str] = ()) -> Node:
+    """The texts of values that a schema allows, without the keywords `ignored`. SchemaError with all problems at once, or where
+    nothing satisfies it; TooLarge."""
+    root, best = _without(root, frozenset(ignored)), None
+    problems = list(problems_of(root))
+    if problems:
+        raise SchemaError(problems)
+    for depth in _DEPTHS:
+        places = _Places(root, depth)
+        try:
+            node = places.value([(root, "#", ())], ())
+        except TooLarge:
+            if best is None:
+                raise
+            break
+        if best is not None and (node is None or size_of(node) > _SMALL):
+            break
+        best = node
+        if not places.was_cut:
+            break
+    if best is None:
+        raise SchemaError(["#: no value satisfies the schema"])
+    return best
+
+
+def _without(schema: Any, ignored: frozenset[str]) -> Any:
+    if not ignored or not isinstance(schema, Mapping):
+        return schema
+    kept = {key: value for key, value in schema.items() if key not in ignored}
+    for key, value in kept.items():
+        match _FORMS.get(key):
+            case "schema":
+                kept[key] = _without(value, ignored)
+            case "schemas" if isinstance(value, list):
+                kept[key] = [_without(part, ignored) for part in value]
+            case "named" | "unread" if isinstance(value, Mapping):
+                kept[key] = {name: _without(part, ignored) for name, part in value.items()}
+    return kept
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def problems_of(root: Any) -> Iterator[str]:  # noqa: PLR0912 - one for each form
+    """Every keyword that can't be kept, and every one with a value that it can't have, each with its JSON pointer."""
+    waiting, seen = [(root, "#")], {"#"}
+    for schema, at in waiting:
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, Mapping):
+            yield f"{at}: {_brief(schema)} is no schema; allowed: an object, true, false"
+            continue
+        for key, value in schema.items():
+            place, form = f"{at}/{_escaped(key)}", _FORMS.get(key)
+            if key in _SAYS_NOTHING or key.startswith("x-"):
+                continue
+            if form is None:
+                yield f"{place}: this keyword can't be kept; allowed: ignore: [{key}], and {', '.join(_FORMS)}"
+                continue
+            wrong = _wrong_value(form, value)
+            if wrong:
+                yield f"{place}: {_brief(value)}; allowed: {wrong}"
+                continue
+            parts: list[tuple[Any, str]] = []
+            match form:
+                case "schema":
+                    parts = [(value, place)]
+                case "schemas":
+                    parts = [(part, f"{place}/{number}") for number, part in enumerate(value)]
+                case "named":
+                    parts = [(part, f"{place}/{_escaped(name)}") for name, part in value.items()]
+                case "ref":
+                    try:
+                        parts = [(_referred(root, value), value)]
+                    except LookupError:
+                        yield f"{place}: {_brief(value)} is nowhere in the schema; allowed: a place in it, such as #/$defs/name"
+            patterns = [value] if form == "pattern" else list(value) if key == "patternProperties" else []
+            for pattern in patterns:
+                try:
+                    machine_of(pattern, is_search=True)
+                except ValueError as error:
+                    yield f"{place}: {error}"
+            waiting += [part for part in parts if part[1] not in seen]
+            seen |= {place for _, place in parts}
+
+
+def _wrong_value(form: str, value: Any) -> str | None:
+    """What a keyword may be, if it is not that."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_list, is_text, is_object = isinstance(value, list), isinstance(value, str), isinstance(value, Mapping)
+    kinds = {*_TYPES, "integer"}
+    checks = {
+        "schemas": (is_list and len(value) > 0, "a list of one schema or more"),
+        "named": (is_object, "an object with schemas"),
+        "unread": (is_object, "an object with schemas"),
+        "count": (is_number and value >= 0 and value == int(value), "a whole number from 0 on"),
+        "number": (is_number, "a number"),
+        "positive": (is_number and value > 0, "a number above 0"),
+        "ref": (is_text, "a text such as #/$defs/name"),
+        "types": (value in kinds if is_text else bool(value) and _are_texts(value, kinds), ", ".join(sorted(kinds))),
+        "values": (is_list and len(value) > 0, "a list of one value or more: nothing satisfies an empty one"),
+        "pattern": (is_text, "a regular expression"),
+        "format": (is_text and value in FORMATS, f"{', '.join(FORMATS)}; a pattern; ignore: [format]"),
+        "names": (_are_texts(value), "a list of texts"),
+        "names of": (is_object and all(map(_are_texts, value.values())), "an object with lists of texts"),
+        "flag": (isinstance(value, bool), "true or false"),
+    }
+    is_right, allowed = checks.get(form, (True, ""))
+    return None if is_right else allowed
+
+
+def _are_texts(value: Any, allowed: Set[str] | None = None) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, str) and (allowed is None or each in allowed) for each in value
+    )
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _referred(root: Any, ref: str) -> Any:
+    """The schema at a reference; LookupError if there is none."""
+    if ref != "#" and not ref.startswith("#/"):
+        raise LookupError(ref)
+    place = root
+    for name in ref.split("/")[1:]:
+        key = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and key.isdecimal():
+            place = place[int(key)]
+        elif isinstance(place, Mapping):
+            place = place[key]
+        else:
+            raise LookupError(ref)
+    return place
+
+
+# ---- places of a text ------------------------------------------------------------------------------------------------
+
+
+class _Places:
+    """The nodes of the places of a text. References are followed `depth` times below each other; `was_cut`: some were not."""
+
+    def __init__(self, root: Any, depth: int) -> None:
+        self._root, self._depth, self._count, self.was_cut, self._is_loose = root, depth, 0, False, False
+        self._known = dict[tuple[Any, ...], tuple[Node | None, bool]]()
+
+    def value(self, items: Sequence[Item], above: tuple[str, ...]) -> Node | None:
+        """What satisfies all of some schemas, below the references `above`; None if nothing does."""
+        key = (tuple(at for _, at, _ in items), above, self._is_loose)
+        if key not in self._known:
+            before, self.was_cut = self.was_cut, False
+            self._known[key] = self._at(items, above, (), []), self.was_cut
+            self.was_cut = before
+        node, was_cut = self._known[key]
+        self.was_cut = self.was_cut or was_cut
+        return node
+
+    def _at(self, items: Sequence[Item], above: tuple[str, ...], here: tuple[str, ...], choices: Any) -> Node | None:
+        """`here` are the references of this place, and `choices` lists of alternatives of which one must hold, each."""
+        flat, waiting, choices = list[tuple[dict[str, Any], str]](), list(items), list(choices)
+        self._count += 1
+        if self._count > _MOST_PLACES:
+            raise TooLarge
+        while waiting:
+            schema, at, chain = waiting.pop(0)
+            if schema is False:
+                return None
+            if schema is True:
+                continue
+            own = {key: value for key, value in schema.items() if key not in _APART and key not in _SAYS_NOTHING}
+            if own:
+                flat.append((own, at))
+            if "$ref" in schema:
+                ref = schema["$ref"]
+                if ref in chain:
+                    return None
+                if above.count(ref) >= self._depth:
+                    self.was_cut = True
+                    return None
+                here = (*here, ref)
+                waiting.append((_referred(self._root, ref), ref, (*chain, ref)))
+            waiting += [(part, f"{at}/allOf/{number}", chain) for number, part in enumerate(schema.get("allOf", ()))]
+            choices += self._choices(schema, at, chain, above)
+        if choices:
+            again = [(own, at, ()) for own, at in flat]
+            return either(self._at([*again, *chosen], above, here, choices[1:]) for chosen in choices[0])
+        kinds, inner = set(_TYPES), tuple(sorted((*above, *set(here))))
+        for own, _ in flat:
+            kinds &= {"number" if kind == "integer" else kind for kind in _listed(own.get("type", _TYPES))}
+        if not flat and above.count("") >= self._depth:
+            self.was_cut = True
+            kinds -= {"array", "object"}
+        made = {
+            "null": lambda: b"null",
+            "boolean": lambda: either(b"true" if value else b"false" for value in _allowed(flat, [True, False]) or ()),
+            "number": lambda: _number(flat),
+            "string": lambda: _string(flat, is_loose=self._is_loose),
+            "array": lambda: self._array(flat, inner),
+            "object": lambda: self._object(flat, inner),
+        }
+        return either(made[kind]() for kind in _TYPES if kind in kinds)
+
+    def _choices(
+        self, schema: Any, at: str, chain: tuple[str, ...], above: tuple[str, ...]
+    ) -> Iterator[list[list[Item]]]:
+        """For each keyword of a schema that has alternatives: the schemas of each alternative."""
+        if "const" in schema:
+            yield [[part] for part in _constants([schema["const"]], f"{at}/const")]
+        if "enum" in schema:
+            yield [[part] for part in _constants(schema["enum"], f"{at}/enum")]
+        if "anyOf" in schema:
+            yield [[(part, f"{at}/anyOf/{number}", chain)] for number, part in enumerate(schema["anyOf"])]
+        if "oneOf" in schema:
+            parts: list[Item] = [(part, f"{at}/oneOf/{number}", chain) for number, part in enumerate(schema["oneOf"])]
+            yield [
+                [part, *(_not(other) for other in parts if other is not part and not self._apart(part, other, above))]
+                for part in parts
+            ]
+        if "not" in schema:
+            yield self._opposite(schema["not"], f"{at}/not", chain)
+        if "if" in schema and schema.keys() & {"then", "else"}:
+            given: Item = (schema["if"], f"{at}/if", chain)
+            yes, no = ((schema.get(key, True), f"{at}/{key}", chain) for key in ("then", "else"))
+            yield [[given, yes], [_not(given), no]]
+        for name, names in schema.get("dependentRequired", {}).items():
+            place = f"{at}/dependentRequired/{_escaped(name)}"
+            yield [[({"~absent": [name]}, f"{place}/0", ())], [({"required": [name, *names]}, f"{place}/1", ())]]
+        for name, part in schema.get("dependentSchemas", {}).items():
+            place = f"{at}/dependentSchemas/{_escaped(name)}"
+            yield [
+                [({"~absent": [name]}, f"{place}~0", ())],
+                [({"required": [name]}, f"{place}~1", ()), (part, place, chain)],
+            ]
+
+    def _apart(self, part: Item, other: Item, above: tuple[str, ...]) -> bool:
+        """Whether surely no value satisfies both."""
+        before, self.was_cut, self._is_loose = (self.was_cut, self._is_loose), False, True
+        node = self.value([part, other], above)
+        was_cut, (self.was_cut, self._is_loose) = self.was_cut, before
+        return node is None and not was_cut
+
+    def _opposite(self, schema: Any, at: str, chain: tuple[str, ...]) -> list[list[Item]]:
+        """Alternatives, of which each says that a schema does not hold. Some may be missing: then fewer texts are spelled."""
+        if isinstance(schema, bool):
+            return [] if schema else [[]]
+        found = list[list[Item]]()
+        for key, value in schema.items():
+            place = f"{at}/{_escaped(key)}"
+            if key == "$ref":
+                found += [] if value in chain else self._opposite(_referred(self._root, value), value, (*chain, value))
+            elif key == "allOf":
+                found += [[_not((part, f"{place}/{number}", chain))] for number, part in enumerate(value)]
+            elif key in {"anyOf", "oneOf"}:
+                found.append([_not((part, f"{place}/{number}", chain)) for number, part in enumerate(value)])
+            elif key == "not":
+                found.append([(value, place, chain)])
+            else:
+                made = _opposites(key, value, schema)
+                found += [[(part, f"{place}~{number}", ())] for number, part in enumerate(made)]
+        return found
+
+    # ---- arrays and objects ---------------------------------------------------------------------------------------
+
+    def _child(self, items: Sequence[Item], above: tuple[str, ...]) -> Node | None:
+        real = [item for item in items if item[0] is not True and item[0] != {}]
+        return self.value(real, above if real else tuple(sorted((*above, ""))))
+
+    def _array(self, flat: Any, above: tuple[str, ...]) -> Node | None:  # noqa: PLR0912
+        """The items at each index, and how many there may be; `contains` counts, unique items note what was there."""
+        tuples = max([len(own.get("prefixItems", ())) for own, _ in flat], default=0)
+        least, most = max([0, *_given(flat, "minItems")]), min(_given(flat, "maxItems"), default=None)
+        if tuples and most is None and not any("items" in own for own, _ in flat):
+            most = max(tuples, least)  # as objects: no more than what is declared
+        least, most = int(least), None if most is None else int(most)
+        wanted = [(own, at) for own, at in flat if "contains" in own]
+        unique = next((at for own, at in flat if own.get("uniqueItems")), None)
+        if most is not None and most <= 1:
+            unique = None
+        last = max(tuples, least, most or 0, 1)
+        if last > 10_000:
+            raise TooLarge
+        if len(wanted) > 1 or (wanted and unique):
+            _refuse(wanted[0][1], "contains", "can't be kept beside another one or uniqueItems; allowed: one of them")
+        at_least, at_most, hits = 0, None, []
+        if wanted:
+            own, at = wanted[0]
+            at_least, at_most = int(own.get("minContains", 1)), own.get("maxContains")
+            hits = [(own["contains"], f"{at}/contains", ())]
+        edges, texts = list[tuple[Any, Node | None, Any]](), list[bytes]()
+        nodes = list[list[tuple[int, Node | None]]]()
+        for index in range(min(tuples, last) + 1):
+            mine = list(_of_index(flat, index))
+            node = self._child(mine if at_most is None else [*mine, _not(hits[0])], above)
+            if unique:
+                nodes.append(list(self._unique(node, unique, texts)))
+            else:
+                nodes.append([(0, node), *((1, self._child([*mine, hit], above)) for hit in hits)])
+        number_hits = 0 if not wanted else int(at_least if at_most is None else max(at_most, at_least))
+        states, waiting = {(0, 0)}, [(0, 0)]
+        for state in waiting:
+            index, seen = state
+            if most is not None and index >= most:
+                continue
+            for number, node in nodes[min(index, tuples)]:
+                if seen >> number & 1 if unique else at_most is not None and number and seen >= at_most:
+                    continue
+                after = (min(index + 1, last), seen | 1 << number if unique else min(seen + number, number_hits))
+                item = ("item", after, id(node))
+                edges += [(state, _SPACE if not index else _ARRAY_COMMA, item), (item, node, after)]
+                if node is not None and after not in states:
+                    states.add(after)
+                    waiting.append(after)
+                    if len(states) > _MOST_PLACES:
+                        raise TooLarge
+        ends = [state for state in states if state[0] >= least and (not wanted or state[1] >= at_least)]
+        edges += [(end, _ARRAY_END, "end") for end in ends]
+        return graph([("open", b"[", (0, 0)), *dict.fromkeys(edges)], "open", ["end"])
+
+    def _unique(self, node: Node | None, at: str, texts: list[bytes]) -> Iterator[tuple[int, Node]]:
+        """The few texts of an item, each with the number of its value."""
+        machine = dfa_of(node, in_bytes=True)
+        found = [] if machine is None else machine.texts(64)
+        values = {} if found is None else {_plain(bytes(text)): bytes(text) for text in found}
+        if found is None or len(values) > 16:
+            _refuse(
+                at, "uniqueItems", "is for items of few values; allowed: an enum of at most 16, ignore: [uniqueItems]"
+            )
+        for value, text in values.items():
+            if value not in texts:
+                texts.append(value)
+            yield texts.index(value), text
+
+    def _object(self, flat: Any, above: tuple[str, ...]) -> Node | None:  # noqa: PLR0912
+        """The declared properties in their order, then others; the number of those so far where it matters."""
+        absent = {name for each in _given(flat, "~absent") for name in each}
+        needed = dict.fromkeys(name for each in _given(flat, "required") for name in each)
+        names = list(dict.fromkeys([*(name for each in _given(flat, "properties") for name in each), *needed]))
+        if absent & needed.keys():
+            return None
+        spelled = [(own["propertyNames"], f"{at}/propertyNames", ()) for own, at in flat if "propertyNames" in own]
+        good_names = None
+        if spelled:
+            good_names = dfa_of(self.value([*spelled, ({"type": "string"}, "~string", ())], above), in_bytes=True)
+        properties = list[tuple[bytes, Node, bool]]()
+        for name in names:
+            spelling = _spelled(name)
+            is_good = name not in absent and (not spelled or (good_names is not None and good_names.accepts(spelling)))
+            node = self._child(list(_of_name(flat, name)), above) if is_good else None
+            if node is None and name in needed:
+                return None
+            if node is not None:
+                properties.append((spelling, node, name in needed))
+        least, most = max([0, *_given(flat, "minProperties")]), min(_given(flat, "maxProperties"), default=None)
+        others = list(self._others(flat, {*names, *absent}, good_names if spelled else None, above))
+        if spelled and good_names is None:
+            others = []
+        if least > max(1, len(needed)) and others:
+            if len(properties) < least:
+                at = next(at for own, at in flat if "minProperties" in own)
+                _refuse(
+                    at, "minProperties", "free names could be equal; allowed: 1, more names, ignore: [minProperties]"
+                )
+            others = []
+        if most is not None and not others and most >= len(properties):
+            most = None
+        top = int(max(1, least, most or 0))
+        edges, count = list[tuple[Any, Node | None, Any]](), len(properties)
+        contents = [
+            (index, index + 1, sequence(name, _COLON, node)) for index, (name, node, _) in enumerate(properties)
+        ]
+        for index, after, content in [*contents, *((count, count, other) for other in others)]:
+            for seen in range(top + 1):
+                if index < count and not properties[index][2]:
+                    edges.append(((index, seen), EMPTY, (after, seen)))
+                if most is None or seen < most:
+                    there = (after, min(seen + 1, top))
+                    member = ("member", there, id(content))
+                    edges += [((index, seen), _COMMA if seen else _SPACE, member), (member, content, there)]
+        ends = [((count, seen), _OBJECT_END, "end") for seen in range(top + 1) if seen >= least]
+        return graph([("open", b"{", (0, 0)), *dict.fromkeys(edges), *ends], "open", ["end"])
+
+    def _others(self, flat: Any, names: set[str], good_names: Dfa | None, above: tuple[str, ...]) -> Iterator[Node]:
+        """Members whose names are not declared: one node for each set of patterns that their names match."""
+        patterns = sorted({pattern for each in _given(flat, "patternProperties") for pattern in each})
+        if len(patterns) > 6:
+            at = next(at for own, at in flat if "patternProperties" in own)
+            _refuse(at, "patternProperties", f"{len(patterns)} patterns; allowed: 6")
+        free = counted(WRITABLE, 0, None)
+        if names:
+            free = both(free, _none_of_texts(sorted(names)))
+        is_open = any("additionalProperties" in own for own, _ in flat) or not any(
+            own.keys() & {"properties", "patternProperties", "required"} for own, _ in flat
+        )
+        for number in range(0 if is_open else 1, len(patterns) + 1):
+            for chosen in combinations(patterns, number):
+                machine = free
+                for pattern in patterns:
+                    matches = machine_of(pattern, is_search=True)
+                    machine = both(machine, matches if pattern in chosen else negated(matches))
+                items = list[Item]()
+                for own, at in flat:
+                    mine = own.get("patternProperties", {})
+                    hits = [
+                        (mine[pattern], f"{at}/patternProperties/{_escaped(pattern)}", ())
+                        for pattern in chosen
+                        if pattern in mine
+                    ]
+                    items += hits
+                    if not hits and "additionalProperties" in own:
+                        items.append((own["additionalProperties"], f"{at}/additionalProperties", ()))
+                if machine is None:
+                    continue
+                name: Node | None = Text(machine, quoted=True)
+                if good_names is not None:
+                    common = both(dfa_of(name, in_bytes=True), good_names)
+                    name = None if common is None else Text(common, raw=True)
+                node = None if name is None else sequence(name, _COLON, self._child(items, above))
+                if node is not None:
+                    yield node
+
+
+_ARRAY_COMMA, _ARRAY_END = sequence(b",", _SPACE), sequence(_SPACE, b"]")
+_OBJECT_END: Final = sequence(_SPACE, b"}")
+_APART: Final = frozenset(
+    {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "const", "enum"}
+    | {"$defs", "definitions", "dependentRequired", "dependentSchemas"}
+)
+
+
+def _refuse(at: str, key: str, reason: str) -> NoReturn:
+    raise SchemaError([f"{at}/{key}: {reason}"])
+
+
+def _given(flat: Any, key: str) -> list[Any]:
+    return [own[key] for own, _ in flat if key in own]
+
+
+def _allowed(flat: Any, default: list[Any] | None = None) -> list[Any] | None:
+    """The values that all enums of a place have."""
+    lists = _given(flat, "=")
+    return [value for value in dict.fromkeys(lists[0]) if all(value in each for each in lists)] if lists else default
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _not(item: Item) -> Item:
+    schema, at, chain = item
+    return {"not": schema}, f"{at}~not", chain
+
+
+def _spelled(text: str) -> bytes:
+    """A string as JSON writes it."""
+    return json.dumps(text, ensure_ascii=any(0xD800 <= ord(sign) < 0xE000 for sign in text)).encode()
+
+
+def _none_of_texts(texts: Sequence[str]) -> Dfa:
+    """Every other text."""
+    exact = either(sequence(*(Chars(((ord(sign), ord(sign)),)) for sign in text)) for text in texts)
+    return negated(dfa_of(exact, in_bytes=False))
+
+
+def _plain(text: bytes) -> bytes:
+    """The same for all texts of one value."""
+    numbers = json.loads(text, parse_float=lambda part: int(float(part)) if float(part).is_integer() else float(part))
+    return json.dumps(numbers, sort_keys=True).encode()
+
+
+def _of_index(flat: Any, index: int) -> Iterator[Item]:
+    """The schemas of the item at an index."""
+    for own, at in flat:
+        if index < len(own.get("prefixItems", ())):
+            yield own["prefixItems"][index], f"{at}/prefixItems/{index}", ()
+        elif "items" in own:
+            yield own["items"], f"{at}/items", ()
+
+
+def _of_name(flat: Any, name: str) -> Iterator[Item]:
+    """The schemas of the property of that name."""
+    for own, at in flat:
+        found = list[Item]()
+        if name in own.get("properties", {}):
+            found.append((own["properties"][name], f"{at}/properties/{_escaped(name)}", ()))
+        for pattern, part in own.get("patternProperties", {}).items():
+            machine = machine_of(pattern, is_search=True)
+            if machine is not None and machine.accepts(map(ord, name)):
+                found.append((part, f"{at}/patternProperties/{_escaped(pattern)}", ()))
+        if not found and "additionalProperties" in own:
+            found.append((own["additionalProperties"], f"{at}/additionalProperties", ()))
+        yield from found
+
+
+def _constants(values: Sequence[Any], at: str) -> list[Item]:
+    """Schemas of which one holds for each of some values."""
+    found, plain = list[Item](), dict[str, list[Any]]()
+    for number, value in enumerate(values):
+        match value:
+            case None:
+                found.append(({"type": "null"}, f"{at}~{number}", ()))
+            case dict():
+                parts = {name: {"const": part} for name, part in value.items()}
+                made = {"type": "object", "properties": parts, "required": list(value), "additionalProperties": False}
+                found.append((made, f"{at}~{number}", ()))
+            case list():
+                size = {"minItems": len(value), "maxItems": len(value)}
+                found.append(
+                    ({"type": "array", "prefixItems": [{"const": part} for part in value]} | size, f"{at}~{number}", ())
+                )
+            case bool():
+                plain.setdefault("boolean", []).append(value)
+            case _:
+                plain.setdefault("string" if isinstance(value, str) else "number", []).append(value)
+    return [*found, *(({"type": kind, "=": some}, f"{at}~{kind}", ()) for kind, some in plain.items())]
+
+
+def _opposites(key: str, value: Any, schema: Any) -> list[Any]:
+    """Schemas of which each says that a keyword does not hold; those that can't be said are left out."""
+    match key:
+        case "type":
+            kinds = set(_listed(value))
+            others = [kind for kind in _TYPES if kind not in kinds and not (kind == "number" and "integer" in kinds)]
+            fractions = [{"type": "number", "~integer": True}] if "integer" in kinds and "number" not in kinds else []
+            return [*([{"type": others}] if others else []), *fractions]
+        case "const" | "enum":
+            return _none_of([value] if key == "const" else value)
+        case "minimum" | "maximum":
+            return [{"type": "number", "exclusiveMaximum" if key == "minimum" else "exclusiveMinimum": value}]
+        case "exclusiveMinimum" | "exclusiveMaximum":
+            return [{"type": "number", "maximum" if key == "exclusiveMinimum" else "minimum": value}]
+        case "multipleOf":
+            return [{"type": "number", "~multipleOf": value}]
+        case "minLength" | "minItems" | "minProperties":
+            kind = {"minLength": "string", "minItems": "array", "minProperties": "object"}[key]
+            return [{"type": kind, key.replace("min", "max"): value - 1}] if value else []
+        case "maxLength" | "maxItems" | "maxProperties":
+            kind = {"maxLength": "string", "maxItems": "array", "maxProperties": "object"}[key]
+            return [{"type": kind, key.replace("max", "min"): value + 1}]
+        case "pattern":
+            return [{"type": "string", "~pattern": value}]
+        case "required":
+            return [{"type": "object", "~absent": [name]} for name in value]
+        case "properties":
+            return [
+                {"type": "object", "required": [name], "properties": {name: {"not": part}}}
+                for name, part in value.items()
+            ]
+        case "items" if "prefixItems" not in schema:
+            return [{"type": "array", "contains": {"not": value}}]
+        case "prefixItems":
+            return [
+                {"type": "array", "minItems": index + 1, "prefixItems": [*[True] * index, {"not": part}], "items": True}
+                for index, part in enumerate(value)
+            ]
+    return []
+
+
+def _none_of(values: Sequence[Any]) -> list[Any]:
+    kinds = {kind: [value for value in values if _kind(value) == kind] for kind in _TYPES}
+    found: list[Any] = [{"type": [kind for kind in _TYPES if not kinds[kind]]}]
+    if len(kinds["boolean"]) == 1:
+        found.append({"const": not kinds["boolean"][0]})
+    if kinds["string"]:
+        found.append({"type": "string", "~=": kinds["string"]})
+    numbers = sorted(kinds["number"])
+    for low, high in zip([None, *numbers], [*numbers, None], strict=True) if numbers else ():
+        bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+        found.append({"type": "number"} | {key: bound for key, bound in bounds.items() if bound is not None})
+    return found
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+# ---- strings and numbers ---------------------------------------------------------------------------------------------
+
+
+def _string(flat: Any, *, is_loose: bool) -> Node | None:
+    """A string: its length, patterns, formats and values hold together. `is_loose`: of any format; FORMATS has only a part."""
+    least, most = max([0, *_given(flat, "minLength")]), min(_given(flat, "maxLength"), default=None)
+    machines = [machine_of(pattern, is_search=True) for pattern in _given(flat, "pattern")]
+    machines += [] if is_loose else [machine_of(FORMATS[name]) for name in _given(flat, "format")]
+    machines += [negated(machine_of(pattern, is_search=True)) for pattern in _given(flat, "~pattern")]
+    machines += [_none_of_texts(texts) for texts in _given(flat, "~=")]
+    if (allowed := _allowed(flat)) is not None:
+        return either(
+            _spelled(text)
+            for text in allowed
+            if least <= len(text)
+            and (most is None or len(text) <= most)
+            and all(each and each.accepts(map(ord, text)) for each in machines)
+        )
+    machine: Dfa | None = counted(WRITABLE, int(least), None if most is None else int(most))
+    for each in machines:
+        machine = both(machine, each)
+    return None if machine is None else Text(machine, quoted=True)
+
+
+_INTEGER, _NUMBER = (
+    Text(machine)
+    for machine in map(machine_of, ("-?(?:0|[1-9][0-9]*)", r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-][0-9]{1,2})?"))
+    if machine is not None
+)
+_SIDES: Final = {"minimum": (0, 1), "exclusiveMinimum": (1,), "maximum": (-1, 0), "exclusiveMaximum": (-1,)}
+
+
+def _number(flat: Any) -> Node | None:
+    """A number: its bounds, multiples and values hold together."""
+    is_whole = any("number" not in _listed(own.get("type", "number")) for own, _ in flat)
+    bounds = [(Decimal(str(value)), sides) for key, sides in _SIDES.items() for value in _given(flat, key)]
+    multiples = [
+        (Decimal(str(value)), is_one)
+        for key, is_one in (("multipleOf", True), ("~multipleOf", False))
+        for value in _given(flat, key)
+    ]
+    is_fraction, allowed = bool(_given(flat, "~integer")), _allowed(flat)
+    if is_whole and is_fraction:
+        return None
+    if not (bounds or multiples or is_fraction) and allowed is None:
+        return _INTEGER if is_whole else _NUMBER
+    machine = _decimals(tuple(bounds), tuple(multiples), is_whole, is_fraction, not is_whole and allowed is None)
+    if allowed is None:
+        return None if machine is None else Text(machine)
+    shown = {json.dumps(value): f"{Decimal(str(value)):f}" for value in allowed}
+    texts = {text: full.rstrip("0").rstrip(".") if "." in full else full for text, full in shown.items()}
+    return either(text.encode() for text, full in texts.items() if machine and machine.accepts(full.encode()))
+
+
+@lru_cache(maxsize=256)
+def _decimals(
+    bounds: tuple[tuple[Decimal, tuple[int, ...]], ...],
+    multiples: tuple[tuple[Decimal, bool], ...],
+    is_whole: bool,
+    is_fraction: bool,
+    is_short: bool,
+) -> Dfa | None:
+    """Decimal numbers without exponents, digit by digit; `is_short`: so few that a float is on the same side of bounds.
+
+    A state has: what was read last, whether there was a minus, the digits that count, for each bound the digits compared so far
+    and what they say, the remainder by each multiple, the digits after the point, and whether one of them is not zero.
+    """
+    sizes = [f"{bound.copy_abs():f}".partition(".")[::2] for bound, _ in bounds]
+    wholes, parts = [whole.lstrip("0") or "0" for whole, _ in sizes], [part.rstrip("0") for _, part in sizes]
+    moduli = list[tuple[int, int, bool]]()
+    for value, is_one in multiples:
+        _, digits, exponent = value.as_tuple()
+        assert isinstance(exponent, int), "a finite number"
+        moduli.append((int("".join(map(str, digits))) * 10 ** max(exponent, 0), max(-exponent, 0), is_one))
+    places = min([place for _, place, _ in moduli], default=None)
+
+    def compared(track: tuple[int, int], number: int, digit: str, *, behind: bool) -> tuple[int, int]:
+        done, sign = track
+        wanted = (parts if behind else wholes)[number]
+        if behind and sign:
+            return 0, sign
+        against = wanted[done] if done < len(wanted) else "0" if behind else None
+        if not sign and against is not None:
+            sign = (digit > against) - (digit < against)
+        return min(done + 1, len(wanted) if behind else len(wanted) + 1), sign
+
+    def turned(track: tuple[int, int], number: int) -> tuple[int, int]:
+        done, sign = track
+        return 0, sign if done == len(wholes[number]) else -1 if done < len(wholes[number]) else 1
+
+    def steps(state: Any) -> Iterator[tuple[int, int, Any]]:
+        phase, minus, count, tracks, rests, behind, some = state
+        if phase == "start":
+            yield 0x2D, 0x2D, ("sign", True, count, tracks, rests, behind, some)
+        if phase in {"zero", "whole"} and not is_whole and places != 0 and (not is_short or count < _MOST_DIGITS):
+            turned_all = tuple(turned(track, number) for number, track in enumerate(tracks))
+            yield 0x2E, 0x2E, ("point", minus, count, turned_all, rests, 0, some)
+        is_behind = phase in {"point", "part"}
+        if phase == "zero" or (
+            is_behind and ((is_short and count >= _MOST_DIGITS) or (places is not None and behind >= places))
+        ):
+            return
+        after = "part" if is_behind else "whole"
+        for digit in "0123456789":
+            next_tracks = tuple(compared(track, number, digit, behind=is_behind) for number, track in enumerate(tracks))
+            next_rests = tuple(
+                (rest * 10 + int(digit)) % modulus for rest, (modulus, _, _) in zip(rests, moduli, strict=True)
+            )
+            name = "zero" if digit == "0" and phase in {"start", "sign"} else after
+            more = (min(count + 1, _MOST_DIGITS) if is_short else 0, next_tracks, next_rests)
+            yield (
+                ord(digit),
+                ord(digit),
+                (name, minus, *more, behind + (is_behind and places is not None), some or (is_behind and digit != "0")),
+            )
+
+    def is_end(state: Any) -> bool:
+        phase, minus, _, tracks, rests, behind, some = state
+        if phase in {"start", "sign", "point"} or (is_fraction and not some):
+            return False
+        for number, ((bound, sides), track) in enumerate(zip(bounds, tracks, strict=True)):
+            done, sign = track if phase == "part" else turned(track, number)
+            size = -1 if not sign and done < len(parts[number]) else sign
+            if minus and not bound:
+                size = -1 if size > 0 else 0
+            elif minus:
+                size = -1 if bound > 0 else -size
+            elif bound < 0:
+                size = 1
+            if size not in sides:
+                return False
+        return all(
+            (not (rest * 10 ** (place - behind) % modulus)) == is_one
+            for rest, (modulus, place, is_one) in zip(rests, moduli, strict=True)
+        )
+
+    zeros = tuple(0 for _ in moduli)
+    return both(explored(("start", False, 0, tuple((0, 0) for _ in bounds), zeros, 0, False), steps, is_end), _BYTES)
+
+
+_BYTES: Final = Dfa([[(0, 255, 0)]], [True])

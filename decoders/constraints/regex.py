@@ -1,0 +1,316 @@
+"""Regular expressions as nodes: the syntax that Python, Rust and ECMAScript share, as far as automata go.
+
+    a text      characters, `.`, classes, escapes, groups, `|`, `* + ? {m} {m,} {m,n}`, `^`, `$`, \\p{..}, (?s) and (?i)
+    refused     look-around (but directly behind a first `^`), back-references, word boundaries: with their place and the reason
+
+`^` and `$` are characters here, which stand before and behind a text and nowhere else. A look-ahead behind the first `^` is a
+second expression that the text matches, or does not.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from functools import lru_cache
+from typing import Final, NoReturn
+
+from draftmill.decoders.constraints.expressions import (
+    BEGIN,
+    END,
+    LAST,
+    Chars,
+    Dfa,
+    Node,
+    Ranges,
+    Step,
+    both,
+    dfa_of,
+    either,
+    inverted,
+    negated,
+    optional,
+    repeated,
+    sequence,
+)
+
+_DIGITS: Final[Ranges] = ((0x30, 0x39),)
+_WORD: Final[Ranges] = (*_DIGITS, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+_SPACE: Final[Ranges] = ((9, 13), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A))
+_SPACES: Final[Ranges] = (*_SPACE, (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000))
+_LINE_ENDS: Final[Ranges] = ((10, 10), (13, 13), (0x2028, 0x2029))
+_LETTERS: Final = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0, "a": 7, "e": 27}
+_CODES: Final = re.compile(
+    r"x([0-9A-Fa-f]{2})|[xu]\{([0-9A-Fa-f]{1,6})\}|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|c([A-Za-z])"
+)
+_LOW_HALF: Final = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
+_CATEGORY: Final = re.compile(r"([pP])(?:\{(?:(?:gc|General_Category)=)?([A-Za-z]{1,2})\}|([A-Z]))")
+_TIMES: Final = re.compile(r"\*|\+|\?|\{(\d+)(,?)(\d*)\}")
+_GROUP: Final = re.compile(r"\?(?:P?<[A-Za-z_]\w*>|([si]*):)")
+_FLAGS: Final = re.compile(r"\(\?([si]+)\)")
+_BOUNDED: Final = "only what a text of any length allows with a fixed memory can be an automaton"
+
+
+class RegexError(ValueError):
+    """An expression that can't be compiled: where, and why."""
+
+
+class _Parser:
+    """Reads one expression. `is_ecma`: as JSON Schema's patterns, where \\d and \\w are ASCII and `.` excludes all line ends."""
+
+    def __init__(self, text: str, *, is_ecma: bool) -> None:
+        self.text, self.at, self._is_ecma = text, 0, is_ecma
+        self.looks = list[tuple[bool, Node | None]]()
+        flags = _FLAGS.match(text)
+        self.at, letters = (flags.end(), flags[1]) if flags else (0, "")
+        self._dot_all, self._ignores_case = "s" in letters, "i" in letters
+
+    def whole(self) -> Node | None:
+        """The node of the expression; its look-aheads are in `looks`."""
+        if self.text.startswith(("^(?=", "^(?!"), self.at):
+            self.at += 1
+            while self.text.startswith(("(?=", "(?!"), self.at):
+                self.at += 3
+                self.looks.append((self.text[self.at - 1] == "=", self._alternatives()))
+                self._expect(")")
+            if "|" in _top_level(self.text[self.at :]):
+                self._refuse("a look-ahead before alternatives can't be kept; allowed: alternatives in a group")
+            node = sequence(Chars(((BEGIN, BEGIN),)), self._alternatives())
+        else:
+            node = self._alternatives()
+        if self.at < len(self.text):
+            self._refuse("this ) has no (")
+        return node
+
+    def _refuse(self, reason: str, at: int | None = None) -> NoReturn:
+        place = self.at if at is None else at
+        raise RegexError(
+            f"{self.text!r} is no regular expression that can be compiled: character {place + 1}: {reason}"
+        )
+
+    def _expect(self, wanted: str) -> None:
+        if not self.text.startswith(wanted, self.at):
+            self._refuse(f"{wanted} is missing")
+        self.at += len(wanted)
+
+    def _alternatives(self) -> Node | None:
+        parts = [self._row()]
+        while self.text.startswith("|", self.at):
+            self.at += 1
+            parts.append(self._row())
+        return either(parts)
+
+    def _row(self) -> Node | None:
+        parts = list[Node | None]()
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            begun = self.at
+            part = self._atom()
+            while times := _TIMES.match(self.text, self.at):
+                part = self._times(part, times)
+            if not (self.text[begun] in "^$" and begun and self.text[begun - 1] == self.text[begun]):
+                parts.append(part)
+        return sequence(*parts)
+
+    def _times(self, part: Node | None, times: re.Match[str]) -> Node | None:
+        most: int | None
+        match times[0][0]:
+            case "*":
+                least, most = 0, None
+            case "+":
+                least, most = 1, None
+            case "?":
+                least, most = 0, 1
+            case _:
+                least = int(times[1])
+                most = int(times[3]) if times[3] else None if times[2] else least
+        if most is not None and most < least:
+            self._refuse(f"{times[0]} has no count")
+        self.at = times.end()
+        if self.text.startswith("+", self.at):
+            self._refuse("a possessive repetition can't be kept; allowed: the same without the second +")
+        self.at += self.text.startswith("?", self.at)  # which of several ways is taken says nothing of a whole text
+        return repeated(part, least, most)
+
+    def _atom(self) -> Node | None:
+        character, begun = self.text[self.at], self.at
+        self.at += 1
+        match character:
+            case "(":
+                return self._group(begun)
+            case "[":
+                return Chars(self._class(begun))
+            case ".":
+                if self._dot_all:
+                    return Chars(((0, LAST),))
+                return Chars(inverted(_LINE_ENDS if self._is_ecma else ((10, 10),)))
+            case "^" | "$":
+                return Chars(((BEGIN, BEGIN),) if character == "^" else ((END, END),))
+            case "\\":
+                if self.text[self.at : self.at + 1] in {"A", "z", "Z"}:
+                    self.at += 1
+                    return Chars(((BEGIN, BEGIN),) if self.text[self.at - 1] == "A" else ((END, END),))
+                return Chars(self._escape(begun))
+            case "*" | "+" | "?":
+                self._refuse(f"nothing stands before {character}", begun)
+        return Chars(self._cased(((ord(character), ord(character)),)))
+
+    def _group(self, begun: int) -> Node | None:
+        before = self._dot_all, self._ignores_case
+        if self.text.startswith("?", self.at):
+            opened = _GROUP.match(self.text, self.at)
+            if self.text.startswith(("?=", "?!", "?<=", "?<!"), self.at):
+                self._refuse(f"look-around needs what stands elsewhere: {_BOUNDED}", begun)
+            if opened is None:
+                self._refuse("this group can't be kept; allowed: (..), (?:..), (?P<name>..), (?s:..), (?i:..)", begun)
+            self.at = opened.end()
+            self._dot_all, self._ignores_case = (
+                "s" in (opened[1] or "") or before[0],
+                "i" in (opened[1] or "") or before[1],
+            )
+        inner = self._alternatives()
+        if not self.text.startswith(")", self.at):
+            self._refuse("this ( has no )", begun)
+        self.at += 1
+        self._dot_all, self._ignores_case = before
+        return inner
+
+    def _class(self, begun: int) -> Ranges:
+        is_not = self.text.startswith("^", self.at)
+        self.at += is_not
+        found, first = list[tuple[int, int]](), True
+        while not self.text.startswith("]", self.at) or (first and not self._is_ecma):
+            if self.at >= len(self.text):
+                self._refuse("this [ has no ]", begun)
+            if self.text.startswith(("[:", "&&", "--", "~~"), self.at):
+                self._refuse("sets of classes can't be kept; allowed: single characters, ranges, escapes")
+            low, first = self._member(), False
+            if self.text.startswith("-", self.at) and self.text[self.at + 1 : self.at + 2] not in {"]", ""}:
+                self.at += 1
+                high = self._member()
+                if len(low) != 1 or len(high) != 1 or low[0][0] != low[0][1] or high[0][0] < low[0][0]:
+                    self._refuse("this range has no characters")
+                low = ((low[0][0], high[0][1]),)
+            found += low
+        self.at += 1
+        ranges = inverted(inverted(self._cased(tuple(found))))
+        return inverted(ranges) if is_not else ranges
+
+    def _member(self) -> Ranges:
+        self.at += 1
+        if self.text[self.at - 1] != "\\":
+            return ((ord(self.text[self.at - 1]), ord(self.text[self.at - 1])),)
+        if self.text.startswith("b", self.at):
+            self.at += 1
+            return ((8, 8),)
+        return self._escape(self.at - 1)
+
+    def _escape(self, begun: int) -> Ranges:
+        letter = self.text[self.at : self.at + 1]
+        if found := _CODES.match(self.text, self.at):
+            self.at = found.end()
+            digits = found[1] or found[2] or found[3] or found[4]
+            code = ord(found[5]) % 32 if found[5] else int(digits, 16)
+            if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self.text, self.at)):
+                code, self.at = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00, low.end()
+            return self._cased(((min(code, LAST), min(code, LAST)),))
+        if named := _CATEGORY.match(self.text, self.at):
+            self.at = named.end()
+            ranges = _of_category(named[2] or named[3])
+            return inverted(ranges) if named[1] == "P" else ranges
+        self.at += 1
+        if letter.lower() in {"d", "w", "s"}:
+            return _escaped_class(letter, self._is_ecma)
+        if letter in _LETTERS:
+            return ((_LETTERS[letter], _LETTERS[letter]),)
+        if letter.isdecimal() or letter == "k":
+            self._refuse(f"a back-reference repeats what was read: {_BOUNDED}", begun)
+        if letter in {"b", "B"}:
+            self._refuse(f"a word boundary needs what stands beside it: {_BOUNDED}", begun)
+        if not letter or letter.isalnum():
+            self._refuse(f"\\{letter} is unknown; allowed: d w s n r t f v x u p and their like", begun)
+        return ((ord(letter), ord(letter)),)
+
+    def _cased(self, ranges: Ranges) -> Ranges:
+        if not self._ignores_case:
+            return ranges
+        letters = [chr(code) for low, high in ranges for code in range(low, min(high, low + 2000) + 1)]
+        others = {other for letter in letters for other in (letter.lower(), letter.upper()) if len(other) == 1}
+        return (*ranges, *((ord(other), ord(other)) for other in sorted(others)))
+
+
+def _top_level(text: str) -> list[str]:
+    """The characters of an expression that are in no group and no class."""
+    found, depth, is_class, is_escaped = list[str](), 0, False, False
+    for character in text:
+        if is_escaped or character == "\\":
+            is_escaped = not is_escaped
+            continue
+        is_class = (is_class or character == "[") and character != "]"
+        depth += 0 if is_class else (character == "(") - (character == ")")
+        if not depth and not is_class:
+            found.append(character)
+    return found
+
+
+def _escaped_class(letter: str, is_ecma: bool) -> Ranges:
+    """\\d, \\w, \\s and what they exclude. ECMAScript's are ASCII; a character on which Python and it differ is in neither."""
+    small = {"d": _DIGITS, "w": _WORD, "s": _SPACES}[letter.lower()]
+    if letter.islower():
+        return small if is_ecma else _of_test(letter)
+    return inverted((*small, *_of_test(letter.lower()), *(((0xFEFF, 0xFEFF),) if letter == "S" else ())))
+
+
+@lru_cache(maxsize=8)
+def _of_test(letter: str) -> Ranges:
+    test = {"d": str.isdecimal, "s": str.isspace, "w": lambda character: character.isalnum() or character == "_"}[
+        letter
+    ]
+    return _joined([code for code in range(LAST + 1) if test(chr(code))])
+
+
+@lru_cache(maxsize=32)
+def _of_category(name: str) -> Ranges:
+    return _joined([code for code in range(LAST + 1) if unicodedata.category(chr(code)).startswith(name)])
+
+
+def _joined(codes: list[int]) -> Ranges:
+    found = list[tuple[int, int]]()
+    for code in codes:
+        if found and found[-1][1] == code - 1:
+            found[-1] = (found[-1][0], code)
+        else:
+            found.append((code, code))
+    return tuple(found)
+
+
+_ANYTHING: Final = Chars(((0, LAST),))
+
+
+@lru_cache(maxsize=256)
+def machine_of(text: str, *, is_search: bool = False) -> Dfa | None:
+    """The automaton over characters of the texts that an expression matches as a whole, or with `is_search` anywhere, then in the
+    dialect of JSON Schema's patterns; None if there are none. RegexError if it can't be compiled."""
+    parser = _Parser(text, is_ecma=is_search)
+    node = parser.whole()
+    begin, end = Chars(((BEGIN, BEGIN),)), Chars(((END, END),))
+    before = optional(sequence(begin, repeated(_ANYTHING, 0, None)) if is_search else begin)
+    machine = _between(
+        dfa_of(sequence(before, node, *([] if is_search else [optional(end)])), in_bytes=False, is_search=is_search)
+    )
+    for is_there, look in parser.looks:
+        found = _between(dfa_of(sequence(optional(begin), look), in_bytes=False, is_search=True))
+        machine = both(machine, found if is_there else negated(found))
+    return machine
+
+
+def _between(machine: Dfa | None) -> Dfa | None:
+    """What stands between BEGIN and END."""
+    start = None if machine is None else machine.step(0, BEGIN)
+    if machine is None or start is None:
+        return None
+    order = [start, *(state for state in range(len(machine.edges)) if state != start)]
+    number = {state: place for place, state in enumerate(order)}
+    edges: list[list[Step]] = [
+        [(low, min(high, LAST), number[to]) for low, high, to in machine.edges[state] if low <= LAST] for state in order
+    ]
+    ends = [(after := machine.step(state, END)) is not None and machine.ends[after] for state in order]
+    return both(Dfa(edges, ends), Dfa([[(0, LAST, 0)]], [True]))
