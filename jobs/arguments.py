@@ -656,7 +656,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     option("--out", "FILE", "write to a file, or to a folder; default: print"),
     flag("--overwrite", "replace an existing file"),
     option("--name", help="name of the job there; default: from the spec's name"),
-    option("--logical-date", "DATE", "rayjob with a date in output.path; default: now (UTC)"),
+    option("--logical-date", "DATE", "rayjob with a date in output.path; default: when it starts (UTC)"),
     option("--schedule", "CRON", "'minute hour day month weekday'; default: '0 3 * * *'"),
     option("--time-zone", "ZONE", "raycronjob, cronjob, systemd: for example Europe/Berlin"),
     option("--time-limit", "TIME", "of one run, like 12h; default: 24h. Not for ray-up"),

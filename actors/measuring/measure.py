@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from draftmill.actors.faults import DeviceLostError, lost_device
+from draftmill.actors.job import WorkerResources
 from draftmill.actors.loop.runner import unit_failure
 from draftmill.actors.loop.worker import Turns
 from draftmill.actors.messages import Effort, Failure, Receipt, Tally, WorkUnit
@@ -64,6 +65,18 @@ class MeasureJob:
     row_s: float
     reference: str | None = None
     joiner: str | None = None
+
+    def on_ray(self, resources: WorkerResources) -> MeasureJob:
+        """The job for an actor: if it asked for no GPU, its judges are on the CPU, though it may see all GPUs of its node."""
+        if resources.gpus:
+            return self
+        metrics = (
+            metric
+            if metric.place is None or metric.place.device != "auto"
+            else replace(metric, place=replace(metric.place, device="cpu"))
+            for metric in self.metrics
+        )
+        return replace(self, metrics=tuple(metrics))
 
 
 @dataclass(slots=True)

@@ -48,6 +48,8 @@ class MetricBase(Settings):
     needs_text: ClassVar[bool] = True
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name"})
     better: ClassVar[Better | None] = None
+    is_proportion: ClassVar[bool] = False
+    """Whether a value is 0 or 1, and the mean a share of samples."""
 
     name: Column | None = Field(default=None, description="the metric's column, or the beginning of its columns' names")
 
@@ -86,6 +88,7 @@ class ReferenceMetric(MetricBase):
 class ExactMatch(ReferenceMetric):
     """1 if the text equals a reference, else 0: as they are, normalised as for SQuAD, or by the last number as for GSM8K."""
 
+    is_proportion: ClassVar[bool] = True
     kind: Literal["exact_match", "normalised_match", "number_match"]
 
 
@@ -211,6 +214,7 @@ class PassAtK(MetricBase):
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "sandbox", "allow_code_execution"})
     better: ClassVar[Better | None] = "higher"
+    is_proportion: ClassVar[bool] = True
     kind: Literal["pass_at_k"]
     k: Ks = Field(default=(1,), description="the k of pass@k, at most sampling.n")
     program: Annotated[str, Field(min_length=1)] = Field(default=HUMANEVAL, description="Python with {text} and {NAME}")

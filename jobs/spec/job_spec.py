@@ -281,11 +281,16 @@ class JobSpec(Settings):
                     f"input.{key}: {value!r} needs a run directory for each date: write {{date:%Y-%m-%d}} in output.path "
                     "(not in sweeps); allowed: null"
                 )
-            if key == "dedupe" and self.input.columns.id is None and any(map(has_date, self.input.paths)):
-                raise ValueError(
-                    "input.dedupe: ids of rows without a column of ids are names in the folder of a date, equal for each date; "
-                    "name a column in input.columns.id"
-                )
+            if any(map(has_date, self.input.paths)):
+                if key == "since":
+                    raise ValueError(
+                        "input.since: input.path has a date, so each run reads the files of its own date; allowed: null"
+                    )
+                if self.input.columns.id is None:
+                    raise ValueError(
+                        "input.dedupe: input.path has a date, and rows without a column of ids have the same ids on each date; "
+                        "name the column in input.columns.id"
+                    )
             if self.input.limit is not None:
                 raise ValueError(
                     f"input.limit: {self.input.limit}, but input.{key} takes all that is new: rows beyond the limit would count "
