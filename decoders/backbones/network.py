@@ -201,7 +201,9 @@ class RotaryNetwork(nn.Module):
     def __init__(self, shape: RotaryShape, names: Collection[str]) -> None:
         super().__init__()
         self.shape = shape
-        self.word_embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        sizes = shape.vocab_size, shape.hidden_size
+        # Random numbers would be drawn for a weight that is not given; on the meta device that imports torch's compilers.
+        self.word_embeddings = nn.Embedding(*sizes, _weight=torch.empty(sizes))
         self.layers = nn.ModuleList(Layer(shape, index, names) for index in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.kernels: Any = None

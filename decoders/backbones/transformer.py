@@ -35,6 +35,7 @@ from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
     FixedLinear,
     PackedLinear,
+    UnsetLinear,
     block_of_rows,
     can_pack,
     fix_products,
@@ -372,7 +373,7 @@ class Network(nn.Module):
         super().__init__()
         self.config, self.model = shape, stack(shape)
         num_last = getattr(shape, "num_last", shape.hidden_size)
-        self.lm_head = nn.Linear(num_last, shape.vocab_size, bias=bias)
+        self.lm_head = UnsetLinear(num_last, shape.vocab_size, bias=bias)
 
     @property
     def base_model(self) -> nn.Module:
