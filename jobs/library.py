@@ -36,7 +36,7 @@ from draftmill.jobs.exit_codes import Ended
 from draftmill.jobs.exporting.export import columns_of, own_columns, tables_of
 from draftmill.jobs.exporting.formats import plain_rows
 from draftmill.jobs.finished.passes import count_failed, passes_of
-from draftmill.jobs.finished.summary import SUMMED, metric_means, sum_up
+from draftmill.jobs.finished.summary import metric_means, read_summary
 from draftmill.jobs.plan.prepare import Loaders, make_plan, prepare, remembering
 from draftmill.jobs.running.outcome import payload, raise_unfinished
 from draftmill.jobs.running.run import complete_job
@@ -48,6 +48,7 @@ from draftmill.storage.errors import Error, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
+from draftmill.storage.runs.sums import SUMMED, sum_up
 from draftmill.storage.stores.store import open_store
 
 if TYPE_CHECKING:
@@ -145,8 +146,9 @@ class RunResults:
     def summary(self) -> dict[str, Any]:
         """The figures of the table at the end of `draftmill run`, and what notices say of a run (docs/watching.md)."""
         passes, plan = self._found.passes, self._found.plan
-        results = sum_up(self._tables([name for name in SUMMED if name in plan.schema.names], "plan"))
-        tally = results.tally
+        whole = passes[0].manifest if len(passes) == 1 else None
+        names = [name for name in SUMMED if name in plan.schema.names]
+        tally = sum_up(self._tables(names, "plan")) if whole is None else read_summary(passes[0].store, whole)
         facts = {
             "name": plan.spec.name,
             "path": self.path,
@@ -157,7 +159,7 @@ class RunResults:
             "nfe": tally.nfe,
             "drafts_proposed": tally.proposed,
             "drafts_accepted": tally.accepted,
-            "errors": dict(results.errors),
+            "errors": dict(tally.errors),
             "exact": all_exact(part.manifest.exact for part in passes if part.manifest is not None),
             "metrics": metric_means(self._found.store),
         }

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from draftmill.actors.messages import (
     Died,
@@ -401,8 +401,8 @@ class Driver:
             self.watchers.each(lambda watcher: watcher.committed(receipt))
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
-            unit, worker, rows = receipt.unit, receipt.worker, committed.rows
-            self.display.event("done", unit=unit, worker=worker, rows=rows, failed=committed.failed)
+            names: dict[str, Any] = {"unit": receipt.unit, "worker": receipt.worker, "rows": committed.rows}
+            self.display.event("done", **names, failed=committed.failed, facts=asdict(committed))
 
     # ---- commands out
 

@@ -17,7 +17,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from draftmill.jobs.driving.progress import Display, progress_facts
 from draftmill.jobs.driving.totals import Totals, add_effort
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import all_exact
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.interface import Store
 
 FLUSH_EVERY_S = 10.0
@@ -217,6 +218,18 @@ def read_sessions(store: Store) -> Sessions:
             except (ValueError, KeyError, TypeError, StoreError):
                 continue
     return total
+
+
+def logged_units(store: Store) -> Iterator[CommittedUnit]:
+    """The facts of units as the logs have them; skips what can't be read. Each may be of a file that is gone."""
+    for stat in store.list("attempts/"):
+        with suppress(StoreError):
+            lines = store.get(stat.name).splitlines() if "-part-" in stat.name else []
+            for line in lines:
+                with suppress(ValueError, KeyError, TypeError):
+                    event = json.loads(line)
+                    if event["event"] == "done":
+                        yield CommittedUnit(**event["facts"])
 
 
 def _add(total: Sessions, record: dict[str, Any]) -> Sessions:

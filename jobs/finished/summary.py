@@ -1,6 +1,6 @@
 """The table at the end of a run, and the lines of its metrics. All of their figures are counted or measured.
 
-Figures of the samples (tokens, NFE, errors) are read from the result files, so they are the same after a resume, after a
+Figures of the samples (tokens, NFE, errors) are sums over the units, so they are the same after a resume, after a
 crash, and for a run that finished long ago. Figures of the machines (rates, efficiency) come from the recorded sessions.
 """
 
@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from draftmill.actors.messages import Tally
 from draftmill.jobs.driving.cost import cost_rows
 from draftmill.jobs.driving.run_log import Sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
-from draftmill.storage.errors import printable
 from draftmill.storage.runs.commit import Manifest
 from draftmill.storage.runs.metric_files import KEYS, MetricError, metric_sets, read_metric_errors, read_metrics
 from draftmill.storage.runs.records import read_results
+from draftmill.storage.runs.sums import EXAMPLES, SUMMED, Sums, brief_line, sum_up
 from draftmill.storage.stores.interface import Store
-
-COUNTED = ("prompt_tokens", "new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted")
-TRUNCATED = "truncated_tokens"
 
 KINDS = 5
 """Number of error kinds in the table; the most frequent ones are shown."""
-
-EXAMPLES = 3
-"""Number of failed samples shown for each kind."""
-
-SHOWN_CHARS = 100
 
 MIN_ROWS = 256
 MIN_TURNS = 4
@@ -45,63 +34,18 @@ MIN_S = 10.0
 Its efficiency figures would reflect the job's size rather than the machine, so its table leaves them out."""
 
 
-@dataclass(slots=True)
-class Results:
-    """Sums over the result rows of a run; `longest_s` is the decoding time of its slowest sample.
-
-    `examples` has the first few failed samples of each kind: id and message.
-    """
-
-    tally: Tally = field(default_factory=Tally)
-    errors: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    longest_s: float = 0.0
-    cut_rows: int = 0
-    cut_tokens: int = 0
-
-
-SUMMED = ("id", "status", "error_kind", "error", "decode_s", TRUNCATED, *COUNTED)
-"""The columns that sums need; runs of earlier versions lack TRUNCATED."""
-
-
-def read_summary(store: Store, objects: Iterable[str]) -> Results:
-    """Sum up result files, one in memory at a time."""
-    return sum_up(read_results(store, objects=objects, columns=SUMMED))
-
-
-def sum_up(tables: Iterable[pa.Table]) -> Results:
-    """Sum up tables with the columns SUMMED."""
-    results = Results()
-    for table in tables:
-        results.tally += _tally(table)
-        _note_errors(results, table.filter(pc.equal(table["status"], "failed")))
-        if TRUNCATED in table.column_names:
-            results.cut_rows += pc.sum(pc.greater(table[TRUNCATED], 0)).as_py() or 0
-            results.cut_tokens += pc.sum(table[TRUNCATED]).as_py() or 0
-        results.longest_s = max(results.longest_s, pc.max(table.column("decode_s")).as_py() or 0.0)
-    return results
-
-
-def _note_errors(results: Results, failed: pa.Table) -> None:
-    for row in failed.select(["id", "error_kind", "error"]).to_pylist():
-        kind = row["error_kind"] or "unknown"
-        results.errors[kind] += 1
-        examples = results.examples.setdefault(kind, [])
-        if len(examples) < EXAMPLES:
-            examples.append((row["id"], row["error"] or ""))
-
-
-def _tally(table: pa.Table) -> Tally:
-    statuses = Counter(table.column("status").to_pylist())
-    sums = {name: pc.sum(table.column(name)).as_py() or 0 for name in COUNTED}
-    return Tally(rows=table.num_rows, ok=statuses["ok"], failed=statuses["failed"], skipped=statuses["skipped"], **sums)
+def read_summary(store: Store, manifest: Manifest) -> Sums:
+    """The sums over a finished pass: its manifest has them; for one of an earlier version the results are read."""
+    if manifest.sums is not None:
+        return manifest.sums
+    return sum_up(read_results(store, objects=(unit.object for unit in manifest.units), columns=SUMMED))
 
 
 def table_lines(
     name: str,
     url: str,
     manifest: Manifest,
-    results: Results,
+    results: Sums,
     sessions: Sessions,
     *,
     done: str = "generated",
@@ -119,25 +63,24 @@ def table_lines(
     return [f"draftmill: {name}", *(f"  {label:<{width}}  {value}" for label, value in rows)]
 
 
-def _sample_rows(results: Results, done: str) -> list[tuple[str, str]]:
-    tally = results.tally
+def _sample_rows(results: Sums, done: str) -> list[tuple[str, str]]:
     rows = [
-        ("samples", f"{tally.rows:,}  ({tally.ok:,} ok, {tally.failed:,} failed, {tally.skipped:,} skipped)"),
-        ("tokens", f"{tally.new_tokens:,} {done}, {tally.prompt_tokens:,} given"),
+        ("samples", f"{results.rows:,}  ({results.ok:,} ok, {results.failed:,} failed, {results.skipped:,} skipped)"),
+        ("tokens", f"{results.new_tokens:,} {done}, {results.prompt_tokens:,} given"),
     ]
     if results.cut_rows:
         rows.append(("cut to fit", f"{results.cut_rows:,} samples, {results.cut_tokens:,} tokens of them"))
-    if tally.new_tokens:
-        rows.append(("NFE per token", f"{tally.nfe / tally.new_tokens:.3f}"))
-    if tally.proposed:
-        accepted = f"{tally.accepted / tally.proposed:.1%} of {tally.proposed:,} draft tokens"
+    if results.new_tokens:
+        rows.append(("NFE per token", f"{results.nfe / results.new_tokens:.3f}"))
+    if results.proposed:
+        accepted = f"{results.accepted / results.proposed:.1%} of {results.proposed:,} draft tokens"
         rows.append(("acceptance", accepted))
-    if tally.iterations:
-        rows.append(("tokens per iteration", f"{tally.new_tokens / tally.iterations:.2f}"))
+    if results.iterations:
+        rows.append(("tokens per iteration", f"{results.new_tokens / results.iterations:.2f}"))
     return rows
 
 
-def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]:
+def _machine_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
     if not sessions.wall_s:
         return []
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
@@ -146,7 +89,7 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
         rows.append(
             ("steps that raised", f"{raised:,}  (their samples were decoded one at a time; see the workers' log)")
         )
-    if is_small(results.tally.rows, sessions):
+    if is_small(results.rows, sessions):
         return rows
     figures = efficiency(sessions.effort)
     named = [
@@ -166,10 +109,10 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
     return rows
 
 
-def _cost_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]:
+def _cost_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
     if sessions.wall_s < MIN_S and not sessions.devices.priced_s:
         return []
-    return cost_rows(sessions.devices, results.tally.new_tokens)
+    return cost_rows(sessions.devices, results.new_tokens)
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:
@@ -179,7 +122,7 @@ def is_small(rows: int, sessions: Sessions) -> bool:
     return sessions.wall_s < MIN_S or rows < max(MIN_ROWS, MIN_TURNS * slots)
 
 
-def error_rows(results: Results) -> list[tuple[str, str]]:
+def error_rows(results: Sums) -> list[tuple[str, str]]:
     """The number of failed samples of each kind and, below, the first few of each kind with their reasons."""
     if not results.errors:
         return [("errors", "none")]
@@ -189,16 +132,10 @@ def error_rows(results: Results) -> list[tuple[str, str]]:
     rows = [("errors", text + (f" and {rest} more kinds" if rest > 0 else ""))]
     for kind, count in worst:
         named = results.examples.get(kind, [])
-        rows += [(f"  {kind}", f"{_brief(name)}: {_brief(reason)}") for name, reason in named]
+        rows += [(f"  {kind}", f"{brief_line(name)}: {brief_line(reason)}") for _, name, reason in named]
         if count > len(named):
             rows.append(("", f"and {count - len(named):,} more of status failed and error_kind {kind}"))
     return rows
-
-
-def _brief(text: str, most: int = SHOWN_CHARS) -> str:
-    """The text in one line of at most so many characters."""
-    text = printable(" ".join(text.split()))
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def metric_means(store: Store) -> dict[str, float | None]:
@@ -290,5 +227,5 @@ def _error_lines(store: Store) -> Sequence[str]:
         return []
     lines = [f"  {counted(total, 'error')}, each of one sample and metric:"]
     for error in examples:
-        lines.append(f"    {_brief(f'{error.metric}: {error.id}: {error.message}', ERROR_CHARS)}")
+        lines.append(f"    {brief_line(f'{error.metric}: {error.id}: {error.message}', ERROR_CHARS)}")
     return lines

@@ -27,7 +27,7 @@ from draftmill.jobs.driving.cost import HOUR_S, MILLION, DeviceSums, hours_text,
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import exactness
 from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
-from draftmill.jobs.finished.summary import EXAMPLES, Results, error_rows
+from draftmill.jobs.finished.summary import error_rows
 from draftmill.jobs.forecasting.trial import (
     TRIAL_ROWS,
     TRIAL_S,
@@ -55,6 +55,7 @@ from draftmill.jobs.spec.places import check_places
 from draftmill.jobs.watching.notify import check_receivers
 from draftmill.storage.errors import MOST_NAMES, RowError, StoreError, UserError, printable
 from draftmill.storage.inputs.reader import read_rows
+from draftmill.storage.runs.sums import EXAMPLES, Sums
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 
@@ -372,12 +373,12 @@ def _print_forecast(prepared: Prepared, store: Store, path: str | None) -> None:
 def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     """The first failures of each kind, as a run's table has them, and whether there are more than `errors` allows."""
     spec = prepared.spec
-    results = Results()
+    results = Sums()
     for row in sample.table.filter(pc.is_valid(sample.table["error_kind"])).to_pylist():
-        results.errors[row["error_kind"]] += 1
+        results.errors[row["error_kind"]] = results.errors.get(row["error_kind"], 0) + 1
         named = results.examples.setdefault(row["error_kind"], [])
-        if len(named) < EXAMPLES and row["id"] not in [name for name, _ in named]:
-            named.append((row["id"], _reason(prepared, row)))
+        if len(named) < EXAMPLES and row["id"] not in [name for _, name, _ in named]:
+            named.append((0, row["id"], _reason(prepared, row)))
     rows = error_rows(results)[1:]
     width = max(8, *(len(label) for label, _ in rows))
     for label, text in rows:

@@ -181,7 +181,7 @@ def close(spec: JobSpec, store: Store, *, prints: bool = True) -> None:
     """Print the table of a finished run, if it `prints`; raises Ended if too many samples are still failed."""
     passes = passes_of(store, s3=spec.s3.options())
     if prints:
-        print_table(spec, store)
+        print_table(spec, passes[0])
         print_metrics(store, passes)
     judge(spec, passes, prints=prints)
 
@@ -192,13 +192,12 @@ def print_metrics(store: Store, passes: Sequence[Pass]) -> None:
         print("\n".join(["  metrics", *(f"  {line}" for line in lines)]))
 
 
-def print_table(spec: JobSpec, store: Store) -> None:
+def print_table(spec: JobSpec, part: Pass) -> None:
     """Print the sums of one finished pass."""
-    manifest = read_manifest(store)
+    store, manifest = part.store, part.manifest
     if manifest is None:
         raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
-    results = read_summary(store, (unit.object for unit in manifest.units))
-    sessions = read_sessions(store)
+    results, sessions = read_summary(store, manifest), read_sessions(store)
     print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
 
 
@@ -219,7 +218,7 @@ def _reasons(passes: Sequence[Pass]) -> Iterator[str]:
     """Of each kind of error the first failed samples, with their reasons."""
     last = finished_passes(passes)[-1]
     assert last.manifest is not None
-    results = read_summary(last.store, (unit.object for unit in last.manifest.units if unit.failed))
+    results = read_summary(last.store, last.manifest)
     for label, text in error_rows(results)[1:]:
         yield f"{label.strip()}: {text}" if label else text
 

@@ -335,8 +335,8 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     ready = ready_for(spec, plan)
     if ready is not None:
         measure_run(store, spec, ready, options, s3=spec.s3.options())
-    print_table(inside, plan.store)
     passes = passes_of(store, s3=s3)
+    print_table(inside, passes[-1])
     print_metrics(store, passes)
     judge(spec, passes)
     return OK

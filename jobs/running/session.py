@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from draftmill.jobs.driving.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.driving.leases import IfRunning
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.ray_session import is_connected
-from draftmill.jobs.driving.run_log import INTERRUPTED_S, LoggedDisplay, RunLog, read_sessions
+from draftmill.jobs.driving.run_log import INTERRUPTED_S, LoggedDisplay, RunLog, logged_units, read_sessions
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
@@ -122,7 +122,7 @@ def _decode_units(run: Run, log: RunLog) -> Finish:
         with run.backend.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals, log)
     if finish.how == "done":
-        _write_manifest(run, committed, (unit_name(unit) for unit in done if unit not in committed))
+        _write_manifest(run, committed, done)
     return finish
 
 
@@ -266,10 +266,21 @@ class FilesHere:
 # ---- the manifest
 
 
-def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str]) -> None:
-    """Write the manifest: this session's units come from the receipts, earlier ones are read from the store."""
+def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int]) -> None:
+    """Write the manifest: this session's units come from the receipts, earlier ones from the store.
+
+    A disk keeps no metadata: there the logs have the facts of files that are the same, and only other files are read.
+    """
     units = committed.facts
-    for _, facts in parallel_map(run.store, earlier, lambda name: committed_facts(run, name), reads=True):
+    if is_local(run.store.url):
+        for unit in logged_units(run.store) if earlier else ():
+            if unit.unit in earlier and unit.unit not in committed:
+                stat = run.store.stat(unit_name(unit.unit))
+                if stat is not None and (stat.etag, stat.size) == (unit.etag, unit.bytes):
+                    with suppress(ValueError, TypeError):  # a damaged line
+                        committed.add(unit)
+    names = (unit_name(unit) for unit in earlier if unit not in committed)
+    for _, facts in parallel_map(run.store, names, lambda name: committed_facts(run, name), reads=True):
         units.add(facts.result())
     write_manifest(
         run.store,

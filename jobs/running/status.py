@@ -253,7 +253,7 @@ def line_of(event: Event) -> str:
     rest = {
         name: fact
         for name, fact in event.items()
-        if name not in {"time", "level", "run", "event", "message", "summary"}
+        if name not in {"time", "level", "run", "event", "message", "summary", "facts"}
     }
     facts = [f"{name}={_fact_text(fact)}" for name, fact in rest.items()]
     message = [str(event["message"])] if event.get("message") else []

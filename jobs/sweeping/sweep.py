@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from draftmill.actors.loop.loading import ModelCache
 from draftmill.jobs.driving.backend import Backend, backend_of
@@ -316,7 +315,7 @@ def _row(case: SweepCase) -> list[str]:
     manifest = read_manifest(case.store)
     if manifest is None:
         return [case.name, _progress(case)]
-    tally: Any = read_summary(case.store, (unit.object for unit in manifest.units)).tally
+    tally = read_summary(case.store, manifest)
     sessions = read_sessions(case.store)
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
     return [

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -34,16 +35,20 @@ from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
-from draftmill.storage.runs.commit import SUCCESS, Manifest, unit_number
+from draftmill.storage.runs.commit import SUCCESS, Manifest, trace_name, unit_number
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
 from draftmill.storage.runs.records import REMEDY, read_results
+from draftmill.storage.runs.sums import Sums, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits
-from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.interface import NotFound, S3Options, Store
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
 
 SHOWN = 20
 """Number of problems printed in full; the rest are only counted."""
+
+ReadUnit = tuple[bytes, str | None, str | None]
+"""A unit's file: its bytes, its etag, and the SHA-256 of its trace if there is one."""
 
 ROWS_AT_ONCE = 4096
 """Planned rows of two passes that are compared at a time."""
@@ -59,6 +64,7 @@ class Findings:
     units: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
+    sums: Sums = field(default_factory=Sums)
     problems: list[str] = field(default_factory=list)
     same: int = 0
     moved: list[str] = field(default_factory=list)
@@ -143,12 +149,16 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     missing = np.flatnonzero(places < 0).tolist()
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
     units = _planned_units(plan, manifest, places)
-    for (committed, names), file in parallel_map(store, units, lambda unit: _read(store, unit[0].object)):
+    traced = plan.spec.output.trace != "none"
+    for (committed, names), file in parallel_map(store, units, lambda unit: _read(store, unit[0], traced=traced)):
         findings.problems += check_unit(plan, committed, names, file, findings)
     surplus = np.union1d(numbers[~inside], np.flatnonzero(places >= 0)).tolist()
     findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in surplus]
     if not findings.is_copy:
         findings.problems += findings.moved
+    if not findings.problems and manifest.sums is not None:
+        sums = (replace(sums, examples={}).to_json() for sums in (findings.sums, manifest.sums))
+        findings.problems += [] if next(sums) == next(sums) else ["the manifest's sums differ from those of its rows"]
     findings.problems += check_whole(store, plan, manifest)
     return findings
 
@@ -163,22 +173,25 @@ def _planned_units(
             yield manifest.units[place], names
 
 
-def _read(store: Store, name: str) -> tuple[bytes, str | None]:
-    data, stat = store.get(name), store.stat(name)
-    return data, stat.etag if stat is not None else None
+def _read(store: Store, unit: CommittedUnit, *, traced: bool) -> ReadUnit:
+    data, stat, trace_sha256 = store.get(unit.object), store.stat(unit.object), None
+    if traced:
+        with suppress(NotFound):  # it may have been deleted: no result needs it
+            trace_sha256 = hashlib.sha256(store.get(trace_name(unit.unit))).hexdigest()
+    return data, stat.etag if stat is not None else None, trace_sha256
 
 
 def check_unit(
     plan: Plan,
     committed: CommittedUnit,
     names: list[SampleName],
-    file: Future[tuple[bytes, str | None]],
+    file: Future[ReadUnit],
     findings: Findings,
 ) -> list[str]:
-    """Check one unit's file: its hash, metadata, schema and rows. `file` is the future of its bytes and etag."""
+    """Check one unit's file: its hash, metadata, schema, rows and trace."""
     name = committed.object
     try:
-        data, etag = file.result()
+        data, etag, trace_sha256 = file.result()
         table = read_parquet(data)
     except (StoreError, pa.ArrowInvalid, OSError) as error:
         return [f"{name}: can't be read: {' '.join(str(error).split())}"]
@@ -192,7 +205,12 @@ def check_unit(
         if etag is not None and etag != committed.etag:
             findings.moved.append(f"{name}: its etag is {etag}, the manifest has {committed.etag}")
     problems = [] if is_same else ["its SHA-256 differs from the manifest's"]
+    own_sha256 = parquet_metadata(table.schema).get("trace_sha256")
+    if trace_sha256 and own_sha256 and trace_sha256 != own_sha256:
+        problems.append("its trace is damaged, or that of another attempt")
     problems += _unit_problems(plan, committed, names, data, table)
+    if not problems:
+        findings.sums.add(sum_up([table]))
     return [f"{name}: {problem}" for problem in problems]
 
 

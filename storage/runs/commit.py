@@ -27,6 +27,7 @@ from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.lease import Lease, LeaseLost
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damage_error
+from draftmill.storage.runs.sums import Sums, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits, UnitFacts, unit_name
 from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, Stat, Store
 
@@ -38,6 +39,7 @@ READ_BYTES: Final = 4 * 2**20
 MOST_BYTES_HELD: Final = 8 * 2**20
 """A larger manifest is written by way of a temporary file."""
 
+_LISTED: Final = tuple(name for name in CommittedUnit.__slots__ if name != "sums")
 _OPENS: Final = b', "units": ['
 _CLOSES: Final = b"]}"
 _UNIT_FILE = re.compile(r"data/unit-(\d{8,})\.parquet")
@@ -67,18 +69,24 @@ def commit_unit(
     """A unit is committed once: afterwards its file exists, whole and checked; returns that file's facts.
 
     If another attempt was first, its file stays and its facts are returned. Raises ForeignUnit if the name is held by
-    another job. The trace is written before the data, so that a committed unit has one.
+    another job. The trace is written before the data, so that a committed unit has one; the data's metadata has its hash.
     """
     counts = _counts(table) | ({} if exact is None else {"exact": str(exact).lower()})
+    counts |= {"sums": text} if (text := sum_up([table]).to_text()) else {}
     identity = {"fingerprint": fingerprint, "unit": str(unit), "pass": str(pass_)}
     versions = {"schema_version": str(SCHEMA_VERSION), "code_version": code_version, "attempt": str(attempt)}
-    data = _write_checked(table, identity | versions | counts)
+    name, trace_data = unit_name(unit), b""
     if trace is not None:
         failpoint("commit.before_trace")
         trace_data = write_parquet(trace, identity | versions)
-        with suppress(AlreadyExists):  # an earlier attempt's trace of the same tokens
+        counts["trace_sha256"] = hashlib.sha256(trace_data).hexdigest()
+        try:
             store.create(trace_name(unit), trace_data)
-    name = unit_name(unit)
+        except AlreadyExists as taken:  # by an attempt that has committed nothing yet, unless the data is there
+            if not store.exists(name):
+                with suppress(Conflict):
+                    store.replace(trace_name(unit), trace_data, etag=taken.stat.etag)
+    data = _write_checked(table, identity | versions | counts)
     sha256 = hashlib.sha256(data).hexdigest()
     failpoint("commit.before_data")
     try:
@@ -86,6 +94,8 @@ def commit_unit(
     except AlreadyExists:
         return read_unit(store, name, expected=identity)
     failpoint("commit.after_data")
+    if trace_data and store.get(trace_name(unit)) != trace_data:  # another attempt wrote at the same time
+        store.put(trace_name(unit), trace_data)
     return _facts(unit, stat, counts, sha256)
 
 
@@ -158,7 +168,8 @@ def _read_metadata(store: Store, name: str) -> dict[str, str]:
 def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> CommittedUnit:
     rows, ok, failed, skipped = (int(counts[key]) for key in ("rows", "ok", "failed", "skipped"))
     exact = {"true": True, "false": False}.get(counts.get("exact", ""))
-    return CommittedUnit(unit, stat.name, stat.etag, rows, ok, failed, skipped, stat.size, sha256, exact)
+    sums = counts.get("sums", "")
+    return CommittedUnit(unit, stat.name, stat.etag, rows, ok, failed, skipped, stat.size, sha256, exact, sums)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
@@ -172,7 +183,8 @@ def _json(value: Mapping[str, Any]) -> bytes:
 class Manifest:
     """What a finished job holds: every unit once, in order. `said` are the totals as the file has them, if it was read.
 
-    `source` says of a job whose input is a run which run that is, and how many of its rows were read and kept.
+    `source` says of a job whose input is a run which run that is, and how many of its rows were read and kept. `sums` are those
+    over all rows; None if they are unknown.
     """
 
     fingerprint: str
@@ -180,6 +192,7 @@ class Manifest:
     units: UnitFacts
     said: Mapping[str, int] | None = field(default=None, compare=False)
     source: Mapping[str, Any] | None = None
+    sums: Sums | None = field(default=None, compare=False)
 
     def total(self, fact: str) -> int:
         """Sum of rows, ok, failed, skipped or bytes over all units."""
@@ -204,7 +217,9 @@ def read_manifest(store: Store) -> Manifest | None:
     units = UnitFacts()
     try:
         head = _read_units(store, units)
-        return Manifest(head["fingerprint"], head["schema_version"], units, head.get("totals"), head.get("source"))
+        sums = Sums(**head["sums"]) if "sums" in head else None
+        said, source = head.get("totals"), head.get("source")
+        return Manifest(head["fingerprint"], head["schema_version"], units, said, source, sums)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         remedy = f"delete it and {SUCCESS}, and `draftmill run` writes them again"
         raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
@@ -255,10 +270,13 @@ def _manifest_body(manifest: Manifest) -> Iterator[Body]:
 def _manifest_lines(manifest: Manifest) -> Iterator[bytes]:
     totals = {"units": len(manifest.units)} | {fact: manifest.total(fact) for fact in FACTS}
     head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "exact": manifest.exact}
-    head |= {"totals": totals} | ({} if manifest.source is None else {"source": manifest.source})
+    head |= {"totals": totals} | ({} if manifest.sums is None else {"sums": manifest.sums.to_json()})
+    head |= {} if manifest.source is None else {"source": manifest.source}
     yield json.dumps(head)[:-1].encode() + _OPENS
     for number, unit in enumerate(manifest.units):
-        facts = {name: getattr(unit, name) for name in CommittedUnit.__slots__}  # asdict takes three times as long
+        facts = {
+            name: getattr(unit, name) for name in CommittedUnit.__slots__ if name != "sums"
+        }  # asdict takes three times as long
         yield f"{',' if number else ''}\n{json.dumps(facts)}".encode()
     yield b"\n]}\n"
 
@@ -279,7 +297,7 @@ def write_manifest(
     it lost the lease during the call, since what it read before may have changed. Idempotent.
     """
     facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
-    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order(), source=source)
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order(), source=source, sums=facts.sums)
     _check_totals(manifest, units=units, rows=rows)
     failpoint("commit.before_manifest")
     with _manifest_body(manifest) as body:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import eq
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.storage.runs.sums import Sums, sums_of_text
 from draftmill.storage.stores.interface import MOST_ETAG, is_short_etag
 
 BLOCK: Final = 2**14
@@ -45,6 +46,8 @@ class CommittedUnit:
     sha256: str
     exact: bool | None = None
     """Whether its worker's results have the same bits in any batch; None if unknown (files of earlier versions)."""
+    sums: str = field(default="", compare=False)
+    """Sums over its rows (storage/runs/sums.py); "" if unknown, as in facts from a manifest: it has those of all units."""
 
 
 def unit_name(unit: int) -> str:
@@ -55,12 +58,14 @@ def unit_name(unit: int) -> str:
 class UnitFacts(Collection[CommittedUnit]):
     """Committed units in the order in which they were added.
 
-    The facts lie in columns; a CommittedUnit is made of them when it is asked for.
+    The facts lie in columns; a CommittedUnit is made of them when it is asked for. `sums` are those over all units; None if those
+    of a unit are unknown.
     """
 
     def __init__(self, units: Iterable[CommittedUnit] = ()) -> None:
         self._blocks: list[NDArray[np.void]] = []
         self._count = 0
+        self.sums: Sums | None = Sums()
         self._order: NDArray[np.int64] | None = None  # places in the blocks, of a sorted view
         for unit in units:
             self.add(unit)
@@ -68,16 +73,24 @@ class UnitFacts(Collection[CommittedUnit]):
     def add(self, unit: CommittedUnit) -> None:
         """Add a unit; ValueError if its name, its etag or its SHA-256 is not of the usual form."""
         assert self._order is None, "a sorted view is complete"
-        if self._count % BLOCK == 0:
-            self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
         sha256 = bytes.fromhex(unit.sha256)
         if unit.object != unit_name(unit.unit) or len(sha256) != 32 or not is_short_etag(unit.etag):
             raise ValueError(f"unit {unit.unit}: {unit.object!r}, {unit.etag!r}, {unit.sha256!r}")
+        if self._count % BLOCK == 0:
+            self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
         counts = (unit.rows, unit.ok, unit.failed, unit.skipped, unit.bytes)
         exact = _EXACT[unit.exact]
         row = (unit.unit, *counts, exact, unit.etag.encode(), np.frombuffer(sha256, dtype=np.uint8))
         self._blocks[-1][self._count % BLOCK] = row
         self._count += 1
+        self._add_sums(unit.sums)
+
+    def _add_sums(self, text: str) -> None:
+        try:
+            if self.sums is not None:
+                self.sums.add(sums_of_text(text))
+        except (ValueError, TypeError):
+            self.sums = None
 
     def __len__(self) -> int:
         return self._count
@@ -118,7 +131,7 @@ class UnitFacts(Collection[CommittedUnit]):
     def in_order(self) -> UnitFacts:
         """The same units, sorted by number: a view of them, to which nothing can be added."""
         view = UnitFacts()
-        view._blocks, view._count = self._blocks, self._count
+        view._blocks, view._count, view.sums = self._blocks, self._count, self.sums
         view._order = np.argsort(view.numbers(), kind="stable")
         return view
 

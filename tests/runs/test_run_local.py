@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 from ray._private.node import Node
@@ -21,7 +25,10 @@ from draftmill.jobs.running import session
 from draftmill.jobs.running.session import Run
 from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
+from draftmill.storage.runs.commit import done_units
 from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
+from draftmill.storage.stores.local import LocalStore
+from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
@@ -89,6 +96,71 @@ def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path:
     with without_ray():
         assert main(["run", str(spec), "--quiet"]) == 0
     assert rows_of(tmp_path / "run").num_rows == 48
+
+
+class Reads:
+    """The bytes that were read of results, while it counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        for kind, verb in ((LocalStore, "get"), (LocalStore, "get_range"), (S3Store, "_read")):
+            monkeypatch.setattr(kind, verb, self._counted(getattr(kind, verb)))
+
+    def _counted(self, read: Callable[..., bytes]) -> Callable[..., bytes]:
+        def counted(store: object, name: str, *arguments: Any, **more: Any) -> bytes:
+            data = read(store, name, *arguments, **more)
+            self.bytes += len(data) if name.startswith("data/") else 0
+            return data
+
+        return counted
+
+
+@pytest.mark.parametrize("kind", ["local disk", "without locks", pytest.param("s3", marks=pytest.mark.s3)])
+def test_results_of_units_that_are_done_are_not_read_again(
+    kind: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, options = str(tmp_path / "run"), None
+    more: dict[str, Any] = {}
+    if kind == "s3":
+        url, options = request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options")
+        more["s3"] = {"endpoint": options.endpoint, "region": options.region}
+    if kind == "without locks":
+        monkeypatch.setattr("fcntl.flock", no_locks)
+    rows = write_rows(tmp_path / "rows.jsonl", 24)
+    rows.write_text(rows.read_text() + '{"id": "bad", "tokens": "none"}\n')
+    output = {"path": url, "unit_rows": 4}
+    spec = write_spec(tmp_path, rows=rows, output=output, errors={"max_rate": 1.0}, **more)
+    store = open_store(url, s3=options)
+    with monkeypatch.context() as patch, pytest.raises(FailpointError):
+        patch.setenv("DRAFTMILL_FAILPOINTS", "driver.receipt=raise:5")
+        main(["run", str(spec), "--local", "--quiet", "--debug"])
+    reset_failpoints()
+    assert len(done_units(store)) >= 5
+    reads = Reads(monkeypatch)
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    sizes = sorted(stat.size for stat in store.list("data/"))
+    assert reads.bytes <= (0 if kind == "s3" else sum(sizes[-2:])), "of those without a receipt"
+    table = capsys.readouterr().out
+    assert "25  (24 ok, 1 failed, 0 skipped)" in table and "bad: " in table
+    reads.bytes = 0
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    assert reads.bytes < 0.01 * sum(sizes)
+    assert capsys.readouterr().out.partition("\n")[2] == table
+    for name in ("_SUCCESS", "_manifest.json"):
+        store.delete(name)
+    reads.bytes = 0
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    assert reads.bytes <= (0 if kind == "s3" else sum(sizes[-2:]))
+    assert main(["verify", url, *(["--s3-endpoint", options.endpoint] if options else [])]) == 0
+
+
+def no_locks(*_: object) -> None:
+    """As on a file system that has none."""
+    raise OSError(errno.ENOSYS, "no locks")
 
 
 def test_a_file_that_appears_late_in_a_shared_folder_is_waited_for(
@@ -174,6 +246,7 @@ def test_a_resumed_run_on_a_disk_reads_the_files_of_earlier_units_side_by_side(
         patch.setenv("DRAFTMILL_FAILPOINTS", "commit.before_manifest=raise")
         main(["run", str(spec), "--local", "--quiet", "--debug"])
     reset_failpoints()
+    shutil.rmtree(tmp_path / "run" / "attempts")  # else its facts are enough
     real, both = session.committed_facts, Barrier(2)
 
     def read(job: Run, name: str) -> CommittedUnit:

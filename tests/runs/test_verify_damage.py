@@ -17,6 +17,7 @@ import pytest
 from draftmill.decoders.base import Outcome
 from draftmill.jobs.cli import main
 from draftmill.jobs.verifying import verify
+from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.local_pool import without_ray
@@ -127,6 +128,10 @@ def void(_: object) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
+    "other sums in the manifest": (
+        edited("_manifest.json", lambda found: found["sums"].update(nfe=1)),
+        "the manifest's sums differ",
+    ),
     "a bit of the data": (flipped(0.1), ""),
     "a bit of the middle": (flipped(0.5), ""),
     "a bit of the footer": (flipped(0.9), ""),
@@ -159,7 +164,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a unit not listed": (edited("_manifest.json", lambda m: m["units"].pop()), "the manifest does not list it"),
     "a unit listed twice": (edited("_manifest.json", lambda m: m["units"].append(m["units"][0])), "twice"),
     "a unit that was not planned": (
-        edited("_manifest.json", lambda m: m["units"].append(m["units"][0] | {"unit": 9})),
+        edited("_manifest.json", lambda m: m["units"].append(m["units"][0] | {"unit": 9, "object": unit_name(9)})),
         "not in the plan",
     ),
     "a hash": (set_in_manifest("sha256", "0" * 64), "SHA-256"),
@@ -225,7 +230,7 @@ def test_a_copied_run_is_as_good_as_the_first_and_its_damage_is_found_too(
 
 
 @pytest.mark.parametrize("damage", ["cut off", "overwritten"])
-def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
+def test_export_names_a_damaged_file_in_one_line_and_a_remedy(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     run, spec = copied(sound, tmp_path / "run"), tmp_path / "spec.yaml"
@@ -234,10 +239,9 @@ def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
     unit(run).write_bytes(data[:half] if damage == "cut off" else data[:half] + b"\xff" * 64 + data[half + 64 :])
     spec.write_text(sound.with_suffix(".yaml").read_text())
     export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
-    for arguments in (["run", str(spec), "--set", f"output.path={run}", "--quiet"], export):
-        assert main(arguments) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and f"{unit(run)} is damaged: " in said and "delete it" in said
+    assert main(export) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{unit(run)} is damaged: " in said and "delete it" in said
     for name in (str(unit(run)), "_manifest.json", "_SUCCESS"):
         (run / name).unlink()
     with without_ray():
@@ -325,3 +329,19 @@ def test_a_sample_that_differs_when_it_is_decoded_alone_breaks_the_promise_of_an
     assert "decoded 4 samples again, each alone: 3 equal (75.0%)" in out
     assert ("all promises hold" in out) == (not exact)
     assert ("BROKEN: the run is `exact: true`, but" in out) == exact
+
+
+def test_a_trace_of_another_attempt_is_found_and_a_deleted_one_is_not_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 8, longest=8)
+    spec = write_spec(tmp_path, rows=rows, output={"path": str(tmp_path / "run"), "unit_rows": 4, "trace": "steps"})
+    with without_ray():
+        assert main(["run", str(spec), "--quiet"]) == 0
+    first, second = sorted((tmp_path / "run" / "traces").iterdir())
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    second.write_bytes(first.read_bytes())
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert f"BROKEN: data/{second.name}: its trace is damaged, or that of another attempt" in capsys.readouterr().out
+    second.unlink()
+    assert main(["verify", str(tmp_path / "run")]) == 0

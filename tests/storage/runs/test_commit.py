@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -111,6 +112,36 @@ def test_the_trace_is_there_before_the_data(store: Store, monkeypatch: pytest.Mo
     assert store.exists(trace_name(17)) and not done_units(store)
     commit(store, trace=trace)
     assert read_parquet(store.get(trace_name(17))).column("id").to_pylist() == ["a"]
+
+
+def test_a_units_trace_is_that_of_the_attempt_that_committed(
+    store: Store, monkeypatch: pytest.MonkeyPatch, failpoints: None
+) -> None:
+    def trace(token: int) -> Any:
+        row = {"id": "a", "unit": 17, "pass": 1, "iteration": 0, "nfe": 1, "committed": [token]}
+        return table_from_rows([row], schema=TRACE_SCHEMA)
+
+    monkeypatch.setenv(VARIABLE, "commit.before_data=raise")
+    with pytest.raises(RuntimeError):
+        commit(store, trace=trace(1))
+    second = commit(store, trace=trace(2), attempt=2)
+    commit(store, trace=trace(3), attempt=3)
+    data = store.get(trace_name(17))
+    assert read_parquet(data).column("committed").to_pylist() == [[2]]
+    told = parquet_metadata(read_parquet(store.get(second.object)).schema)
+    assert told["trace_sha256"] == hashlib.sha256(data).hexdigest()
+
+
+def test_a_manifest_has_the_sums_of_its_units(store: Store) -> None:
+    committed = [commit(store, unit=unit) for unit in range(3)]
+    again = [read_unit(store, unit.object) for unit in committed]
+    assert [unit.sums for unit in again] == [unit.sums for unit in committed]
+    write_manifest(store, again, fingerprint="f00", units=3, rows=12)
+    manifest = read_manifest(store)
+    assert manifest is not None and manifest.sums is not None
+    assert (manifest.sums.rows, manifest.sums.ok, manifest.sums.failed) == (12, 9, 3)
+    unknown = dataclasses.replace(again[0], sums="")
+    assert write_manifest(store, [unknown, *again[1:]], fingerprint="f00", units=3, rows=12).sums is None
 
 
 @pytest.mark.one_in(2)
