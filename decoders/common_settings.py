@@ -100,7 +100,7 @@ class Sampling(Settings):
         default=(), description="tokens that are never generated: ids, or texts of one token"
     )
     min_new_tokens: int = Field(
-        default=0, ge=0, le=2**20, description="no end token among the first N tokens (complete)"
+        default=0, ge=0, le=2**20, description="no end token or stop string among the first N tokens (complete)"
     )
     top_logprobs: int = Field(
         default=0, ge=0, le=MOST_TOP_LOGPROBS, description="record so many of the model's best tokens in each place"

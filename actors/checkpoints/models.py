@@ -278,6 +278,10 @@ def _check_adapter(adapter: Path, named: str, model: str) -> None:
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         reason = f"{named!r} has no {ADAPTER_WEIGHTS}; other formats (.bin) are not supported"
         raise UserError(reason, field=ADAPTER_FIELD)
+    from draftmill.decoders.backbones.checkpoint import pointer_problem
+
+    if problem := pointer_problem(adapter / ADAPTER_WEIGHTS) or pointer_problem(adapter / ADAPTER_CONFIG):
+        raise UserError(problem, field=ADAPTER_FIELD)
     base = str(read_adapter(adapter, named).get("base_model_name_or_path") or "")
     if _is_hub_id(base) and _is_hub_id(model) and base.lower() != model.lower():
         raise UserError(

@@ -134,7 +134,7 @@ def _completed_text(
         return None
     kept = outcome.tokens[: -1 if outcome.finish == "eos" else None].tolist()
     text = tokenizer.continuation(kept, skip_special=skip_special)
-    return text if outcome.finish != "stop" or stops is None else stops.cut(text)
+    return text if outcome.finish != "stop" or stops is None else stops.cut(text, outcome.tokens.tolist())
 
 
 def _score_columns(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class RowUnitIO:
             prompt=job.prompt,
             chat=job.chat,
         )
-        self._stops = stop_strings(job.task, tokenizer)
+        self._stops = stop_strings(job.task, job.sampling, tokenizer)
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)

@@ -192,7 +192,7 @@ class Remaking:
             folder = fetch_model(place.path, place.revision, adapter=place.adapter, s3=job.s3)
             info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
             self.tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-            stops = stops_of(job.task, folder, self.tokenizer, info)
+            stops = stops_of(job.task, job.sampling, folder, self.tokenizer, info)
             ends = stops.ids if stops else ()
             unit_io = RowUnitIO(job, tokenizer=self.tokenizer, info=info, worker="show", node="", ends=ends)
             self._unit_ios[part.number] = unit_io

@@ -5,7 +5,10 @@ done set -> workers -> driver and scheduler -> units committed -> manifest
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import draftmill
@@ -17,7 +20,7 @@ from draftmill.jobs.driving.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.driving.leases import IfRunning
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.ray_session import is_connected
-from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog, read_sessions
+from draftmill.jobs.driving.run_log import INTERRUPTED_S, LoggedDisplay, RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
@@ -138,6 +141,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
     limits = limits_of(run.spec)
     if demand is not None:
         limits = replace(limits, idle_s=IDLE_S)
+    files = FilesHere(run.store)
     totals.devices = DeviceTime(price_of=lambda worker: run.spec.shapes[pool.kind_of(worker)].price_per_hour)
     driver = Driver(
         scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=run.plan.pass_),
@@ -146,7 +150,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
         totals=totals,
         stop=run.stop,
         grace_s=run.options.grace_s,
-        record=lambda unit: _record(run, unit),
+        look=files.look,
         hopeless=_hopelessness(run),
         room=lambda: _room_for(run, pool, len(left)),
         need=demand.need if demand else lambda units: None,
@@ -155,11 +159,15 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
     is_over = False
     try:
         finish = driver.run()
+        if finish.how == "done":
+            files.wait()
         is_over = finish.how in {"done", "hopeless"}
     finally:
         if demand is not None:
             demand.close()
         totals.stop()
+        if run.stop.reason is not None:
+            log.patience_s = min(log.patience_s, INTERRUPTED_S)
         log.flush(totals)
         driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
         if is_over:
@@ -212,13 +220,49 @@ IDLE_S = 20.0
 """Seconds after which a worker for which no unit is left ends, where an autoscaler can take its node away."""
 
 
-def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:
-    """Record a unit that a worker reports as committed; StoreError if the worker wrote to another machine's disk."""
-    if is_local(run.store.url) and not run.store.exists(unit.object):
-        raise StoreError(
-            f"a worker wrote {unit.object}, but not here; on several machines, output.path must be a shared folder or s3://"
-        )
-    return unit
+APPEARS_S = 10.0
+"""Seconds in which a file of another machine appears in a shared folder, at most."""
+
+
+class FilesHere:
+    """Looks for the first file of each worker, on a thread: a worker of another machine may write to a disk of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._looks: dict[str, threading.Thread] = {}
+        self._missing: list[str] = []
+
+    def look(self, worker: str, unit: CommittedUnit) -> None:
+        """Look for a unit's file, if it is the worker's first; StoreError if another one was not found."""
+        if is_local(self._store.url) and worker not in self._looks:
+            self._looks[worker] = threading.Thread(target=self._look, args=(unit.object,), name="look", daemon=True)
+            self._looks[worker].start()
+        self._check()
+
+    def wait(self) -> None:
+        """Wait for the last looks; StoreError if a file was not found."""
+        for thread in self._looks.values():
+            thread.join()
+        self._check()
+
+    def _check(self) -> None:
+        for name in self._missing:
+            raise StoreError(
+                f"a worker wrote {name}, but not here; on several machines, output.path must be a shared folder or s3://"
+            )
+
+    def _look(self, name: str) -> None:
+        until_s = time.monotonic() + APPEARS_S
+        while not self._is_here(name):
+            if time.monotonic() > until_s:
+                self._missing.append(name)
+                return
+            time.sleep(APPEARS_S / 50)
+
+    def _is_here(self, name: str) -> bool:
+        with suppress(StoreError):
+            return self._store.exists(name)
+        return False
 
 
 # ---- the manifest

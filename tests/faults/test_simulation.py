@@ -15,9 +15,9 @@ from unittest.mock import patch
 import pytest
 
 from draftmill.jobs.schedule.unit_leases import SchedulerState, Unit
-from tests.simulation.disk import Broken, Handle
+from tests.simulation.disk import Broken, Handle, Job, check_promise
 from tests.simulation.schedules import drawn_job, play, simulated
-from tests.simulation.world import Fault, World
+from tests.simulation.world import Fault, Kind, SimThread, World
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -65,6 +65,33 @@ def test_one_fault_at_any_access_of_the_store_loses_nothing(at_work: dict[str, A
             except Exception as error:
                 raise AssertionError(f"{fate} at access {at}, {seed=}: {error}") from error
             assert len(world.struck) == 1
+
+
+def undisturbed(at_work: dict[str, Any], seed: int, slow: Kind | None = None) -> World:
+    """A world without faults, of which one session does all the work."""
+    world = at_work["world"] = World(Job([2] * 30, {(7, 1): "raise"}, workers=2, attempts=2), seed, slow=slow)
+    assert world.session() == "done" and world.session() == "finished"
+    check_promise(world.disk, disturbed=False)
+    return world
+
+
+def test_with_slow_answers_of_any_kind_a_run_ends_like_one_without(at_work: dict[str, Any]):
+    plain = undisturbed(at_work, 1)
+    took_s = {kind: undisturbed(at_work, 1, kind).now_s - plain.now_s for kind in plain.kinds}
+    assert took_s.keys() >= {(True, "list", "data"), (True, "put", "attempts"), (True, "replace", "_lease.json")}
+    assert 400 < took_s.pop((False, "create", "data")) < 1500, "30 units of two workers"
+    assert all(20 < seconds < 200 for seconds in took_s.values()), f"a driver waits again and again: {took_s}"
+
+
+def test_a_log_on_the_drivers_own_thread_is_found(at_work: dict[str, Any]):
+    start = SimThread.start
+
+    def waited_for(self: SimThread) -> None:
+        start(self)
+        self.join(1e9)
+
+    with patch.object(SimThread, "start", waited_for):
+        assert undisturbed(at_work, 1, (True, "put", "attempts")).now_s > 2000
 
 
 def broken_within(at_work: dict[str, Any], schedules: int) -> str:

@@ -106,6 +106,8 @@ class Process:
     is_driver: bool
     epoch: int = 0
     alive: bool = True
+    busy_s: float = 0.0
+    """Until when a worker waits for the store."""
 
     def die(self) -> None:
         """End it."""
@@ -125,6 +127,7 @@ class Handle:
         """One access: what may go wrong before and after it."""
         if not self.process.alive:
             raise Crash(self.process.name)
+        self.world.wait_for_answer(self.process, verb, name)
         fate = self.world.fate(self.process, verb, name)
         if fate == "crash before":
             self.process.die()

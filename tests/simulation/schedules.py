@@ -6,16 +6,18 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from draftmill.jobs.driving import run_log
 from draftmill.jobs.driving.driver import Driver
 from draftmill.jobs.driving.run_log import RunLog
 from draftmill.jobs.running import session
 from draftmill.storage.runs import commit as committer
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
-from tests.simulation.world import TTL_S, World
+from tests.simulation.world import TTL_S, SimThread, World
 
 
 @contextmanager
@@ -31,6 +33,8 @@ def simulated() -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(session, name, fake))
+        threads = SimpleNamespace(Thread=lambda target, args, **_: SimThread(at_work["world"], lambda: target(*args)))
+        stack.enter_context(patch.object(run_log, "threading", threads))
         stack.enter_context(patch.object(committer, "_write_checked", unit_file))
         stack.enter_context(
             patch("draftmill.jobs.driving.events.presentable", str)

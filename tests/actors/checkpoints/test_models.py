@@ -21,6 +21,7 @@ from draftmill.actors.checkpoints.models import (
 )
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
+from draftmill.decoders.backbones.head_files import read_sizes
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options
@@ -213,5 +214,14 @@ def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
     shutil.copytree(BUILTIN / "ar-tiny", folder)
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
     (folder / "model.safetensors").write_text(pointer)
-    with pytest.raises(ValueError, match=r"is a pointer of git-lfs, not the weights; run `git lfs pull`"):
+    with pytest.raises(ValueError, match=r"is a pointer of git-lfs, not the file; run `git lfs pull`"):
         inspect_model(folder)
+    (folder / "draft_head.safetensors").write_text(pointer)
+    (folder / "draft_head.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^decoder.head: .*draft_head.safetensors is a pointer of git-lfs"):
+        read_sizes(folder, "assd")
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        (folder / name).write_text(pointer)
+        with pytest.raises(UserError, match=rf"^model.tokenizer: .*{name} is a pointer of git-lfs, not the file"):
+            load_tokenizer(folder)
+        (folder / name).unlink()

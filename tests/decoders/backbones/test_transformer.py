@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftmill.decoders.backbones import attention, transformer
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
+from draftmill.decoders.backbones.network import Norm
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.self_test import check_masking
 from tests.decoders.backbones.causal_models import (
@@ -35,12 +36,13 @@ PROMPTS = {0: 6, 1: 1, 2: 11}
 
 @pytest.fixture
 def norms_in_float64(monkeypatch):
-    """transformers' norms pass through float32, which turns a last bit into 1e-8: equality to 1e-10 needs them in float64."""
+    """Norms pass through float32, which turns a last bit into 1e-8: equality to 1e-10 needs them in float64."""
 
     def forward(self, rows):
-        return self.weight * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        eps = self.eps if isinstance(self, Norm) else self.variance_epsilon
+        return self.weight * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
 
-    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, Norm):
         monkeypatch.setattr(norm, "forward", forward)
 
 

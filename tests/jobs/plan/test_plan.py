@@ -500,3 +500,18 @@ def test_an_interrupt_while_planning_is_no_rows_error(
     monkeypatch.setattr(Tokenizer, "encode_batch", interrupted)
     with pytest.raises(stop):
         plan(spec_for(rows), open_store("memory://interrupted"))
+
+
+def test_names_of_constraints_that_no_marker_has_are_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    spec = spec_for(
+        rows,
+        task__mask={"kind": "marker", "marker": "[[...]]"},
+        task__constraint={"int": {"regex": "[0-9]+"}, "word": {"regex": "[a-z]+"}},
+    )
+    rows.write_text('{"text": "x [[age]]"}\n{"text": "[[]]"}\n')
+    with pytest.raises(UserError, match=r"task\.constraint: no marker of any row names one of them: 'int', 'word'"):
+        plan(spec, open_store(str(tmp_path / "run")))
+    assert not list(open_store(str(tmp_path / "run")).list())
+    rows.write_text('{"text": "x [[age]]"}\n{"text": "[[word]]"}\n')
+    assert plan(spec, open_store(str(tmp_path / "run"))).rows == 2
