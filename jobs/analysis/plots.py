@@ -77,7 +77,8 @@ def quality_plot(cases: Sequence[RunStatistics]) -> Plot | None:
     cases = [case for case in cases if case.figures.nfe_per_token]
     if len(cases) < 2:
         return None
-    names = sorted({name for case in cases for name in case.metrics})[:METRICS]
+    all_names = sorted({name for case in cases for name in case.metrics})
+    names, has_frontier = all_names[:METRICS], False
     styles = styles_of(cases)
     if not names:
         figure, (axes,) = _axes(3.2)
@@ -97,6 +98,7 @@ def quality_plot(cases: Sequence[RunStatistics]) -> Plot | None:
         ):
             best = frontier([(cost(case), case.metrics[name].value) for case, _ in shown], shown[0][0].better.get(name))
             if len(best) > 1:
+                has_frontier = True
                 axes.plot(*zip(*best, strict=True), color="#aaaaaa", linewidth=1.2, zorder=1)
             for case, style in shown:
                 axes.plot([cost(case)] * 2, _bounds(case.metrics[name]), color=style.colour, linewidth=1.2)
@@ -104,8 +106,10 @@ def quality_plot(cases: Sequence[RunStatistics]) -> Plot | None:
             _label(axes, label, name if axes is pair[0] else "")
     _legend_below(figure, *grid)
     caption = f"Means over the samples; vertical lines are {LEVEL:.0%} intervals."
-    if any(case.better.get(name) for case in cases for name in names):
+    if has_frontier:
         caption += " The grey line joins the cases that no other case beats at equal or lower cost."
+    if left_out := all_names[METRICS:]:
+        caption += f" Not drawn, but in the table of metrics: {', '.join(left_out)}."
     means = [
         [f"{name} {interval_words(case.metrics[name])}" for name in names if name in case.metrics] for case in cases
     ]

@@ -180,7 +180,8 @@ class Sessions:
     """The sums over all recorded sessions of a run; `worker_s` is worker seconds, `wall_s` the drivers' clock.
 
     `units_held` is how many units workers held at the latest session's last record, and `open_s` how many worker seconds it had
-    spent on units that were not committed yet. `started_on` counts the workers that came up, by what they compute with.
+    spent on units that were not committed yet. `rows_ended` and `tokens` are of all samples that ended, `rows_open` those in the
+    latest session's units that were not committed yet. `started_on` counts the workers that came up, by what they compute with.
     """
 
     wall_s: float = 0.0
@@ -191,6 +192,9 @@ class Sessions:
     exact: bool | None = None
     devices: DeviceSums = dataclasses.field(default_factory=DeviceSums)
     open_s: float = 0.0
+    rows_ended: int = 0
+    rows_open: int = 0
+    tokens: int = 0
     started_on: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
@@ -200,6 +204,8 @@ def session_record(totals: Totals) -> dict[str, Any]:
         "wall_s": totals.wall_s,
         "worker_s": totals.worker_s,
         "units_held": totals.units_held,
+        "rows_ended": totals.rows_done - totals.rows_before,
+        "tokens": totals.tokens,
         "exact": totals.exact,
         "committed": dataclasses.asdict(totals.committed),
         "effort": dataclasses.asdict(totals.effort),
@@ -245,5 +251,8 @@ def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
         record.get("exact") if not total.committed.rows else all_exact((total.exact, record.get("exact"))),
         total.devices + devices,
         devices.open_s,
+        total.rows_ended + record.get("rows_ended", record["committed"]["rows"]),
+        max(0, record.get("rows_ended", 0) - record["committed"]["rows"]),
+        total.tokens + record.get("tokens", record["committed"]["new_tokens"]),
         total.started_on + Counter(record.get("started_on", {})),
     )

@@ -23,7 +23,8 @@ class Totals:
     `loading` counts the workers that are not up yet. `started_on` counts the workers that came up, by what they compute with.
     `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this session's
     receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet. `exact` says whether the
-    receipts' results are bit-identical in any batch; None before the first receipt.
+    receipts' results are bit-identical in any batch; None before the first receipt. `counts_open` is False where holes find their
+    lengths: the tokens of all lengths that a sample tries would count.
     """
 
     units: int
@@ -44,6 +45,7 @@ class Totals:
     effort: Effort = field(default_factory=Effort)
     deaths: int = 0
     exact: bool | None = None
+    counts_open: bool = True
     devices: DeviceTime = field(default_factory=DeviceTime)
     started_on: Counter[str] = field(default_factory=Counter)
 
@@ -100,8 +102,9 @@ class Totals:
 
     @property
     def tokens(self) -> int:
-        """Tokens generated in this session, including those of unfinished samples."""
-        return max(self.decoded.new_tokens, self.committed.new_tokens, self.effort.engine.committed)
+        """Tokens generated in this session, those of unfinished samples too if `counts_open`."""
+        ended = max(self.decoded.new_tokens, self.committed.new_tokens)
+        return max(ended, self.effort.engine.committed) if self.counts_open else ended
 
     @property
     def tokens_per_s(self) -> float:

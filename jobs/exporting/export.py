@@ -12,7 +12,7 @@ import secrets
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -155,8 +155,18 @@ def tables_of(passes: Sequence[Pass], columns: Sequence[str], *, order: str = "p
     own = own_columns(plan).intersection(columns)
     read = [name for name in columns if name not in own] + [KEEP] * bool(own)
     tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
-    for rows in in_input_order(plan, tables) if order == "input" else tables:
+    for rows in in_input_order(plan, tables) if order == "input" else joined(tables):
         yield with_columns(rows, plan.keep, own)
+
+
+def joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables of AT_ONCE rows or more in the place of small ones: what follows takes a time for each table and column."""
+    held: list[pa.Table] = []
+    for table in chain(tables, [None]):
+        held += [] if table is None else [table]
+        if held and (table is None or sum(part.num_rows for part in held) >= AT_ONCE):
+            yield held[0] if len(held) == 1 else pa.concat_tables(held).unify_dictionaries().combine_chunks()
+            held = []
 
 
 def with_columns(table: pa.Table, keep: pa.Schema | None, names: Container[str]) -> pa.Table:

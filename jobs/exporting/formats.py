@@ -180,17 +180,22 @@ def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str,
 
     `keep` has the fields of the struct `keep`, whose JSON texts are parsed; a kept column may also stand by itself.
     """
-    maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
     own = {field.name: pa.schema([field]) for field in keep or () if field in table.schema}
 
-    def plain_value(name: str, value: Any) -> Any:
+    def plain_values(field: pa.Field, values: list[Any]) -> list[Any]:
+        name, kind = field.name, getattr(field.type, "value_type", field.type)
         if name == KEEP and keep is not None:
-            return to_json(value, keep)
+            return [to_json(value, keep) for value in values]
         if name in own:
-            return (to_json({name: value}, own[name]) or {})[name]
-        return plain(dict(value) if name in maps and value is not None else value)
+            return [(to_json({name: value}, own[name]) or {})[name] for value in values]
+        if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_boolean(kind):
+            return values
+        is_map = pa.types.is_map(field.type)
+        return [None if value is None else plain(dict(value) if is_map else value) for value in values]
 
-    return [{name: plain_value(name, value) for name, value in row.items()} for row in table.to_pylist()]
+    columns = [plain_values(table.field(place), column.to_pylist()) for place, column in enumerate(table.columns)]
+    names = table.column_names
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _field(value: Any) -> str:

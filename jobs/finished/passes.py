@@ -153,6 +153,8 @@ def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None)
 
 def _rows_of(part: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
     assert part.manifest is not None
+    if columns is not None and set(columns) >= set(part.plan.schema.names):
+        columns = None  # to look up each of them in each file takes longer than to read it
     for table in read_results(part.store, objects=(unit.object for unit in part.manifest.units), columns=columns):
         yield table.replace_schema_metadata(None)
 

@@ -108,7 +108,9 @@ def decode(run: Run) -> Finish:
 
 def _decode_units(run: Run, log: RunLog) -> Finish:
     done = done_units(run.store)
+    mask = getattr(run.plan.spec.task, "mask", None)
     totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
+    totals.counts_open = getattr(mask, "kind", None) != "marker"
     left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
     totals.rows_before = run.plan.rows - left.rows
     if done:

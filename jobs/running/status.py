@@ -76,6 +76,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     driver = driver_of(store)
     sessions = read_sessions(store)
     running = 0 if driver is None else min(plan.units - len(done), sessions.units_held)
+    rows = min(plan.rows, rows + sessions.rows_open) if running else rows
     yield f"  state    {state_of(store, driver)}"
     yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
     yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_samples(store)} failed"
@@ -84,9 +85,9 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     manifest = read_manifest(store)
     if done:
         yield f"  exact    {exactness(manifest.exact if manifest else sessions.exact)}"
-    rate = ratio(sessions.committed.rows, sessions.wall_s)
+    rate = ratio(sessions.rows_ended, sessions.wall_s)
     if rate:
-        tokens = ratio(sessions.committed.new_tokens, sessions.wall_s)
+        tokens = ratio(sessions.tokens, sessions.wall_s)
         yield f"  rate     {rate:,.1f} samples/s, {rate_text(tokens)} tokens/s"
     if shared := efficiency(sessions.effort).get("prompts_shared"):
         yield f"  prompts  {shared:.1%} of their rows taken over from other samples, not computed"

@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.exporting.export import columns_of, export_parts, parquet_format
-from draftmill.jobs.exporting.formats import PartsSink
+from draftmill.jobs.exporting.export import AT_ONCE, columns_of, export_parts, parquet_format, tables_of
+from draftmill.jobs.exporting.formats import PartsSink, plain_rows
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.records import SCHEMA, table_from_rows
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.store import open_store
+from tests.jobs.analysis.made_runs import row, write_run
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
 from tests.storage.inputs.tables import result_row
@@ -151,3 +153,15 @@ def test_on_s3_they_are_those_of_a_disk(run: Path, tmp_path: Path, s3_url: str, 
     assert {stat.name: store.get(stat.name) for stat in store.list()} == {
         path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()
     }
+
+
+def test_small_units_are_exported_together(tmp_path: Path) -> None:
+    place = write_run(tmp_path / "run", [row(number) for number in range(AT_ONCE + 300)], units=50)
+    passes = passes_of(open_store(str(place)))
+    names = passes[0].plan.schema.names
+    tables = list(tables_of(passes, names))
+    assert len(tables) == 2 and tables[0].num_rows >= AT_ONCE
+    assert plain_rows(pa.concat_tables(tables).select(["id", "nfe", "started_at"])) == [
+        {"id": one["id"], "nfe": one["nfe"], "started_at": one["started_at"].isoformat()}
+        for one in (row(number) for number in range(AT_ONCE + 300))
+    ]

@@ -285,6 +285,15 @@ def test_only_proportions_have_intervals_of_proportions(kind: str, low: float, t
     assert read_statistics(open_run(str(place))).metrics["words"].low == pytest.approx(low, abs=1e-4)
 
 
+def test_a_quality_plot_says_what_it_draws(tmp_path: Path) -> None:
+    place = write_run(tmp_path / "run", [row(number) for number in range(4)])
+    write_metrics(place, {f"rouge{number}": [0.5] * 4 for number in range(9)})
+    with plotting():
+        plot = quality_plot([read_statistics(open_run(str(place)))] * 2)
+    assert plot is not None and "grey line" not in plot.caption
+    assert "Not drawn, but in the table of metrics: " in plot.caption and plot.caption.endswith("rouge8.")
+
+
 def test_histograms_of_lists_add_up_position_by_position() -> None:
     column = pa.chunked_array([[[0, 2], None, []], [[1, 0, 5], [7]]], type=pa.list_(pa.int32()))
     assert _add_histograms(np.array([1, 1], np.int64), column).tolist() == [9, 3, 5]
