@@ -2,7 +2,7 @@
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests but for the slowest
 #   make test-all all tests, as they must pass before a change lands
-#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, a fuzz of ssd, all digests of results, all of HumanEval (20 minutes)
+#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, 2,000 damaged files, a fuzz of ssd, all digests of results, all of HumanEval (half an hour)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
 #   make check    ruff, mypy, import layers

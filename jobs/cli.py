@@ -10,6 +10,7 @@ import argparse
 import atexit
 import gc
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ from draftmill.jobs.driving.events import json_streams, silence, unfailing_strea
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED, Ended, code_of
 from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.secrets import presentable
+
+_LONG_WORD = re.compile(r"\S{1000,}")
+"""A value that a message quotes, and that would fill the screen."""
 
 COLLECT_AFTER = 100_000
 """Objects allocated between two garbage collections: with Python's default, 700, these take a tenth of the import time."""
@@ -73,7 +77,8 @@ def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int
     hint = "" if isinstance(error, (*UNUSABLE_ERRORS, StoreFull)) else " (--debug shows where)"
     if isinstance(error, StoreError) and _asks_amazon(arguments):
         hint = f"; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL{hint}"
-    print(presentable(f"draftmill: {kind}{error}{hint}"), file=sys.stderr)
+    text = presentable(f"draftmill: {kind}{error}{hint}")
+    print(_LONG_WORD.sub(lambda word: f"{word[0][:200]}... ({len(word[0]):,} characters)", text), file=sys.stderr)
     return code
 
 

@@ -23,7 +23,9 @@ _SECRET_PATHS = re.compile(
     r"(^|\.)(hooks\.slack\.com|discord(app)?\.com|webhook\.office\.com|logic\.azure\.com|hooks\.zapier\.com|"
     r"api\.telegram\.org|maker\.ifttt\.com)$"
 )
-_USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+@")  # without the scheme: to look for its beginning takes the square of a word's length
+_USER_INFO = re.compile(
+    r"(?<=://)[^/\s@'\"]+@"
+)  # without the scheme: to look for its beginning takes the square of a word's length
 _SIGNED = re.compile(
     r"((?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|sig|token|api[_-]?key|password)=)[^&\s'\"]+",
     re.IGNORECASE,

@@ -23,6 +23,7 @@ from typing import Any
 
 import draftmill
 from draftmill.storage.errors import UserError
+from draftmill.storage.json_text import parse_json
 
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
@@ -120,7 +121,7 @@ def write_source(folder: Path, source: dict[str, Any]) -> None:
 def read_source(folder: Path) -> dict[str, Any] | None:
     """The source that `write_source` wrote; None for any other folder."""
     try:
-        source = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+        source = parse_json((folder / SOURCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return source if isinstance(source, dict) else None

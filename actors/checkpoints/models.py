@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -28,6 +27,7 @@ from draftmill.actors.checkpoints.made_folders import (
     run_maker,
 )
 from draftmill.storage.errors import UserError
+from draftmill.storage.json_text import parse_json
 from draftmill.storage.stores.interface import S3Options, Stat, Store, about, is_local
 from draftmill.storage.stores.store import open_store
 
@@ -294,7 +294,7 @@ def _check_adapter(adapter: Path, named: str, model: str) -> None:
 def read_adapter(adapter: Path, named: str) -> dict[str, Any]:
     """The adapter's config; UserError if it is not a JSON object."""
     try:
-        config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = parse_json((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{named!r}: {ADAPTER_CONFIG} can't be read: {error}", field=ADAPTER_FIELD) from None
     if not isinstance(config, dict):

@@ -32,6 +32,7 @@ from draftmill.decoders.constraints.expressions import Node, Text, either
 from draftmill.decoders.constraints.grammar import Grammar
 from draftmill.decoders.constraints.regex import machine_of
 from draftmill.storage.errors import RowError, brief
+from draftmill.storage.json_text import parse_json
 
 if TYPE_CHECKING:
     from draftmill.actors.rows.canvas import Canvas
@@ -174,7 +175,7 @@ def read_constraint(value: Any) -> Any:
     """A row's own constraint from its column; None for none. RowError if it is invalid."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             _refuse(
                 f'{brief(value)}; allowed: an object such as {{"regex": "[0-9]+"}}, a list of them, or JSON text of one'

@@ -17,7 +17,6 @@ Null (in a column, also an empty text) means the job's own value; a column overr
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ from draftmill.decoders.engine.ends import NeverStops
 from draftmill.decoders.engine.penalties import Penalties
 from draftmill.decoders.settings import DECODERS
 from draftmill.storage.errors import RowError, brief
+from draftmill.storage.json_text import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class RowRules:
         name, value = _setting(values, self.columns.template_kwargs, body, ("chat_template_kwargs",))
         if isinstance(value, str):
             with suppress(ValueError):
-                value = json.loads(value)
+                value = parse_json(value)
         if value is None:
             return {}
         if problem := kwargs_problem(value):

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as Core
 
 from draftmill.actors.checkpoints.made_folders import read_source
 from draftmill.storage.errors import UserError
+from draftmill.storage.json_text import parse_json
 
 if TYPE_CHECKING:
     from draftmill.actors.rows.chat import ChatTemplate
@@ -284,7 +285,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file, empty if the file is missing; ValueError if it holds anything else."""
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} is not a JSON object")
     return content

@@ -44,7 +44,7 @@ _MOST_LEVELS: Final = 100
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json as a dict, of a model for images or sounds too the part of its text model; ValueError if it is missing
     or not a JSON object."""
-    config = _read_object(folder / "config.json")
+    config = read_object(folder / "config.json")
     if config is None:
         raise ValueError(f"model.path: {folder} has no config.json")
     text = config.get("text_config")
@@ -55,24 +55,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_generation(folder: Path) -> dict[str, Any]:
     """Return generation_config.json as a dict, empty if there is none; ValueError if it is not a JSON object."""
-    return _read_object(folder / GENERATION_FILE) or {}
+    return read_object(folder / GENERATION_FILE) or {}
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; None if there is no such file, ValueError if it holds anything else."""
+def read_object(path: Path, field: str = "model.path") -> dict[str, Any] | None:
+    """Return a JSON object; None if there is no such file. ValueError, with the spec's `field`, if it holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError, OSError) as error:
-        raise ValueError(f"model.path: {pointer_problem(path) or f'{path} is not JSON: {error}'}") from error
+        raise ValueError(f"{field}: {pointer_problem(path) or f'{path} is not JSON: {error}'}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"model.path: {path} is not a JSON object")
+        raise ValueError(f"{field}: {path} is not a JSON object")
     inner = list[Any](content.values())
     for _ in range(_MOST_LEVELS):
         inner = [value for one in inner for value in (one.values() if isinstance(one, dict) else _items(one))]
     if inner:
-        raise ValueError(f"model.path: {path} nests objects and lists too deeply; allowed: {_MOST_LEVELS} levels")
+        raise ValueError(f"{field}: {path} nests objects and lists too deeply; allowed: {_MOST_LEVELS} levels")
     return content
 
 
@@ -84,7 +84,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one. As
     in transformers, a single file takes precedence over an index."""
     path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    index = None if single.exists() else _read_object(path)
+    index = None if single.exists() else read_object(path)
     files = [single]
     if index is not None:
         shards = index.get("weight_map")
@@ -229,7 +229,7 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a text: those of generation_config.json if it has any, else those of config.json. transformers'
     `generate` uses none if generation_config.json exists and has none. If the family's chats end a turn with another token,
     that one ends a text too. The tokenizer may add another. ValueError if an id is not a number."""
-    ids, ends = _special_ids(folder, "eos_token_id"), turn_ends(_read_object(folder / "config.json") or {})
+    ids, ends = _special_ids(folder, "eos_token_id"), turn_ends(read_object(folder / "config.json") or {})
     added = _added_tokens(folder) if ends else {}
     return tuple(dict.fromkeys([*ids, *(added[end] for end in ends if end in added)]))
 
@@ -242,7 +242,7 @@ def bos_id(folder: Path) -> int | None:
 def _special_ids(folder: Path, key: str) -> list[int]:
     """The ids under a key of generation_config.json, else of config.json; only a text's ends may be several."""
     for path in (folder / GENERATION_FILE, folder / "config.json"):
-        held = _read_object(path) or {}
+        held = read_object(path) or {}
         text, value = held.get("text_config"), held.get(key)
         value = text.get(key) if value is None and isinstance(text, dict) else value
         if value is not None:
@@ -257,7 +257,7 @@ def _special_ids(folder: Path, key: str) -> list[int]:
 def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table. The
     tokenizer is tokenizer.json, or the older vocab.json; without either the result is empty."""
-    tokenizer, vocab = _read_object(folder / "tokenizer.json"), _read_object(folder / "vocab.json")
+    tokenizer, vocab = read_object(folder / "tokenizer.json"), read_object(folder / "vocab.json")
     with _of_tokenizer(folder):
         listed = (vocab or {}) if tokenizer is None else (tokenizer.get("model") or {}).get("vocab") or {}
         held = set(listed.values() if isinstance(listed, dict) else range(len(listed)))
@@ -268,7 +268,7 @@ def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 def _added_tokens(folder: Path) -> dict[str, int]:
     """Return a tokenizer's added tokens with their ids, from every place where they may be stored."""
-    files = (_read_object(folder / name) for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"))
+    files = (read_object(folder / name) for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"))
     fast, slow, older = (held or {} for held in files)
     with _of_tokenizer(folder):
         added = {token["content"]: int(token["id"]) for token in fast.get("added_tokens") or []}

@@ -6,13 +6,12 @@ Imports no torch; decoders/backbones/heads.py loads the network. `draft_head.jso
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 
 from safetensors import SafetensorError, safe_open
 
-from draftmill.decoders.backbones.checkpoint import pointer_problem
+from draftmill.decoders.backbones.checkpoint import pointer_problem, read_object
 from draftmill.decoders.common_settings import DecoderChoice
 
 CONFIG, WEIGHTS = "draft_head.json", "draft_head.safetensors"
@@ -31,9 +30,9 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
         return None
     if not (path.exists() and weights.exists()):
         raise ValueError(f"decoder.head: {folder} needs both {CONFIG} and {WEIGHTS}")
-    if problem := pointer_problem(path) or pointer_problem(weights):
+    if problem := pointer_problem(weights):
         raise ValueError(f"decoder.head: {problem}")
-    sizes: dict[str, Any] = json.loads(path.read_text())
+    sizes = read_object(path, "decoder.head") or {}
     # The files of the first heads don't name their kind, since there was only one.
     own_kind = sizes.pop("kind", "assd")
     if own_kind != kind:
@@ -43,7 +42,9 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
     unknown = sizes.keys() - {"width", "markov_hidden"}
     if missing or unknown:
         raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    return {name: int(size) for name, size in sizes.items()}
+    if not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise ValueError(f"decoder.head: {path}: {sizes}; allowed: whole numbers from 1 on")
+    return sizes
 
 
 def is_given_up(tensor: str) -> bool:

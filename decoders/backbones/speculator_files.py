@@ -89,6 +89,7 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
 
     kind, fields = config.get("speculators_model_type"), config.get("transformer_layer_config") or {}
     demand(kind in _KINDS, f"config.json has speculators_model_type = {kind!r}; allowed: {', '.join(_KINDS)}")
+    demand(isinstance(fields, dict), f"config.json has transformer_layer_config = {fields!r}; allowed: an object")
     layers, key = fields.get("model_type", "qwen3"), _KINDS[str(kind)]
     demand(layers in _LAYERS, f"layers of model_type {layers!r}; allowed: {', '.join(_LAYERS)}")
     family = FAMILIES[layers].causal

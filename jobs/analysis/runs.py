@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from draftmill.jobs.plan.fingerprint import changed_files, flat, format_value, s
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, short_names
 from draftmill.storage.errors import DamagedRun, UserError
+from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.store import open_store
@@ -74,7 +74,7 @@ def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
 def cases_of(store: Store) -> dict[str, dict[str, Any]]:
     """A sweep's cases with their changes, in the order of its file."""
     try:
-        cases = json.loads(store.get(RECORD))["cases"]
+        cases = parse_json(store.get(RECORD))["cases"]
         named: list[dict[str, Any]] = [{"name": case} if isinstance(case, str) else case for case in cases]
         return {str(case["name"]): dict(case.get("changes") or {}) for case in named}
     except (ValueError, KeyError, TypeError) as error:

@@ -28,6 +28,7 @@ from draftmill.jobs.driving.events import Level, event_line, lost_streams
 from draftmill.jobs.driving.progress import Display, progress_facts
 from draftmill.jobs.driving.totals import Totals, add_effort
 from draftmill.storage.errors import StoreError
+from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.interface import Store
@@ -220,7 +221,7 @@ def read_sessions(store: Store) -> Sessions:
     for stat in store.list("attempts/"):
         if stat.name.endswith("-session.jsonl"):
             try:
-                total = _add(total, json.loads(store.get(stat.name)))
+                total = _add(total, parse_json(store.get(stat.name)))
             except (ValueError, KeyError, TypeError, StoreError):
                 continue
     return total

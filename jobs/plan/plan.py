@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import Field
 
 import draftmill
 from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, Reading, survey_pieces
@@ -51,6 +52,7 @@ from draftmill.storage.inputs.kept import KeptTypes, schema_from_json, schema_to
 from draftmill.storage.inputs.lines import lacks_custom_id
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
+from draftmill.storage.json_text import parse_json, shaped
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA, PlannedRow, PlanTable, parts_of
 from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store
@@ -322,7 +324,7 @@ def planned_inputs(store: Store) -> list[dict[str, Any]]:
 
 def _read_plan(store: Store, take: Callable[[dict[str, Any]], T]) -> T | None:
     try:
-        content = json.loads(store.get(PLAN), object_hook=_compact)
+        content = parse_json(store.get(PLAN), object_hook=_compact)
         if content["format"] != FORMAT:
             raise UserError(f"{store.url}/{PLAN} has format {content['format']}; this draftmill reads {FORMAT}")
         return take(content)
@@ -331,7 +333,7 @@ def _read_plan(store: Store, take: Callable[[dict[str, Any]], T]) -> T | None:
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{store.url}/{PLAN} is damaged: {error}") from None
+        raise UserError(f"{store.url}/{PLAN} is damaged: {error}; use another output.path") from None
 
 
 def compare_settings(plan: Plan, spec: JobSpec) -> None:
@@ -507,21 +509,64 @@ def _compact(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    rows: Count
+    units: Count
+    tokens: Count
+    holes: Count
+    errors: dict[str, Count]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    name: str
+    first: Count
+    units: Count
+    rows: Count
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The keys of `_plan.json` whose shape nothing else checks."""
+
+    fingerprint: str
+    code_version: str
+    totals: _Totals
+    results: dict[str, Any]
+    inputs: tuple[InputFile, ...]
+    parts: list[_Part]
+
+
 def _plan_of(content: dict[str, Any], store: Store) -> Plan:
-    totals = content["totals"]
+    """The plan in the content of `_plan.json`; ValueError, KeyError, TypeError or OverflowError if it is damaged."""
+    held = shaped(_Content, content)
+    if digest(held.results) != held.fingerprint:
+        raise ValueError("its fingerprint is not that of its results")
+    first = 0
+    for part, listed in zip(held.parts, content["parts"], strict=True):
+        rows = listed["unit_rows"]
+        if (part.first, part.units, part.rows) != (first, len(rows), sum(rows)):
+            raise ValueError(f"{part.name} does not hold the units after {first}")
+        first += part.units
+    if first != held.totals.units:
+        raise ValueError(f"it has {first} units, not {held.totals.units}")
     return Plan(
-        fingerprint=content["fingerprint"],
-        code_version=content["code_version"],
+        fingerprint=held.fingerprint,
+        code_version=held.code_version,
         spec=check_spec(content["spec"]),
-        results=content["results"],
-        files=tuple(InputFile(**file) for file in content["inputs"]),
-        rows=totals["rows"],
-        units=totals["units"],
-        tokens=totals["tokens"],
-        holes=totals["holes"],
-        errors=totals["errors"],
+        results=held.results,
+        files=held.inputs,
+        rows=held.totals.rows,
+        units=held.totals.units,
+        tokens=held.totals.tokens,
+        holes=held.totals.holes,
+        errors=held.totals.errors,
         parts=content["parts"],
         store=store,
-        pass_=content.get("pass", 1),
+        pass_=int(content.get("pass", 1)),
         keep=schema_from_json(content.get("keep")),
     )

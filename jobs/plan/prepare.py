@@ -65,6 +65,7 @@ from draftmill.storage.inputs.kept import plain
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
+from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, is_closed
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import S3Options, Store, about
@@ -171,7 +172,7 @@ def _with_schema(rule: ConstraintSettings | None) -> ConstraintSettings | None:
     if rule.json_schema is not None and not rule.json_schema.lstrip().startswith("{"):
         path = Path(rule.json_schema).expanduser()
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = f"{rule.json_schema!r} can't be read: {error}; allowed: a JSON Schema, or a file that holds one"
             raise UserError(reason, field="task.constraint.json_schema") from None

@@ -22,10 +22,11 @@ from draftmill.jobs.finished.passes import Pass, finished_passes, latest_rows, p
 from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.plan.prepare import Prepared, copied_folder
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.storage.errors import UserError
+from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.inputs.where import parse_where
+from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
 from draftmill.storage.stores.interface import AlreadyExists, Store
@@ -71,7 +72,14 @@ def with_run_rows(prepared: Prepared, store: Store) -> Prepared:
 
 def source_of(spec: JobSpec, files: Sequence[InputFile], store: Store) -> dict[str, Any] | None:
     """Which run the rows in these files of a run directory are from, and how many it has; None if the input is no run."""
-    return None if spec.input.run is None else json.loads(store.get(f"{copied_folder(files)}/{SOURCE}"))
+    if spec.input.run is None:
+        return None
+    name = f"{copied_folder(files)}/{SOURCE}"
+    try:
+        source: dict[str, Any] = parse_json(store.get(name))
+        return {"run": str(source["run"]), "rows": int(source["rows"]), "kept": int(source["kept"])} | source
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise DamagedRun(f"{store.url}/{name}", error, "use another output.path") from None
 
 
 def run_rows(passes: Sequence[Pass]) -> Iterator[pa.Table]:

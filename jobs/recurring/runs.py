@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
@@ -13,6 +12,7 @@ from draftmill.jobs.finished.passes import PRUNED, count_failed, is_unplanned, p
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of, format_date, read_date
 from draftmill.storage.errors import DamagedRun
+from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
@@ -124,7 +124,7 @@ def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
             return _facts(run, plan, state, driver, len(done))
         is_pruned = PRUNED in run.level.files
         failed = (
-            int(json.loads(run.store.get(PRUNED))["failed"]) if is_pruned else count_failed(passes_of(run.store, s3=s3))
+            int(parse_json(run.store.get(PRUNED))["failed"]) if is_pruned else count_failed(passes_of(run.store, s3=s3))
         )
         state = "failed" if too_many_failed(failed, plan.rows, plan.spec.errors) else "finished"
         return _facts(run, plan, state, driver, plan.units, failed)

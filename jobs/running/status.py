@@ -31,6 +31,7 @@ from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
 from draftmill.storage.errors import StoreError, UserError, printable
+from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
@@ -243,7 +244,7 @@ def _stream(store: Store, files: list[Stat], known: Read) -> Iterator[Event]:
 
 def _event(line: str) -> Event | None:
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError:
         return None
     return content if isinstance(content, dict) and {"time", "level", "event"} <= set(content) else None

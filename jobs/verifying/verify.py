@@ -9,7 +9,6 @@ results must not depend on the other samples of a batch, beyond floating-point e
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,6 +33,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, Manifest, trace_name, unit_number
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
@@ -285,7 +285,7 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
 
 def _read_json(store: Store, name: str) -> Any:
     try:
-        return json.loads(store.get(name))
+        return parse_json(store.get(name))
     except ValueError:
         return None
 

@@ -24,6 +24,7 @@ import pyarrow as pa
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP
+from draftmill.storage.json_text import parse_as, parse_json, shaped
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.lease import Lease, LeaseLost
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damage_error
@@ -210,16 +211,25 @@ def all_exact(parts: Iterable[bool | None]) -> bool | None:
     return False if False in values else None if None in values or not values else True
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What the file has before its units."""
+
+    fingerprint: str
+    schema_version: int
+    totals: dict[str, int] | None = None
+    source: dict[str, Any] | None = None
+    sums: Sums | None = None
+
+
 def read_manifest(store: Store) -> Manifest | None:
     """Return the manifest, None if the job has not finished; DamagedRun if it is damaged."""
     if not store.exists(MANIFEST):
         return None
     units = UnitFacts()
     try:
-        head = _read_units(store, units)
-        sums = Sums(**head["sums"]) if "sums" in head else None
-        said, source = head.get("totals"), head.get("source")
-        return Manifest(head["fingerprint"], head["schema_version"], units, said, source, sums)
+        head = shaped(_Head, _read_units(store, units))
+        return Manifest(head.fingerprint, head.schema_version, units, head.totals, head.source, head.sums)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         remedy = f"delete it and {SUCCESS}, and `draftmill run` writes them again"
         raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
@@ -230,19 +240,19 @@ def _read_units(store: Store, units: UnitFacts) -> dict[str, Any]:
     lines = _lines(store)
     first = next(lines, b"")
     if not first.endswith(_OPENS):  # written by another program, with other line ends
-        manifest: dict[str, Any] = json.loads(store.get(MANIFEST))
+        manifest: dict[str, Any] = parse_json(store.get(MANIFEST))
         for facts in manifest["units"]:
-            units.add(CommittedUnit(**facts))
+            units.add(shaped(CommittedUnit, facts))
         return manifest
     for line in lines:
         if line == _CLOSES:
             break
-        units.add(CommittedUnit(**json.loads(line.removesuffix(b","))))
+        units.add(parse_as(CommittedUnit, line.removesuffix(b",")))
     else:
         raise ValueError("it ends early")
     if any(line.strip() for line in lines):
         raise ValueError("something follows its end")
-    return json.loads(first.removesuffix(_OPENS) + b"}")
+    return parse_json(first.removesuffix(_OPENS) + b"}")
 
 
 def _lines(store: Store) -> Iterator[bytes]:

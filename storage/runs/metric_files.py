@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.failpoints import failpoint
+from draftmill.storage.json_text import parse_as
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.commit import require_identity
 from draftmill.storage.stores.interface import AlreadyExists, Store
@@ -155,10 +156,8 @@ def metric_sets(store: Store) -> dict[str, MetricSet]:
 
 def _read_set(store: Store, name: str) -> MetricSet:
     try:
-        metrics = json.loads(store.get(name))["metrics"]
-        parts = [(metric["settings"], tuple(metric["columns"]), metric["estimates"]) for metric in metrics]
-        return MetricSet(tuple(MeasuredMetric(*part) for part in parts))
-    except (ValueError, KeyError, TypeError) as error:
+        return parse_as(MetricSet, store.get(name))
+    except ValueError as error:
         raise DamagedRun(f"{store.url}/{name}", error, _REMEDY) from None
 
 

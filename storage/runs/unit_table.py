@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftmill.storage.arrow_validation import THREADS
-from draftmill.storage.errors import StoreError
+from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.stores.block_cache import open_object
 from draftmill.storage.stores.interface import Store
 
@@ -88,7 +88,11 @@ def part_bytes(units: Iterable[pa.Table]) -> bytes:
     """Return units (tables of TABLE_SCHEMA) as one Parquet file with one row group each."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
-        sink, TABLE_SCHEMA, compression="zstd", use_dictionary=["unit", "file", "error_kind"]
+        sink,
+        TABLE_SCHEMA,
+        compression="zstd",
+        use_dictionary=["unit", "file", "error_kind"],
+        write_page_checksum=True,
     ) as writer:
         for unit in units:
             writer.write_table(unit, row_group_size=max(1, unit.num_rows))
@@ -104,15 +108,15 @@ class PlanTable:
         self._firsts = [part.first for part in self._parts]
 
     def unit_rows(self, unit: int) -> list[PlannedRow]:
-        """Return the unit's rows in order. Raises StoreError if the plan has no such unit or is damaged."""
+        """Return the unit's rows in order. Raises StoreError if the plan has no such unit, DamagedRun if it is damaged."""
         index = bisect_right(self._firsts, unit) - 1
         if index < 0 or unit >= self._parts[index].first + self._parts[index].units:
             raise StoreError(f"{self._store.url}: the plan has no unit {unit}")
         part = self._parts[index]
         try:
-            table = _open_part(self._store, part.name).read_row_group(unit - part.first, use_threads=THREADS)
+            table = _open_part(self._store, part).read_row_group(unit - part.first, use_threads=THREADS)
         except (pa.ArrowException, OSError) as error:
-            raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
+            raise _damaged(self._store, part, error) from None
         columns = [_with_sample(table).column(name).to_pylist() for name in TABLE_SCHEMA.names]
         return [PlannedRow(*values) for values in zip(*columns, strict=True)]
 
@@ -120,12 +124,12 @@ class PlanTable:
         """Yield one table per unit, in order; holds one part in memory at a time."""
         for part in self._parts:
             try:
-                opened = pq.ParquetFile(pa.BufferReader(self._store.get(part.name)), pre_buffer=False)
+                opened = _opened(pa.BufferReader(self._store.get(part.name)), part)
                 for group in range(opened.num_row_groups):
                     table = opened.read_row_group(group, columns=columns, use_threads=THREADS)
                     yield table if columns is not None and "sample" not in columns else _with_sample(table)
             except (pa.ArrowException, OSError) as error:
-                raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
+                raise _damaged(self._store, part, error) from None
 
 
 def parts_of(listed: Iterable[Mapping[str, Any]]) -> tuple[PlanPart, ...]:
@@ -140,6 +144,21 @@ def _with_sample(table: pa.Table) -> pa.Table:
     return table.append_column(TABLE_SCHEMA.field("sample"), pa.array(np.zeros(table.num_rows, dtype=np.int32)))
 
 
+def _damaged(store: Store, part: PlanPart, reason: object) -> DamagedRun:
+    return DamagedRun(f"{store.url}/{part.name}", reason, "use another output.path: a run can't do without its plan")
+
+
 @lru_cache(maxsize=4)
-def _open_part(store: Store, name: str) -> pq.ParquetFile:
-    return pq.ParquetFile(open_object(store, name), pre_buffer=False)
+def _open_part(store: Store, part: PlanPart) -> pq.ParquetFile:
+    return _opened(open_object(store, part.name), part)
+
+
+def _opened(source: Any, part: PlanPart) -> pq.ParquetFile:
+    """The file; pa.ArrowInvalid or OSError if it is not a part of a unit table with so many units."""
+    file = pq.ParquetFile(source, pre_buffer=False, page_checksum_verification=True)
+    there = {(field.name, field.type) for field in file.schema_arrow}
+    if not there >= {(field.name, field.type) for field in TABLE_SCHEMA if field.name != "sample"}:
+        raise pa.ArrowInvalid("it lacks columns of a unit table")
+    if file.num_row_groups != part.units:
+        raise pa.ArrowInvalid(f"it has {file.num_row_groups:,} units, the plan {part.units:,}")
+    return file

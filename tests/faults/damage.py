@@ -9,6 +9,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,15 +109,15 @@ def _changed(whole: Any, skip: frozenset[str]) -> Iterator[tuple[str, Callable[[
         spoken = ".".join(map(str, path))
         for name, value in VALUES.items():
             if type(value) is not type(held) or value != held:
-                yield f"{spoken} = {name}", lambda path=path, value=value: _dumped(_with(whole, path, value))
+                yield f"{spoken} = {name}", partial(_with_value, whole, path, value)
         if isinstance(held, bool) or not isinstance(held, int):
             continue
         for value in (held - 1, held + 1, held * 2):
-            yield f"{spoken} = {value}", lambda path=path, value=value: _dumped(_with(whole, path, value))
+            yield f"{spoken} = {value}", partial(_with_value, whole, path, value)
     for path, _ in _places(whole, skip):
         if isinstance(path[-1], str):
-            yield f"no {'.'.join(map(str, path))}", lambda path=path: _dumped(_without(whole, path))
-            yield f"{'.'.join(map(str, path))} twice", lambda path=path: _twice(whole, path[-1])
+            yield f"no {'.'.join(map(str, path))}", partial(_without, whole, path)
+            yield f"{'.'.join(map(str, path))} twice", partial(_twice, whole, path[-1])
 
 
 def _places(held: Any, skip: frozenset[str], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -132,24 +133,26 @@ def _places(held: Any, skip: frozenset[str], path: tuple[Any, ...] = ()) -> Iter
             yield from _places(value, skip, (*path, key))
 
 
-def _with(whole: Any, path: tuple[Any, ...], value: Any) -> Any:
+def _with_value(whole: Any, path: tuple[Any, ...], value: Any) -> bytes:
     changed = place = copy.deepcopy(whole)
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    return changed
+    return _dumped(changed)
 
 
-def _without(whole: Any, path: tuple[Any, ...]) -> Any:
+def _without(whole: Any, path: tuple[Any, ...]) -> bytes:
     changed = place = copy.deepcopy(whole)
     for key in path[:-1]:
         place = place[key]
     del place[path[-1]]
-    return changed
+    return _dumped(changed)
 
 
 def _twice(whole: Any, key: str) -> bytes:
-    return _dumped(whole).replace(json.dumps(key).encode(), json.dumps(key).encode() + b": null, " + json.dumps(key).encode(), 1)
+    return _dumped(whole).replace(
+        json.dumps(key).encode(), json.dumps(key).encode() + b": null, " + json.dumps(key).encode(), 1
+    )
 
 
 def _dumped(value: Any) -> bytes:
