@@ -106,10 +106,12 @@ class _Short(Exception):
 
 def check_gguf(file: Path) -> None:
     """Raise DamagedGGUF unless magic, version and the tensor table fit the file."""
+    from draftmill.decoders.backbones.checkpoint import pointer_problem
+
     size = file.stat().st_size
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
-            raise DamagedGGUF(f"{file.name} is not a GGUF file: it does not begin with GGUF")
+            raise DamagedGGUF(pointer_problem(file) or f"{file.name} is not a GGUF file: it does not begin with GGUF")
         try:
             needed = _needed_bytes(stream, size)
         except _Short:

@@ -175,7 +175,7 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
     A tokenizer without a begin token gets the one of the model's configuration. Raises UserError if there is no tokenizer,
     or if it can't be loaded.
     """
-    from draftmill.decoders.backbones.checkpoint import bos_id
+    from draftmill.decoders.backbones.checkpoint import bos_id, pointer_problem
 
     if setting == "none":
         return None
@@ -189,6 +189,9 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
             "that give tokens",
             field=_FIELD,
         )
+    for path in sorted(place.iterdir()):
+        if path.suffix in {".json", ".model", ".txt", ".jinja"} and (problem := pointer_problem(path)):
+            raise UserError(problem, field=_FIELD)
     core, bos, eos, chat = _read(place, trust_remote_code)
     return Tokenizer(core, bos_id=bos_id(folder) if bos is None else bos, eos_id=eos, chat=chat)
 

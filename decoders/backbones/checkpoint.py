@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -34,7 +35,10 @@ _OF_ALL_PARTS: Final = {
     "draftmill",
     "tie_word_embeddings",
 }
+_SHARD: Final = re.compile(r"[^/\\]+\.safetensors")
 _LFS: Final = b"version https://git-lfs"
+# Levels of objects and lists in a JSON file. Deeper ones could end any walk through them with a RecursionError.
+_MOST_LEVELS: Final = 100
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -60,11 +64,20 @@ def _read_object(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"model.path: {path} is not JSON: {error}") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise ValueError(f"model.path: {pointer_problem(path) or f'{path} is not JSON: {error}'}") from error
     if not isinstance(content, dict):
         raise ValueError(f"model.path: {path} is not a JSON object")
+    inner = list[Any](content.values())
+    for _ in range(_MOST_LEVELS):
+        inner = [value for one in inner for value in (one.values() if isinstance(one, dict) else _items(one))]
+    if inner:
+        raise ValueError(f"model.path: {path} nests objects and lists too deeply; allowed: {_MOST_LEVELS} levels")
     return content
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -77,6 +90,8 @@ def weight_files(folder: Path) -> list[Path]:
         shards = index.get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise ValueError(f"model.path: {path} has no weight_map from names of tensors to names of files")
+        if strange := sorted(name for name in set(shards.values()) if not _SHARD.fullmatch(name)):
+            raise ValueError(f"model.path: {path} has {strange[0]!r} in its weight_map; allowed: NAME.safetensors")
         files = [folder / name for name in sorted(set(shards.values()))]
     missing = [path.name for path in files if not path.exists()]
     if missing:
@@ -91,6 +106,7 @@ def inspect_model(
     ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a tensor is
     missing, unexpected, or of another shape."""
     config = read_config(folder)
+    bos_id(folder), stop_ids(folder)
     entry = find_family(config, family)
     if mask_id is None:
         mask_id = _mask_by_name(entry, config, folder)
@@ -136,11 +152,8 @@ def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> 
             with safe_open(path, framework=framework) as file:
                 taken |= {name: take(file, name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            if _is_pointer(path):
-                raise ValueError(
-                    f"model.path: {path} is a pointer of git-lfs, not the weights; run `git lfs pull` in its repository"
-                ) from error
-            raise ValueError(f"model.path: {path} is damaged or not a safetensors file: {error}") from error
+            problem = pointer_problem(path) or f"{path} is damaged or not a safetensors file: {error}"
+            raise ValueError(f"model.path: {problem}") from error
     return _of_text_model(taken)
 
 
@@ -152,12 +165,14 @@ def _of_text_model(taken: dict[str, T]) -> dict[str, T]:
     return {named[name]: value for name, value in taken.items() if named[name] != name or name.startswith("lm_head.")}
 
 
-def _is_pointer(path: Path) -> bool:
+def pointer_problem(path: Path) -> str | None:
+    """What is wrong with a file in whose place git-lfs has left a pointer; None if there is no pointer."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_LFS)) == _LFS
+            is_pointer = file.read(len(_LFS)) == _LFS
     except OSError:
-        return False
+        return None
+    return f"{path} is a pointer of git-lfs, not the file; run `git lfs pull` in its repository" if is_pointer else None
 
 
 def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
@@ -242,12 +257,10 @@ def _special_ids(folder: Path, key: str) -> list[int]:
 def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table. The
     tokenizer is tokenizer.json, or the older vocab.json; without either the result is empty."""
-    tokenizer = _read_object(folder / "tokenizer.json")
-    if tokenizer is None:
-        vocab: Any = _read_object(folder / "vocab.json") or {}
-    else:
-        vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    held = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
+    tokenizer, vocab = _read_object(folder / "tokenizer.json"), _read_object(folder / "vocab.json")
+    with _of_tokenizer(folder):
+        listed = (vocab or {}) if tokenizer is None else (tokenizer.get("model") or {}).get("vocab") or {}
+        held = set(listed.values() if isinstance(listed, dict) else range(len(listed)))
     if held or tokenizer is not None:
         held |= set(_added_tokens(folder).values())
     return tuple(sorted(set(range(vocab_size)) - held)) if held else ()
@@ -255,8 +268,20 @@ def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 def _added_tokens(folder: Path) -> dict[str, int]:
     """Return a tokenizer's added tokens with their ids, from every place where they may be stored."""
-    fast = (_read_object(folder / "tokenizer.json") or {}).get("added_tokens") or []
-    slow = (_read_object(folder / "tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
-    added = {token["content"]: int(token["id"]) for token in fast}
-    added |= {token["content"]: int(index) for index, token in slow.items()}
-    return added | (_read_object(folder / "added_tokens.json") or {})
+    files = (_read_object(folder / name) for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"))
+    fast, slow, older = (held or {} for held in files)
+    with _of_tokenizer(folder):
+        added = {token["content"]: int(token["id"]) for token in fast.get("added_tokens") or []}
+        slower = (slow.get("added_tokens_decoder") or {}).items()
+        added |= {token["content"]: int(index) for index, token in slower}
+        return added | {token: int(index) for token, index in older.items()}
+
+
+@contextmanager
+def _of_tokenizer(folder: Path) -> Iterator[None]:
+    """Within the `with` block, errors of values that are not what they should be become a ValueError that names the folder."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model.path: the files of the tokenizer in {folder} can't be read: {reason}") from error

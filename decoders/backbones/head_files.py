@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, cast
 
 from safetensors import SafetensorError, safe_open
 
+from draftmill.decoders.backbones.checkpoint import pointer_problem
 from draftmill.decoders.common_settings import DecoderChoice
 
 CONFIG, WEIGHTS = "draft_head.json", "draft_head.safetensors"
@@ -30,6 +31,8 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
         return None
     if not (path.exists() and weights.exists()):
         raise ValueError(f"decoder.head: {folder} needs both {CONFIG} and {WEIGHTS}")
+    if problem := pointer_problem(path) or pointer_problem(weights):
+        raise ValueError(f"decoder.head: {problem}")
     sizes: dict[str, Any] = json.loads(path.read_text())
     # The files of the first heads don't name their kind, since there was only one.
     own_kind = sizes.pop("kind", "assd")

@@ -58,6 +58,8 @@ _ATTENTION_CANDIDATES: Final = ((4, 32, 128), (4, 64, 128), (8, 64, 64), (8, 128
 # Visible columns to look at, among them both sides of the blocks' edges and the counts at which libraries were seen to split.
 _LENGTHS: Final = (1, 31, 97, 128, 129, 185, 250, 300, 383, 513, 777, 1025, 1500, 2047)
 _LONGEST: Final = 2048
+# Longer texts are not tried: their keys would take gigabytes.
+_FARTHEST: Final = 1 << 20
 # Columns beyond the longest text, since blocks are whole; heads x columns of the self-test's keys.
 _SPARE: Final = 256
 _MOST_CELLS: Final = 1 << 18
@@ -137,7 +139,7 @@ def find_rules(
     min_rows = next(exact_rows, None)
     for candidate in _ATTENTION_CANDIDATES if min_rows is not None else ():
         rules = ShapeRules(min_rows or 1, *candidate, exact=True)
-        if _attention_exact(attention, rules, max(longest or 0, _LONGEST), least_rows or rules.min_queries):
+        if _attention_exact(attention, rules, _held(longest), least_rows or rules.min_queries):
             return rules
     return INEXACT_RULES
 
@@ -194,6 +196,11 @@ def normal(seed: int, *shape: int) -> Tensor:
 def probe_columns(seed: int, longest: int | None, *, heads: int, width: int) -> Tensor:
     """Random keys or values [2, heads, W, width] for an `Attention` under test, W as long as `find_rules` asks for. Far columns
     repeat near ones, which is quick to fill; a very long text is tried with few heads."""
-    num_columns = max(longest or 0, _LONGEST) + _SPARE
+    num_columns = _held(longest) + _SPARE
     near = normal(seed, 2, max(1, min(heads, _MOST_CELLS // num_columns)), _LONGEST + _SPARE, width)
     return near.repeat(1, 1, -(-num_columns // near.shape[2]), 1)[:, :, :num_columns]
+
+
+def _held(longest: int | None) -> int:
+    """The longest text that the self-test tries."""
+    return min(max(longest or 0, _LONGEST), _FARTHEST)

@@ -240,6 +240,13 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, files: list[str]
         fetch_model("builtin:ar-tiny", adapter=str(tmp_path))
 
 
+def test_an_adapter_that_is_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match=r"^model\.adapter: .*adapter_model\.safetensors is a pointer of git-lfs"):
+        fetch_model("builtin:ar-tiny", adapter=str(tmp_path))
+
+
 def test_an_adapter_that_is_not_there_is_refused() -> None:
     for path in ("/no/such/folder", "builtin:ar-tiny", "nobody/no-such-adapter"):
         with pytest.raises(UserError, match=r"^model\.adapter: .*(is not a folder|neither a local folder)"):

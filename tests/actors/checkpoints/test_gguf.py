@@ -244,7 +244,8 @@ def test_a_file_that_is_cut_off_or_no_gguf_file_says_so_without_advice_about_rea
     for data, said in (
         (whole[: len(whole) // 2], rf"m\.gguf is cut off: it has {size}, its table of tensors needs "),
         (whole[:100], r"it ends within its header, after 100 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\n", r"is not a GGUF file: it does not begin with GGUF"),
+        (b"version https://git-lfs.github.com/spec/v1\n", r"is a pointer of git-lfs, not the file; run `git lfs pull`"),
+        (b"PK", r"is not a GGUF file: it does not begin with GGUF"),
         (b"GGUF" + struct.pack("<I", 9) + whole[8:], r"its GGUF version is 9; supported: 2, 3"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), r"it ends within its header"),
     ):

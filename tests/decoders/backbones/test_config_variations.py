@@ -181,6 +181,8 @@ def test_a_single_file_is_read_whatever_an_index_beside_it_says(tmp_path):
         ("{}", "has no weight_map"),
         ('{"weight_map": {"a": 3}}', "has no weight_map"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "lacks gone.safetensors"),
+        ('{"weight_map": {"a": "../other.safetensors"}}', "has '../other.safetensors' in its weight_map; allowed: "),
+        ('{"weight_map": {"a": ".."}}', "has '..' in its weight_map; allowed: NAME.safetensors"),
     ],
 )
 def test_an_index_that_says_nothing_is_refused(tmp_path, content, message):
@@ -188,4 +190,44 @@ def test_an_index_that_says_nothing_is_refused(tmp_path, content, message):
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ValueError, match=f"^model.path: .*{message}"):
+        inspect_model(tmp_path)
+
+
+DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+NESTED = '{"a": ' + "[" * 300 + "]" * 300 + "}"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "is not JSON: maximum recursion depth exceeded"),
+        (NESTED, "nests objects and lists too deeply; allowed: 100 levels"),
+        ('{"a": ' + "1" * 5000 + "}", "is not JSON: Exceeds the limit"),
+        ("version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs, not the file; run `git lfs pull`"),
+    ],
+)
+def test_a_file_that_is_no_plain_json_is_named(tmp_path, name, content, message):
+    save_random(tmp_path, "llama")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"^model.path: .*{name} {message}"):
+        inspect_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"model": 3}', '{"added_tokens": [3]}', '{"added_tokens": [{"content": "a", "id": "b"}]}']
+)
+def test_a_tokenizer_of_other_values_is_refused(tmp_path, content):
+    save_random(tmp_path, "llama")
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"^model.path: the files of the tokenizer in .* can't be read: "):
+        inspect_model(tmp_path)
+
+
+def test_positions_beyond_any_model_are_refused(tmp_path):
+    save_random(tmp_path, "llama")
+    change_config(tmp_path, {"max_position_embeddings": 10**12})
+    with pytest.raises(
+        ValueError, match=r"^model.path: config.json has texts of 1,000,000,000,000 tokens; allowed: up to"
+    ):
         inspect_model(tmp_path)

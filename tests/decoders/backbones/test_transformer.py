@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftmill.decoders.backbones import attention, transformer
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
+from draftmill.decoders.backbones.network import Norm
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.self_test import check_masking
 from tests.decoders.backbones.causal_models import (
@@ -27,6 +28,7 @@ from tests.decoders.backbones.causal_models import (
     save_random,
     theirs,
 )
+from tests.golden_data import read_json
 
 TEXTS = {0: random_tokens(14, seed=1), 1: random_tokens(9, seed=2), 2: random_tokens(21, seed=3)}
 PROMPTS = {0: 6, 1: 1, 2: 11}
@@ -34,12 +36,13 @@ PROMPTS = {0: 6, 1: 1, 2: 11}
 
 @pytest.fixture
 def norms_in_float64(monkeypatch):
-    """transformers' norms pass through float32, which turns a last bit into 1e-8: equality to 1e-10 needs them in float64."""
+    """Norms pass through float32, which turns a last bit into 1e-8: equality to 1e-10 needs them in float64."""
 
     def forward(self, rows):
-        return self.weight * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        eps = self.eps if isinstance(self, Norm) else self.variance_epsilon
+        return self.weight * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
 
-    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, Norm):
         monkeypatch.setattr(norm, "forward", forward)
 
 
@@ -123,7 +126,7 @@ def test_candidates_for_one_position_see_their_own_branch_alone(tmp_path, norms_
 def test_the_golden_checkpoint_decodes_as_the_public_code_did(golden):
     folder = golden / "jacobi"
     backbone, arrays = load(folder), load_file(folder / "arrays.safetensors")
-    cases = json.loads((folder / "cases.json").read_text())["cases"]
+    cases = read_json(folder / "cases.json")["cases"]
     for case in (case for case in cases if case["kind"] == "logits"):
         backbone.allocate(1, 32)
         ours = backbone.logits(play(backbone, {0: in_a_row(case["input_ids"])})[0])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.backbones.rotary import KernelLayers
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
@@ -94,8 +93,7 @@ def test_layers_with_small_weights_run_between_the_kernels(tmp_path):
     found = []
     for kernels in (False, True):
         if kernels:
-            backbone._attend, backbone.lean = attention.attend, KernelLayers(backbone.base, layers)
-            backbone.lean.join()
+            backbone._attend, backbone.base.kernels = attention.attend, layers
             backbone.forget()
         backbone.allocate(3, 20)
         found.append(play(backbone, {slot: in_a_row(text) for slot, text in texts.items()}))
