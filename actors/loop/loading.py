@@ -91,9 +91,12 @@ class ModelCache:
 
 
 def free_memory() -> None:
-    """Give memory that nothing uses any more back to the device."""
+    """Give memory that nothing uses any more back to the device. Graphs would keep the model that they run."""
     import torch
 
+    from draftmill.decoders.engine.cuda_graphs import drop_all
+
+    drop_all()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -53,9 +53,7 @@ ATTENTION: Final = "draftmill_slots"
 
 class ModuleBackbone(OnSlots, ABC):
     """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. With
-    `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't. A slot whose
-    sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is written at column 0: a masked
-    column weighs 0, but 0 times NaN is NaN."""
+    `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't."""
 
     is_foreign: ClassVar[bool] = False
     """Whether the layers' code may do anything, so that only a test says whether rows are exact."""

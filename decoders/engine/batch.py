@@ -139,7 +139,7 @@ class Batch:
     few_T: Any = None
     many_U: Any = None
     # ---- what only the host knows; `num_tops`: so many of the model's best tokens are told of each row
-    layout: Any = None
+    layout: Any = Layout("")  # noqa: RUF009 - it never changes
     rule: Any = None
     by_ratio: bool = False
     cuts: bool = False
@@ -182,6 +182,12 @@ class Batch:
     def num_samples(self) -> int:
         """B."""
         return len(self.sampled_B)
+
+    @property
+    def num_sums(self) -> int:
+        """How many numbers at the end of a record are sums of rows' states, by which bad ones are found."""
+        rows = (self.owner_N, self.owner_Q) if self.layout.has_flags else ()
+        return sum(len(owner_N) for owner_N in rows if owner_N is not None)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -464,6 +470,10 @@ def _add_judging(b: Batch, kind_R: Ints, owner_R: Ints, when_B: Ints, bank_R: In
     b.judged_R = (b.judges_R & (draft_R != NO_DRAFT)).astype(np.int64)
     b.draft_R = np.maximum(draft_R, 0)
     b.cell_R = (b.slot_R * rule.banks + bank_R) * rule.window + b.rank_R % rule.window
+    cell_R, rank_R = (each[_BY_RATIO_K[kind_R]] for each in (b.cell_R, b.rank_R))
+    held_C = np.zeros(int(cell_R.max()) + 1, dtype=np.int64)
+    held_C[cell_R] = rank_R
+    assert (held_C[cell_R] == rank_R).all(), "Algorithm.window is too small: two ranks of a forward share a cell"
     purpose_R = np.where(kind_R == DRAFT, keys.DRAFT, np.where(b.judged_R, keys.RESIDUAL, keys.BONUS))
     key_R2, when_R = b.key_2R.T, when_B[owner_R]
     b.uniform_R = keys.uniform_rows(key_R2, b.place_R, purpose_R, when_R)
@@ -566,7 +576,7 @@ def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
     bad = set[int]()
     if b.layout.has_flags:
         owner_N = np.concatenate([b.owner_N, b.owner_Q]) if b.layout.streams else b.owner_N
-        bad_G = owner_N[~np.isfinite(record[len(record) - len(owner_N) :])]
+        bad_G = owner_N[~np.isfinite(record[len(record) - b.num_sums :])]
         bad.update(b.sample_G[bad_G].tolist())
     if np.isnan(record).any():
         fields_AFR, _ = _split_record(b, record)

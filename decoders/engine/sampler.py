@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -122,6 +122,8 @@ class NoiseCache:
         missing_R = self._held_SC[slot_R, rank_R % self._num_cells] != rank_R
         if missing_R.any():
             self._fill(slot_R[missing_R], rank_R[missing_R])
+            held_R = self._held_SC[slot_R, rank_R % self._num_cells]
+            assert (held_R == rank_R).all(), "Algorithm.window is too small: two ranks of a forward share a cell"
         return self._noise_CV.index_select(0, torch.from_numpy(slot_R * self._num_cells + rank_R % self._num_cells))
 
     def _fill(self, slot_N: Ints, rank_N: Ints) -> None:
@@ -295,11 +297,9 @@ class Sampler:
         if self.kernel is None and self.device.type == "cpu":
             gumbel = partial(self._noise.rows, b, part, self.plan.noise)
         warp = self._warp(b, part)
-        fields_AFR = (self.kernel if self.kernel and warp.fits_kernels else sample)(
-            logits_RV,
-            warp,
-            b.key_2R[:, part].T,
-            b.place_R[part],
+        options = dict[str, Any](
+            key_R2=b.key_2R[:, part].T,
+            position_R=b.place_R[part],
             wanted=self._wanted if is_target else (),
             warped=self.algorithm.warped,
             draw_R=b.draw_R[part] if self.algorithm.fresh else None,
@@ -308,6 +308,10 @@ class Sampler:
             ahead=self.algorithm.ahead if is_target else 0,
             gumbel=gumbel,
         )
+        fields_AFR = (self.kernel or sample)(logits_RV, warp.for_kernels if self.kernel else warp, **options)
+        if self.kernel and not warp.fits_kernels:
+            # Row by row: what draws a row, and so its bits, depends on no other row.
+            fields_AFR = torch.where(warp.unknown_R, sample(logits_RV, warp, **options), fields_AFR)
         if not is_target:
             return fields_AFR
         if self._order_F is not None:

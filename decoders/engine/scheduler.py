@@ -161,7 +161,7 @@ class Scheduler:
         num_new = len(self.line)
         if self.prompt_rows is None:
             joins = self.algorithm.joins_prompts and _FEW_PROMPTS * num_new <= num_samples and self._on_cpu
-            return FAR if joins else None
+            return (plan.prompt_rows or FAR) if joins else None
         is_mixed = num_new < num_samples
         if is_mixed and self._was_mixed and alternates:
             # Lengths `auto` are chosen by the times of steps without prompts: every other one is such a step.

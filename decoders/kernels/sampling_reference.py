@@ -79,6 +79,18 @@ class Warp:
         return self.is_whole and not self.has_min_p and not self.most_k
 
     @property
+    def for_kernels(self) -> Warp:
+        """The same for the rows that kernels know."""
+        return Warp(self.job, self.own_4R, self.cuts, self.suppressed, self.suppressed_V)
+
+    @property
+    def unknown_R(self) -> Tensor:  # noqa: N802 - a tensor is named with its axes
+        """Which rows kernels do not know, [R]."""
+        assert self.own_4R is not None, "kernels get each row's settings"
+        unknown_R = (self.own_4R[2] > 0) | (self.own_4R[3] != (self.job.top_k or 0))
+        return unknown_R if self.is_whole else unknown_R | self.shaped_R1.squeeze(1)
+
+    @property
     def shaped_R1(self) -> Tensor:  # noqa: N802 - a tensor is named with its axes
         """Which rows draw from other logits than the model's, [R, 1]."""
         if self.change_3ER is None:

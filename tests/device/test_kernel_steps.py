@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from draftmill.decoders.base import JOB_SETTINGS, RowSettings
+from draftmill.decoders.engine.penalties import Penalties
 from draftmill.decoders.kernels import find, sampling_reference
 from tests.device.pretend import as_one_launch
 from tests.device.steps import run, run_on_cpu
@@ -46,6 +48,28 @@ def test_prompts_run_beside_the_others_where_attention_reads_rows(kernels, monke
     monkeypatch.undo()
     # Without kernels, a new sample's prompt would widen the rectangle of all others: it has a step of its own.
     assert len(beside.steps) < len(run("autoregressive", requests=9).steps)
+
+
+def test_a_row_with_a_penalty_takes_the_kernel_from_no_other_row(kernels, monkeypatch):
+    """The stand-in says that what it draws is 1,000 less probable."""
+
+    def marked(*given, **more):
+        fields_AFR = sampling_reference.sample(*given, **more)
+        fields_AFR[:, 1] -= 1000.0
+        return fields_AFR
+
+    settings = [
+        JOB_SETTINGS,
+        RowSettings(penalties=Penalties(frequency=1.5)),
+        RowSettings(min_p=0.1),
+        RowSettings(top_k=9),
+    ]
+    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: as_one_launch(marked))
+    monkeypatch.setattr("tests.device.steps.OWN", settings)
+    found = run("autoregressive", requests=4, own=True).outcomes
+    by_kernel = [round(-(found[index].logprob or 0.0)) // 1000 for index in range(4)]
+    # The first row has nothing to count yet: it draws from the model's own distribution.
+    assert by_kernel == [len(found[0].tokens), 1, 0, 0]
 
 
 @pytest.mark.one_in(13)

@@ -15,6 +15,7 @@ import torch
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.job import WorkerResources
 from draftmill.actors.loop import memory
+from draftmill.actors.loop.loading import free_memory
 from draftmill.actors.loop.memory import fit, free_bytes, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import build_runner
@@ -28,6 +29,7 @@ from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine import cuda_graphs
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.driving.allocation import NodeRoom, allocate
@@ -347,3 +349,10 @@ def test_a_job_in_one_process_names_the_gpus_it_leaves_idle(
     backend = LocalBackend()
     found = backend.lacking(spec, backend.allocate(spec, units=1))
     assert found == ["7 GPUs idle: --local uses one; without it each GPU has a worker"] * notes
+
+
+def test_no_graph_keeps_its_model_when_memory_is_given_back(monkeypatch):
+    model = object()
+    monkeypatch.setitem(cuda_graphs._LIVING, "graph", model)
+    free_memory()
+    assert not cuda_graphs._LIVING

@@ -187,6 +187,20 @@ def test_a_forward_has_no_more_rows_of_prompts_than_the_budget(budget: int) -> N
     assert most == budget
 
 
+def test_prompts_that_join_others_keep_to_the_memory_of_a_forward() -> None:
+    decoder = made("autoregressive", 8, None)
+    decoder.plan = replace(decoder.plan, prompt_rows=40)
+    decoder.admit(prompts(9, 9, 9, 9, 9, 9, new=30))
+    while decoder.scheduler.line:
+        decoder.step()
+    seen = watched(decoder)
+    decoder.admit([replace(request, index=request.index + 6) for request in prompts(97, 95, seed=5)])
+    for _ in range(3):
+        decoder.step()
+    assert [len(forward) > 6 for forward in seen] == [True] * 3, "they join those that decode"
+    assert max(sum(rows for _, rows, _ in forward) for forward in seen) == 6 + 40
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["autoregressive", "speculative, model", "multiblock_jacobi", "block_diffusion", "s2d2"]

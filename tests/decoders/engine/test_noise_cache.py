@@ -91,6 +91,15 @@ def test_noise_that_is_read_once_is_not_kept(monkeypatch):
     assert [held.check(0, [4], once=True) for _ in range(2)] == [1, 1]
 
 
+def test_more_ranks_at_once_than_the_window_of_a_large_vocabulary_are_refused(monkeypatch):
+    """Where ids are many nothing is kept ahead: a rank beyond the window would read the noise of another."""
+    held = Held(monkeypatch, window=2, vocab=70_000, num_bytes=BIG << 5)
+    held.start(0, 5)
+    held.check(0, [0, 1])
+    with pytest.raises(AssertionError, match=r"Algorithm\.window is too small"):
+        held.check(0, [1, 2, 3])
+
+
 def test_noise_is_that_of_the_position_at_each_rank(monkeypatch):
     held = Held(monkeypatch, window=4, order=[3, 0, 2, 1, *range(4, 12)])
     held.start(0, 5)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def test_a_prompt_that_joins_long_canvases_changes_no_text(poisoned):
     found = []
     for kernels, steps in ((TORCH, 2), (ALL, 1)):  # without kernels the prompt runs alone
         setup, settings = setup_for("autoregressive", kernels, Sampling())
-        decoder = build_decoder(replace(setup, stops=Stops()), settings)
+        decoder: Any = build_decoder(replace(setup, stops=Stops()), settings)
         for request, count in zip(requests, (1, steps), strict=True):
             decoder.admit([request])
             assert [decoder.step() for _ in range(count)] == [[]] * count
