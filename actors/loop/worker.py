@@ -140,14 +140,16 @@ def import_for_decoding(family: str, decoder: str) -> None:
     gc.set_threshold(COLLECT_AFTER)
     import draftmill.decoders.registry  # noqa: F401
     from draftmill.decoders.backbones.families.table import FAMILIES
-    from draftmill.decoders.backbones.lean_import import from_transformers
+    from draftmill.decoders.backbones.rotary_modules import has_own_modules
 
     importlib.import_module(decoder.partition(":")[0])
 
     causal = FAMILIES[family].causal
-    if causal is not None:
+    if causal is not None and not has_own_modules(causal):
+        import transformers
+
         for name in (causal.config_class, causal.module_class or causal.model_class):
-            from_transformers(name)
+            getattr(transformers, name)
 
 
 def build_runner(

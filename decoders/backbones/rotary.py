@@ -7,16 +7,16 @@ layer. What a model is built of is looked up in its own modules, and has two lea
     on a CPU, float32    the same products, norms and activations in the same order; queries and keys are rotated together
     on a GPU             kernels for all that stands between the products (decoders/kernels/layers.py): nine launches a layer
 
-`lean_layers` runs a form beside transformers' code when a model is loaded, and gives None if a single bit differs, or on a GPU
-more than rounding. Products of the same rows (queries, keys and values; gate and up) then become one product; on a CPU if that
-gives the same bits too.
+On a CPU `lean_layers` runs a form beside transformers' code when a model is loaded, and refuses it if a single bit differs; of
+plain models there are modules of our own (rotary_modules.py), and transformers is not imported. On a GPU the kernels were tried
+beside torch's operations (decoders/kernels/find.py). Products of the same rows (queries, keys and values; gate and up) then
+become one product; on a CPU if that gives the same bits too.
 
 Legend: P rows with padding, D width, H heads, K key heads, J = H + K (before the values are cut off: H + 2 K), I inner width.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,17 +36,12 @@ from draftmill.decoders.backbones.small_weights import SmallLinear
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.transformer import TransformerBackbone
 
-_log = logging.getLogger(__name__)
-
 _BASES: Final = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 # Row counts to try joined products with.
 _COUNTS: Final = (1, 2, 3, 4, 7, 8, 16, 47, 129, 300)
 # Forwards to try the layers with: the rows of each slot, and the columns that they begin at.
 _TRIALS: Final = (((5, 3, 18), (0, 0, 0)), ((1, 1, 1), (5, 3, 18)), ((2, 6, 1), (6, 4, 19)))
 _SILU: Final = frozenset({"SiLU", "SiLUActivation"})
-# The largest difference of states that a GPU may show, relative to the largest number. transformers' code rounds after each
-# operation, the kernels once: in bfloat16 that is 2^-9 at a time, over all layers. Its norms are float32 in float64, too.
-_TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Rowwise = Callable[[Tensor], Tensor]
 
 
@@ -165,6 +160,8 @@ class _Layer:
 class RotaryLayers:
     """The layers of a base model, called with tokens and positions [P] and a layout; see the module's docstring."""
 
+    name = "own layers"
+
     def __init__(self, base: Any) -> None:
         config = base.config
         self._embed, self._angles, self._norm = base.embed_tokens.forward, base.rotary_emb.forward, _Norm.of(base.norm)
@@ -227,6 +224,8 @@ class RotaryLayers:
 class KernelLayers(RotaryLayers):
     """The same on a GPU, with a pooled cache."""
 
+    name = "own layers, with kernels"
+
     def __init__(self, base: Any, kernels: Any) -> None:
         super().__init__(base)
         self._kernels = kernels
@@ -279,30 +278,37 @@ class KernelLayers(RotaryLayers):
         return rows_PD
 
 
-def lean_layers(backbone: TransformerBackbone) -> RotaryLayers | None:
-    """The lean form of a backbone's base model; None where there is none, or where it gives other numbers than transformers' code
-    (`_agree`). On a CPU only in float32, where few rows are common and bits are promised. The backbone's cache is empty
-    afterwards."""
+def own_layers(backbone: TransformerBackbone) -> RotaryLayers:
+    """The layers of modules of our own (rotary_modules.py)."""
+    lean = RotaryLayers(backbone.base)
+    lean.join()
+    return lean
+
+
+def lean_layers(backbone: TransformerBackbone) -> RotaryLayers | str:
+    """The lean form of a backbone's base model, or why there is none. On a GPU it is used where its kernels are; on a CPU only in
+    float32, where few rows are common and bits are promised, and only if it gives the bits of transformers' code. The backbone's
+    cache is empty afterwards."""
     name, on_cpu = type(backbone.base).__name__, backbone.device.type == "cpu" and not backbone.reads_rows
-    if name not in _BASES or (on_cpu and backbone.dtype != torch.float32):
-        return None
+    if name not in _BASES:
+        return f"there is no other form of {name}"
+    if on_cpu and backbone.dtype != torch.float32:
+        return "on a CPU the other form is for float32"
     kernels = None if on_cpu else backbone.find_layers()
     if not on_cpu and kernels is None:
-        return None
+        return "the kernels for layers or attention are off"
     try:
         lean = KernelLayers(backbone.base, kernels) if kernels else RotaryLayers(backbone.base)
     except AttributeError as error:  # another version of transformers, or no kernels for it
-        _log.info("%s runs by transformers' own code: %s", name, error)
-        return None
-    if not _agree(backbone, lean):
-        _log.info("%s runs by transformers' own code: the lean form gives other numbers", name)
-        return None
+        return str(error)
+    if kernels is None and not _agree(backbone, lean):
+        return "the other form gives other bits"
     lean.join()
     return lean
 
 
 def _agree(backbone: TransformerBackbone, lean: RotaryLayers) -> bool:
-    """Whether a few forwards of ragged slots leave the same hidden states, keys and values: on a CPU to the bit."""
+    """Whether a few forwards of ragged slots leave the same hidden states, keys and values, to the bit."""
     forms: list[list[Tensor]] = []
     try:
         for layers in (None, lean):
@@ -317,8 +323,4 @@ def _agree(backbone: TransformerBackbone, lean: RotaryLayers) -> bool:
     finally:
         backbone.lean = None
         backbone.forget()
-    pairs = list(zip(*forms, strict=True))
-    if not isinstance(lean, KernelLayers):
-        return all(torch.equal(theirs, ours) for theirs, ours in pairs)
-    most = _TOLERANCE[backbone.dtype]
-    return all(bool((theirs - ours).abs().max() <= most * theirs.abs().max()) for theirs, ours in pairs)
+    return all(torch.equal(theirs, ours) for theirs, ours in zip(*forms, strict=True))

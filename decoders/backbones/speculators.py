@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +28,13 @@ from torch import Tensor, nn
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
 from draftmill.decoders.backbones.families.causal import head_width, parse_config
-from draftmill.decoders.backbones.lean_import import lean
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_pack
+from draftmill.decoders.backbones.rotary_modules import Rotation, is_plain
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.speculator_files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone, TransformerBackbone
+from draftmill.decoders.kernels.find import forget_verdicts, verdicts
 
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines by which heads are turned, [P, 1, d] each."""
@@ -149,7 +149,7 @@ def shape_of(head: SpeculatorConfig, names: Collection[str], *, target_vocab: in
     own = {
         "vocab_size": head.draft_vocab,
         "head_dim": head_width(head.parsed),
-        "config": parse_config(head.family, head.fields),
+        "config": head.parsed if is_plain(head.parsed) else parse_config(head.family, head.fields),
     }
     more = {"target_vocab": target_vocab, "num_read": num_read, "names": frozenset(names), "head": head}
     more["num_last"] = head.parsed.hidden_size + head.markov_rank
@@ -158,8 +158,12 @@ def shape_of(head: SpeculatorConfig, names: Collection[str], *, target_vocab: in
 
 def turns_of(config: Any, device: torch.device) -> Callable[[Tensor, Tensor], Turn]:
     """The cosines and sines of positions [P] in the dtype of other numbers, [P, 1, d] each."""
-    with lean():
-        angles = import_module("transformers.models.qwen3.modeling_qwen3").Qwen3RotaryEmbedding(config).to(device)
+    if is_plain(config):
+        angles: Any = Rotation(config).to(device)
+    else:
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+        angles = Qwen3RotaryEmbedding(config).to(device)
 
     def turns(like: Tensor, position_P: Tensor) -> Turn:
         cos_1Pd, sin_1Pd = angles(like, position_P.unsqueeze(0))
@@ -308,8 +312,11 @@ def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Specul
     head = read_speculator(folder)
     weights = load_weights(folder, device=str(target.device))
     weights = {name: part.to(target.dtype) if part.is_floating_point() else part for name, part in weights.items()}
+    forget_verdicts()
     try:
-        return Speculator(head, weights, target, exact=exact)
+        speculator = Speculator(head, weights, target, exact=exact)
+        speculator.kernels = verdicts()
+        return speculator
     except (RuntimeError, KeyError) as error:
         raise ValueError(
             f"decoder.drafter.path: the tensors of {folder} do not fit its config.json: {error}"

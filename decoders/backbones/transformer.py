@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import torch
@@ -28,9 +29,9 @@ from draftmill.decoders.backbones.families.causal import (
     head_width,
     key_value_heads,
     parse_config,
+    read_config,
 )
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
-from draftmill.decoders.backbones.lean_import import from_transformers
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
     FixedLinear,
@@ -40,7 +41,8 @@ from draftmill.decoders.backbones.packed import (
     fix_products,
     pack_products,
 )
-from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
+from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers, own_layers
+from draftmill.decoders.backbones.rotary_modules import RotaryModel, has_own_modules, is_plain
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.backbones.small_weights import SmallLinear, shrink_products
@@ -57,6 +59,10 @@ class ModuleBackbone(OnSlots, ABC):
     sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is written at column 0: a masked
     column weighs 0, but 0 times NaN is NaN."""
 
+    layers_by = "own network"
+    """What runs the layers, and why nothing faster does: for the eyes of users."""
+    kernels: Mapping[str, str] = MappingProxyType({})
+    """What was found for each kernel that this model asked for (decoders/kernels/find.py)."""
     is_foreign: ClassVar[bool] = False
     """Whether the layers' code may do anything, so that only a test says whether rows are exact."""
 
@@ -315,6 +321,7 @@ class TransformerBackbone(ModuleBackbone):
     are removed from the dict, so that no reference keeps the experts in memory a second time. `small` is a kind of
     small_weights.py."""
 
+    layers_by = "transformers' code"
     may_be_lean: ClassVar[bool] = True
     """Whether the layers may run without transformers' wrappers, see rotary.py."""
 
@@ -329,10 +336,15 @@ class TransformerBackbone(ModuleBackbone):
         exact: bool = False,
         small: str = "auto",
     ) -> None:
-        where, parsed = torch.device(device), parse_config(family, config)
+        where, parsed = torch.device(device), read_config(family, config)
+        # On a CPU in float32 rotary.py runs the layers of the rotary families; all else is transformers' code.
+        is_own = self.may_be_lean and has_own_modules(family) and is_plain(parsed)
+        is_own = is_own and where.type == "cpu" and dtype == torch.float32
+        if not is_own:
+            parsed = parse_config(family, config)
         first = where if small == "auto" else torch.device("cpu")
         ready = {name: weights.pop(name).to(device=first, dtype=dtype) for name in list(weights)}
-        model = load_module(family, parsed, ready, first)
+        model = load_module(family, parsed, ready, first, is_own=is_own)
         ready.clear()
         if small != "auto":
             shrink_products(model.base_model, small, where)
@@ -340,7 +352,11 @@ class TransformerBackbone(ModuleBackbone):
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where, exact=exact)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
         if self.may_be_lean:
-            self.lean = lean_layers(self)
+            found = own_layers(self) if is_own else lean_layers(self)
+            if isinstance(found, str):
+                self.layers_by += f" ({found})"
+            else:
+                self.lean, self.layers_by = found, found.name
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         if self.lean is not None:
@@ -355,21 +371,30 @@ class TransformerBackbone(ModuleBackbone):
         return hidden_1PD[0]
 
 
-def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device) -> Any:
-    """Build the transformers module that runs a checkpoint, with these tensors as its parameters (no copies). `weights` have
-    the family's full names. As transformers does, a tied output layer takes the embeddings unless the checkpoint holds another
-    one."""
-    from_transformers("AttentionInterface").register(ATTENTION, slot_attention)
-    config = family.runs_as(parsed)
-    config._attn_implementation = ATTENTION
-    model = empty_model(family.module_class or family.model_class, config, family.adapt)
+def load_module(
+    family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device, *, is_own: bool = False
+) -> Any:
+    """Build the module that runs a checkpoint, transformers' or our own (`is_own`), with these tensors as its parameters (no
+    copies). `weights` have the family's full names. As transformers does, a tied output layer takes the embeddings unless the
+    checkpoint holds another one."""
+    if is_own:
+        config = parsed
+        with torch.device("meta"):
+            model: Any = RotaryModel(family.model_class, parsed)
+    else:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, slot_attention)
+        config = family.runs_as(parsed)
+        config._attn_implementation = ATTENTION
+        model = empty_model(family.module_class or family.model_class, config, family.adapt)
     model.load_state_dict(family.convert(weights), strict=False, assign=True)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if parsed.tie_word_embeddings and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
     if hasattr(model.base_model, "rotary_emb"):
         # Frequencies are not weights: they are computed in float32, whatever the model's dtype.
-        model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config=config).to(device)
+        model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config).to(device)
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     empty = [name for name, tensor in tensors if tensor.is_meta]
     assert not empty, f"this version of transformers has tensors that no checkpoint fills: {', '.join(empty[:5])}"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from torch.nn import functional
 from draftmill.decoders.backbones import rotary
 from draftmill.decoders.backbones.packed import PackedLinear, can_pack
 from draftmill.decoders.backbones.rotary import can_join, join_products, lean_layers
+from draftmill.decoders.backbones.rotary_modules import RotaryModel
 from tests.decoders.backbones.causal_models import (
     MODELS,
     decode_with_rejections,
@@ -26,6 +31,12 @@ needs_packing = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are transformers' modules, also where ours would do."""
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.is_plain", lambda parsed: False)
+
+
 def decoded(backbone):
     """Hidden states of two ragged texts, with rejected drafts between, and what they leave in the cache."""
     texts = {0: random_tokens(23, seed=1), 1: random_tokens(14, seed=2)}
@@ -39,7 +50,8 @@ def both_ways(folder, monkeypatch, name, **changes):
     """A model as it is loaded, and one that runs by transformers' code."""
     save_random(folder, name, **changes)
     lean = load(folder)
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.lean_layers", lambda backbone: None)
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.is_plain", lambda parsed: False)
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.lean_layers", lambda backbone: "unwanted")
     return lean, load(folder)
 
 
@@ -51,6 +63,8 @@ def test_a_lean_model_gives_the_bits_of_transformers_code(
 ) -> None:
     lean, plain = both_ways(tmp_path, monkeypatch, name, **changes)
     assert lean.lean is not None and plain.lean is None
+    assert isinstance(lean.model, RotaryModel) == (name != "llama-3")
+    assert not isinstance(plain.model, RotaryModel)
     for one, other in zip(decoded(lean), decoded(plain), strict=True):
         assert torch.equal(one, other)
 
@@ -86,6 +100,7 @@ def slightly_more(function):
 
 
 @pytest.mark.one_in(2)
+@pytest.mark.usefixtures("foreign")
 @pytest.mark.parametrize("what", ["rms_norm", "attend_rows"])
 def test_layers_with_other_bits_are_not_used(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_random(tmp_path)
@@ -97,11 +112,58 @@ def test_layers_with_other_bits_are_not_used(what: str, tmp_path: Path, monkeypa
     assert all(torch.equal(one, other) for one, other in zip(expected, decoded(backbone), strict=True))
 
 
+@pytest.mark.usefixtures("foreign")
 def test_a_version_with_other_parts_runs_by_transformers_code(tmp_path: Path) -> None:
     save_random(tmp_path, "qwen2", **EVEN)
     backbone = load(tmp_path)
     del backbone.base.layers[1].self_attn.o_proj
-    assert lean_layers(backbone) is None
+    assert "has no attribute" in str(lean_layers(backbone))
+
+
+STAND_IN = {
+    "__init__.py": "import torch._dynamo.utils\n",
+    "transforms/__init__.py": "class InterpolationMode: NEAREST_EXACT, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS = range(6)\n",
+    "io.py": "",
+    "transforms/functional.py": "def pil_to_tensor(image): ...\n",
+}
+JOB = """
+import sys
+from draftmill.jobs.cli import main
+assert main(["run", sys.argv[1], "--local"]) == 0
+loaded = {name for name in ("transformers", "torch._dynamo", "torchvision") if name in sys.modules}
+sys.exit(f"imported {loaded}" if loaded != set(sys.argv[2:]) else 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_a_job_runs_where_torchvision_imports_the_compilers(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "model", name)
+    for file, text in STAND_IN.items():
+        path = tmp_path / "packages" / "torchvision" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    info = tmp_path / "packages" / "torchvision-0.28.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "tokens": [1, 2, 3]}\n')
+    spec = {
+        "task": {"kind": "complete", "max_new_tokens": 2},
+        "input": {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}},
+        "model": {"path": str(tmp_path / "model"), "device": "cpu", "tokenizer": "none"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(spec))
+    expected = {"gpt2": ["transformers", "torch._dynamo", "torchvision"], "qwen2": []}[name]
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(tmp_path / "job.json"), *expected],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path / 'packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def packed(*shape: int, seed: int, bias: bool = False) -> PackedLinear:
