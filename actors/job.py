@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.runs.unit_table import PlanPart
 from draftmill.storage.stores.interface import S3Options
 
 
@@ -36,18 +38,17 @@ class ModelPlace:
 class Job:
     """One job, the same for all of its workers.
 
-    `store_url` is the run directory, `conditional` whether its store can reject creating an existing name. `max_rows` and
+    `store_url` is the run directory. `max_rows` and
     `max_tokens` bound a worker's batch, and `prompt_rows` the rows of prompts in one of its forwards; if None, the worker
     chooses, knowing that units have up to `unit_rows` rows.
-    `files` are the plan's inputs, in plan order. `keep` is the serialised Arrow schema of the input columns that are copied
-    into the results, None if there are none.
+    `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the serialised Arrow
+    schema of the input columns that are copied into the results, None if there are none.
     """
 
     store_url: str
     s3: S3Options
     fingerprint: str
     code_version: str
-    conditional: bool
     trace: bool
     seed: int
     model: ModelPlace
@@ -59,7 +60,8 @@ class Job:
     task: Task
     columns: Columns
     chunk_chars: int | None
-    files: tuple[InputFile, ...]
+    files: Sequence[InputFile]
+    parts: tuple[PlanPart, ...]
     keep: bytes | None = None
     truncate: Side | None = None
     prompt_rows: int | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from draftmill.decoders.common_settings import Estimate, Settings
+from draftmill.decoders.common_settings import Estimate, Place, Settings
 
 Side = Literal["left", "right", "middle"]
 """Which part of a prompt is cut off if the prompt is too long."""
@@ -97,9 +97,10 @@ class ConstraintSettings(Settings):
     choice: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
         default=None, description="one of these texts"
     )
-    json_schema: (
-        Annotated[Spelling, BeforeValidator(_as_json, json_schema_input_type=Spelling | dict[str, Any])] | None
-    ) = Field(default=None, description="a JSON Schema, or a file that holds one")
+    json_schema: Annotated[
+        Annotated[Spelling, BeforeValidator(_as_json, json_schema_input_type=Spelling | dict[str, Any])] | None,
+        Place(other=r"\s*\{[\s\S]*"),
+    ] = Field(default=None, description="a JSON Schema, or a file that holds one")
     grammar: Spelling | None = Field(default=None, description="a Lark grammar (causal models)")
     name: Spelling | None = Field(default=None, description="its name in the results; null: its kind")
 
@@ -350,7 +351,9 @@ MOST_EXAMPLES: Final = 1000
 class Examples(Settings):
     """Few-shot examples: rows of a file, or rows that the spec has itself. A plan has the rows in place of the file."""
 
-    path: Spelling | None = Field(default=None, description="a file or more, as in input.path")
+    path: Annotated[Spelling | None, Place(("s3", "hf"))] = Field(
+        default=None, description="a file or more, as in input.path"
+    )
     k: Annotated[int, Field(ge=1, le=MOST_EXAMPLES)] | None = Field(default=None, description="how many of its rows")
     seed: Seed | None = Field(default=None, description="draw them from the whole file; null: the first k")
     rows: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(

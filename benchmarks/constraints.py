@@ -154,7 +154,8 @@ def on_templates(*, samples: int) -> None:
             (Path(folder) / "in.jsonl").write_text("\n".join(map(json.dumps, given)))
             changes = {"input": {"path": f"{folder}/in.jsonl"}, "output": {"path": f"{folder}/run"}}
             job = spec | changes | {"sampling": spec["sampling"] | {"n": samples}}
-            results = list(draftmill.run(job, local=True).rows())
+            done = draftmill.run(job, local=True)
+            results = list(done.rows(done.columns))
         valid = [
             [
                 bool(re.fullmatch(TYPES[kind], fill["text"]))

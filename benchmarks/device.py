@@ -3,6 +3,8 @@
     python -m benchmarks.device right    is it right? texts beside those of the CPU (device_right.py)
     python -m benchmarks.device step     where does a step go? steps and kernels beside their rooflines (device_step.py)
     python -m benchmarks.device job      how fast is a job? streams of requests, memory, other software (device_job.py)
+    python -m benchmarks.device expect --expected FILE     before, on any machine: writes the CPU's texts, which
+                                                           `right --expected FILE` reads
     python -m benchmarks.device right --rehearse           in small on the CPU: shows that it runs, measures nothing
     python -m benchmarks.device right --case "assd, fused" --case logits     some cases only
     python -m benchmarks.device --case logits              in this process, under a debugger, say
@@ -12,8 +14,8 @@ Needed are torch, transformers, Triton and pydantic, but nothing that reads data
 
 Each case runs in a process of its own, with a time limit: what one does to the device ends no other. A case that dies or hangs
 runs once more with CUDA_LAUNCH_BLOCKING=1, which names the operation that fails (its times mean nothing), and the last lines of
-its output stand in the report. The report, in Markdown, is written after each case. On a GPU `right` runs up to four cases at a
-time; in a rehearsal one process runs many, one after the other.
+its output stand in the report. The report, in Markdown, is written after each case. On a GPU `right` runs up to eight processes
+at a time, each with up to three cases; in a rehearsal one process runs all.
 
 A process prints a line of JSON after each row: the case and all its rows so far. The last one of a case counts.
 """
@@ -104,10 +106,12 @@ class Ended:
     tail: str = ""
 
 
-def run_apart(cases: Sequence[Case], folder: Path, seconds: float, *, rehearse: bool, blocking: bool = False) -> Ended:
-    """Run cases in another process, which is killed after so many seconds with all that it started."""
+def run_apart(
+    cases: Sequence[Case], folder: Path, seconds: float, *, options: Sequence[str], blocking: bool = False
+) -> Ended:
+    """Run cases in another process with these options; it is killed after so many seconds with all that it started."""
     first = cases[0]
-    command = [*first.command, sys.executable, "-u", "-m", "benchmarks.device", *(["--rehearse"] if rehearse else [])]
+    command = [*first.command, sys.executable, "-u", "-m", "benchmarks.device", *options]
     command += [word for case in cases for word in ("--case", case.name)]
     own = {name: value.format(folder=folder) for name, value in first.env.items()}
     environment = os.environ | own | ({"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {})
@@ -196,18 +200,24 @@ class Report:
 
 
 def run_all(
-    cases: Sequence[Case], report: Report, *, seconds: float, rehearse: bool, at_once: int = 1, together: int = 1
+    cases: Sequence[Case],
+    report: Report,
+    *,
+    seconds: float,
+    options: Sequence[str] = (),
+    at_once: int = 1,
+    together: int = 1,
 ) -> None:
-    """Run cases in processes, `at_once` of them at a time and `together` in each, until the time is up."""
+    """Run cases in processes with these options, `at_once` of them at a time and `together` in each, until the time is up."""
     ends_at = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as pool:
         alike = (list(some) for _, some in itertools.groupby(cases, key=lambda case: (case.command, case.env)))
         parts = [some[at : at + together] for some in alike for at in range(0, len(some), together)]
-        run = partial(_run_part, report=report, folder=Path(name), ends_at=ends_at, rehearse=rehearse)
+        run = partial(_run_part, report=report, folder=Path(name), ends_at=ends_at, options=options)
         list(pool.map(run, parts))
 
 
-def _run_part(part: list[Case], report: Report, folder: Path, ends_at: float, *, rehearse: bool) -> None:
+def _run_part(part: list[Case], report: Report, folder: Path, ends_at: float, *, options: Sequence[str]) -> None:
     """Run these cases in one process; if one fails, it once more, and those after it in another process."""
     while part:
         left_s = ends_at - time.monotonic()
@@ -217,22 +227,24 @@ def _run_part(part: list[Case], report: Report, folder: Path, ends_at: float, *,
                 report.add(case, [], f"{missing} is not installed" if missing else "no time left")
             return
         limit_s = min(left_s, sum(case.limit_s for case in part))
-        ended = run_apart(part, folder, limit_s, rehearse=rehearse)
+        ended = run_apart(part, folder, limit_s, options=options)
         for case in part:
             if case.name in ended.done:
                 report.add(case, ended.rows[case.name])
         part = [case for case in part if case.name not in ended.done]
         if part:
             failed, *part = part
-            _run_again(failed, ended, report, folder, ends_at, rehearse=rehearse)
+            _run_again(failed, ended, report, folder, ends_at, options=options)
 
 
-def _run_again(case: Case, first: Ended, report: Report, folder: Path, ends_at: float, *, rehearse: bool) -> None:
+def _run_again(
+    case: Case, first: Ended, report: Report, folder: Path, ends_at: float, *, options: Sequence[str]
+) -> None:
     left_s = ends_at - time.monotonic()
     if left_s < _LEAST_S:
         report.add(case, first.rows.get(case.name, []), f"failed: {first.why}; no time left to run it again", [first])
         return
-    again = run_apart([case], folder, min(left_s, case.limit_s), rehearse=rehearse, blocking=True)
+    again = run_apart([case], folder, min(left_s, case.limit_s), options=options, blocking=True)
     rows = max((one.rows.get(case.name, []) for one in (again, first)), key=len)
     now = again.why or "it runs"
     note = f"failed: {first.why}; with CUDA_LAUNCH_BLOCKING=1: {now}"
@@ -245,12 +257,21 @@ def _run_again(case: Case, first: Ended, report: Report, folder: Path, ends_at: 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="what only a GPU can tell", allow_abbrev=False)
-    parser.add_argument("command", nargs="?", choices=COMMANDS)
+    parser.add_argument("command", nargs="?", choices=[*COMMANDS, "expect"])
     parser.add_argument("--rehearse", action="store_true", help="all cases in small on the CPU")
     parser.add_argument("--case", action="append", help="this one only (repeatable); without a command in this process")
     parser.add_argument("--minutes", type=float, default=9.0, help="what has not ended then is ended")
+    parser.add_argument(
+        "--expected", type=Path, help="the texts of the CPU: `expect` writes the file, `right` reads it"
+    )
     parser.add_argument("--output", type=Path, help="the report; default: runs/device-COMMAND.md")
     flags = parser.parse_args(arguments)
+    if flags.command == "expect":
+        if flags.expected is None:
+            parser.error("expect: --expected FILE is needed")
+        return flags
+    if flags.expected and not flags.expected.is_file():
+        parser.error(f"--expected: {flags.expected} is not there; `python -m benchmarks.device expect` writes it")
     commands = [flags.command] if flags.command else list(COMMANDS)
     known = {case.name: case for command in commands for case in cases_of(command)}
     if not (flags.command or flags.case):
@@ -268,17 +289,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command's cases in processes, or, without a command, cases in this process."""
     flags = parse(arguments)
+    if flags.command == "expect":
+        device_right.write_expected(flags.expected, Bench(rehearse=flags.rehearse), flags.case or ())
+        return
     if not flags.rehearse and not torch.cuda.is_available():
         sys.exit(NO_GPU)
     if flags.command is None:
-        run_here(flags.cases, Bench(rehearse=flags.rehearse))
+        run_here(flags.cases, Bench(rehearse=flags.rehearse, expected=flags.expected))
         return
-    report, at_once = Report(flags.command, flags.cases, flags.output), 1
-    if flags.command == "right" and not flags.rehearse:  # what measures time has the machine for itself
-        at_once = max(1, min(4, (os.cpu_count() or 1) // 4))
-        os.environ.setdefault("OMP_NUM_THREADS", "4")
-    together, seconds = len(flags.cases) if flags.rehearse else 1, 60 * flags.minutes
-    run_all(flags.cases, report, seconds=seconds, rehearse=flags.rehearse, at_once=at_once, together=together)
+    report, at_once, together = Report(flags.command, flags.cases, flags.output), 1, 1
+    options = ["--rehearse"] if flags.rehearse else []
+    options += ["--expected", str(flags.expected.resolve())] if flags.expected else []
+    if flags.rehearse:
+        together = len(flags.cases)
+    elif flags.command == "right":  # what measures time has the machine for itself
+        at_once, together = max(1, min(8, (os.cpu_count() or 1) // 2)), 3
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
+    seconds = 60 * flags.minutes
+    run_all(flags.cases, report, seconds=seconds, options=options, at_once=at_once, together=together)
     print(f"\n{report}")
 
 

@@ -1,7 +1,12 @@
 """How fast is a job? The cases of `python -m benchmarks.device job`: streams of requests, memory as planned, other software.
 
 A stream is 2,000 requests of mixed lengths for a decoder whose slots are kept full, as a worker keeps them: in parts of 256, the
-longest first. After a minute no further request begins. The time to first token counts from when a request gets its slot.
+longest first. After a minute no further request begins. The time to first token counts from when a request gets its slot. The
+laws of random weights are nearly flat, so that they accept almost every draft: "at 0.6" counts the tokens/s of the same
+iterations if each draft were accepted with that probability.
+
+The streams "nano-vllm" are the workload of that project's benchmark: 256 requests of random ids, 100 to 1,024 tokens given and
+100 to 1,024 new ones, uniform, at temperature 0.6.
 """
 
 from __future__ import annotations
@@ -22,11 +27,12 @@ import torch
 
 from benchmarks import device_models as models
 from benchmarks.device_models import Bench, Case, Row
+from draftmill.decoders.base import Outcome
 from draftmill.decoders.common_settings import DecoderChoice
 
 COLUMNS: Final = {
-    "Streams of 2,000 requests": "case | slots | tokens/s | in the middle half | to be judged against | requests done | steps | "
-    "forwards replayed a step | first token, ms: median | 95 %",
+    "Streams of requests": "case | slots | tokens/s | in the middle half | accepted | at 0.6 | to be judged against | done | "
+    "steps | forwards replayed a step | first token, ms: median | 95 %",
     "Memory, GiB": "case | free | planned for slots | for logits | weights | most reserved | rows of prompts | texts of 512",
     "64 prompts of 640 tokens, 64 new tokens each": "engine | tokens/s",
 }
@@ -38,7 +44,8 @@ _COLUMNS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A decoder with so many slots; prompts and new tokens have up to so many tokens."""
+    """A decoder with so many slots; prompts and new tokens have up to so many tokens. `at_06`: the tokens of an iteration if each
+    draft that may be refused holds with probability 0.6."""
 
     name: str
     config: dict[str, Any]
@@ -47,18 +54,34 @@ class Stream:
     goal: str = "-"
     prompt: int = 1500
     new: int = 256
+    at_06: float = 0.0
+    is_nano: bool = False
 
 
 _VLLM: Final = "vLLM on an H100: about 5,800"
 _SGLANG: Final = "SGLang, LLaDA2.1-mini on an H20, 128 slots: 3,412"
+_NANO: Final = "nano-vllm on an A800: {}"
 STREAMS: Final = [
     Stream("Llama-8B, automatic", models.LLAMA_8B, models.AR, 256),
-    Stream("XLNet-110M assd k=5, automatic", models.XLNET_110M, models.ASSD, 256, ">= 60,000", 256),
+    # The first of five drafts always holds; each later one is judged, and replaced if it is the first refused.
+    Stream("XLNet-110M assd k=5, automatic", models.XLNET_110M, models.ASSD, 256, ">= 60,000", 256, at_06=1 + 2.176),
     Stream("Llama-8B, 64 slots", models.LLAMA_8B, models.AR, 64, _VLLM),
-    Stream("Llama-0.5B, 256 slots", models.LLAMA_05B, models.AR, 256),
-    Stream("Llama-0.5B, 1,024 slots", models.LLAMA_05B, models.AR, 1024),
+    Stream("Qwen2.5-0.5B, 1,024 slots", models.QWEN_05B, models.AR, 1024),
+    Stream("Llama-3.2-1B, nano-vllm", models.LLAMA_1B, models.AR, 256, _NANO.format("15,068"), is_nano=True),
+    Stream("Qwen2.5-0.5B, nano-vllm", models.QWEN_05B, models.AR, 256, _NANO.format("24,121"), is_nano=True),
     Stream("LLaDA-8B stepwise, dual cache, 64 slots", models.LLADA_8B, models.STEPWISE, 64, _SGLANG, 512),
 ]
+
+
+def _sizes(case: Stream, bench: Bench) -> list[tuple[int, int]]:
+    """Tokens given and new tokens of requests."""
+    if not case.is_nano:
+        return _mixed(case, bench.size(2000, 4))
+    most = bench.size(1024, 12)
+    return [
+        (a, b)
+        for a, b in np.random.default_rng(0).integers(bench.size(100, 4), most + 1, (bench.size(256, 3), 2)).tolist()
+    ]
 
 
 def _mixed(case: Stream, count: int) -> list[tuple[int, int]]:
@@ -72,13 +95,16 @@ def _stream(case: Stream, bench: Bench) -> Iterator[Row]:
     if bench.rehearse:
         case = replace(case, slots=2, prompt=16, new=9)
     model = bench.model(case.config)
-    decoder = models.decoder_of(model, case.settings, case.slots, columns=bench.size(_COLUMNS, 32))
+    temperature = 0.6 if case.is_nano else 1.0
+    decoder = models.decoder_of(
+        model, case.settings, case.slots, columns=bench.size(_COLUMNS, 32), temperature=temperature
+    )
     free_bytes = bench.free_bytes()
     decoder.fit(free_bytes)
-    queue = deque(models.requests_of(model, _mixed(case, bench.size(2000, 4))))
-    num_done, laps, first_ms, began_s = 0, [(0.0, 0)], dict[int, float](), time.perf_counter()
+    queue = deque(models.requests_of(model, _sizes(case, bench)))
+    ended, laps, first_ms, began_s = list[Outcome](), [(0.0, 0)], dict[int, float](), time.perf_counter()
     for _, done in models.stream(decoder, queue):
-        num_done += len(done)
+        ended += done
         _note_first(decoder, first_ms)
         laps.append((time.perf_counter() - began_s, decoder.stats.committed))
         if laps[-1][0] > _SECONDS:
@@ -90,23 +116,31 @@ def _stream(case: Stream, bench: Bench) -> Iterator[Row]:
     cells = [
         case.name,
         str(case.slots),
-        _speed(laps),
-        _speed(middle),
-        case.goal,
-        str(num_done),
-        str(decoder.stats.steps),
+        f"{_speed(laps):,.0f}",
+        f"{_speed(middle):,.0f}",
+        *_accepted(case, ended, laps),
     ]
-    yield _STREAMS, [*cells, share, *(f"{ms:,.0f}" for ms in waits_ms)]
+    cells += [case.goal, str(len(ended)), str(decoder.stats.steps), share]
+    yield _STREAMS, [*cells, *(f"{ms:,.0f}" for ms in waits_ms)]
     reserved_bytes, plan = 0 if bench.rehearse else torch.cuda.max_memory_reserved(), decoder.plan
     bytes_of = (free_bytes, plan.slots, 8 * plan.logits, model.num_bytes, reserved_bytes)  # logits have copies
     most = decoder.most_rows(bench.size(512, 24))
     yield _MEMORY, [case.name, *(f"{one / 2**30:.2f}" for one in bytes_of), str(plan.prompt_rows), str(most)]
 
 
-def _speed(laps: list[tuple[float, int]]) -> str:
+def _speed(laps: list[tuple[float, int]]) -> float:
     """Tokens a second between the first and the last of these (seconds, tokens)."""
     (began_s, before), (end_s, now) = laps[0], laps[-1]
-    return f"{(now - before) / max(end_s - began_s, 1e-9):,.0f}"
+    return (now - before) / max(end_s - began_s, 1e-9)
+
+
+def _accepted(case: Stream, ended: list[Outcome], laps: list[tuple[float, int]]) -> list[str]:
+    """The share of drafts that held, and tokens a second if 0.6 of them had."""
+    proposed, iterations = sum(one.proposed for one in ended), sum(one.iterations for one in ended)
+    if not proposed or not case.at_06:
+        return ["-", "-"]
+    each = sum(len(one.tokens) for one in ended) / iterations
+    return [f"{sum(one.accepted for one in ended) / proposed:.0%}", f"{_speed(laps) * case.at_06 / each:,.0f}"]
 
 
 def _note_first(decoder: Any, first_ms: dict[int, float]) -> None:
@@ -154,7 +188,7 @@ def _ours(bench: Bench) -> _Generate:
     return generate
 
 
-def _theirs(bench: Bench) -> Any:
+def _generate(bench: Bench) -> _Generate:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = bench.config(models.LLAMA_8B)
@@ -162,31 +196,12 @@ def _theirs(bench: Bench) -> Any:
         fields = {name: value for name, value in config.items() if name != "model_type"}
         model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**fields), dtype=bench.dtype).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
-
-
-def _generate(bench: Bench) -> _Generate:
-    model = _theirs(bench)
 
     @torch.inference_mode()
     def generate(prompts: _Prompts, new: int) -> int:
         ids = torch.tensor(prompts, device=bench.device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
         return int(out[:, ids.shape[1] :].numel())
-
-    return generate
-
-
-def _continuous(bench: Bench) -> _Generate:
-    from transformers import GenerationConfig
-
-    model = _theirs(bench)
-
-    @torch.inference_mode()
-    def generate(prompts: _Prompts, new: int) -> int:
-        wanted = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        results = model.generate_batch(inputs=prompts, generation_config=wanted, progress_bar=False)
-        return sum(len(result.generated_tokens) for result in results.values())
 
     return generate
 
@@ -209,8 +224,6 @@ def _vllm(bench: Bench) -> _Generate:
 _OTHER: Final = (
     ("draftmill", _ours, None),
     ("transformers, generate", _generate, None),
-    # Takes a minute to begin on a CPU.
-    ("transformers, continuous batching", _continuous, "transformers"),
     ("vLLM", _vllm, "vllm"),
 )
 CASES: Final = [

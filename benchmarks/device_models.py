@@ -12,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final, cast
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
 from unittest import mock
 
 import numpy as np
@@ -24,7 +25,7 @@ from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.families.table import describe, find_family
 from draftmill.decoders.backbones.families.xlnet import xlnet_shape
-from draftmill.decoders.backbones.transformer import TransformerBackbone
+from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
@@ -41,9 +42,17 @@ LLAMA_8B: Final[dict[str, Any]] = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "tie_word_embeddings": False,
 }  # fmt: skip
-LLAMA_05B: Final[dict[str, Any]] = {
-    **LLAMA_8B, "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+LLAMA_1B: Final[dict[str, Any]] = {
+    **LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+SMOLLM2_1_7B: Final[dict[str, Any]] = {
+    **LLAMA_1B, "vocab_size": 49152, "num_hidden_layers": 24, "num_key_value_heads": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 130000.0},
+}  # fmt: skip
+QWEN_05B: Final[dict[str, Any]] = {
+    **LLAMA_1B, "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }  # fmt: skip
 LLADA_8B: Final[dict[str, Any]] = {
     "model_type": "llada", "vocab_size": 126464, "embedding_size": 126464, "d_model": 4096, "mlp_hidden_size": 12288,
@@ -57,11 +66,13 @@ XLNET_110M: Final[dict[str, Any]] = {
 AR: Final = AutoregressiveSettings(kind="autoregressive")
 ASSD: Final = AssdSettings(kind="assd", k=5)
 STEPWISE: Final = StepwiseSettings(kind="stepwise", cache="dual_strict", block_length=32)
+_SMALL_ROTARY: Final[dict[str, Any]] = {
+    "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 _SMALL: Final[dict[str, dict[str, Any]]] = {
-    "llama": {
-        "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256,
-    },
+    "llama": _SMALL_ROTARY,
+    "qwen2": _SMALL_ROTARY,
     "llada": {
         "vocab_size": 211, "embedding_size": 211, "d_model": 32, "mlp_hidden_size": 48, "n_layers": 2, "n_heads": 4,
         "n_kv_heads": 4, "max_sequence_length": 256, "mask_token_id": 200, "eos_token_id": 201,
@@ -96,8 +107,8 @@ def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
     if family.rows_are_tokens:
         full = family.full_names(weights)
         named = {full[name]: tensor for name, tensor in weights.items()}
-        assert family.causal is not None, "only models that run on transformers' classes are made here"
-        backbone = TransformerBackbone(family.causal, config, named, dtype=dtype, device=device)
+        assert family.rotary is not None, "only models with rotary positions are made here"
+        backbone = RotaryBackbone(family.rotary(config), family.convert(named), dtype=dtype, device=device)
     else:
         backbone = XLNetBackbone(xlnet_shape(config), weights, dtype=dtype, device=device)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
@@ -110,11 +121,22 @@ Row = tuple[str, list[str]]
 """The title of a table, and a line of it."""
 
 
-class Bench:
-    """The device and dtype of a run. A rehearsal runs on the CPU with everything in small: its numbers mean nothing."""
+class Time(NamedTuple):
+    """Milliseconds of a call; `captured`: inside a graph, so without its launches."""
 
-    def __init__(self, *, rehearse: bool) -> None:
-        self.rehearse = rehearse
+    ms: float
+    captured: bool
+
+    def __str__(self) -> str:
+        return f"{self.ms:.3f}" if self.captured else f"{self.ms:.3f} (with launches)"
+
+
+class Bench:
+    """The device and dtype of a run. A rehearsal runs on the CPU with everything in small: its numbers mean nothing. `expected`
+    is the file with the CPU's texts (device_right.py)."""
+
+    def __init__(self, *, rehearse: bool, expected: Path | None = None) -> None:
+        self.rehearse, self.expected = rehearse, expected
         self.device = torch.device("cpu" if rehearse else "cuda:0")
         self.dtype = torch.float32 if rehearse else torch.bfloat16
 
@@ -142,29 +164,66 @@ class Bench:
         kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return int(torch.cuda.mem_get_info()[0]) + kept
 
-    def ms(self, function: Callable[[], object], *, times: int = 20) -> float:
-        """The median milliseconds of a call, launch and wait included."""
-        for _ in range(self.size(3, 0)):
-            function()
-        times_ms = []
-        for _ in range(self.size(times, 1)):
-            self.wait()
-            began = time.perf_counter()
-            function()
-            self.wait()
-            times_ms.append(1000 * (time.perf_counter() - began))
-        return statistics.median(times_ms)
+    def time(self, *functions: Callable[[], object], times: int = 20) -> Time:
+        """The median time of a call. The functions do the same with inputs of their own and are called in turn, so that a call
+        does not read what the one before left in the device's cache. Device events stand around a graph of all calls, or around
+        the calls themselves where they can't be captured."""
+        if self.rehearse:
+            began_s = time.perf_counter()
+            for function in functions:
+                function()
+            return Time(1000 * (time.perf_counter() - began_s) / len(functions), captured=False)
+        run = partial(_call, functions)
+        first_ms = _events_ms(run, 3)
+        # A short graph would be measured with the events' own time.
+        repeats = 1 + int(_LEAST_MS / max(first_ms, 1e-3))
+        if graph := _captured(partial(_call, functions * repeats)):
+            return Time(_events_ms(graph.replay, times) / repeats / len(functions), captured=True)
+        return Time(_events_ms(run, times) / len(functions), captured=False)
 
     @cached_property
     def bytes_per_ms(self) -> float:
         """What a large copy reads and writes in a millisecond."""
         source = torch.zeros(1 << self.size(30, 16), dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)
-        return 2 * source.numel() / self.ms(lambda: target.copy_(source))
+        return 2 * source.numel() / self.time(lambda: target.copy_(source)).ms
 
     def normal(self, *shape: int) -> Tensor:
         """Random numbers of the run's dtype."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+
+_LEAST_MS: Final = 1.0
+
+
+def _call(functions: Iterable[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
+
+
+def _events_ms(run: Callable[[], object], times: int) -> float:
+    """The median milliseconds of a run between two events of the device, after two runs that nobody measures."""
+    for _ in range(2):
+        run()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+    for before, after in pairs:
+        before.record()
+        run()
+        after.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in pairs)
+
+
+def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    """A graph of what has run before; None where it asks the device for numbers, which no graph can."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +241,14 @@ class Case:
     rehearsed: bool = True
 
 
-def decoder_of(model: Made, settings: DecoderChoice, rows: int, *, columns: int, captures: bool = True) -> Any:
+def decoder_of(
+    model: Made, settings: DecoderChoice, rows: int, *, columns: int, captures: bool = True, temperature: float = 1.0
+) -> Any:
     """A decoder of up to so many samples, which have so many columns on average; without graphs unless it `captures`."""
     setup = Setup(
         backbone=model.backbone,
         info=model.info,
-        sampling=Sampling(),
+        sampling=Sampling(temperature=temperature),
         max_rows=rows,
         max_tokens=rows * columns,
         stops=Stops() if model.info.kind == "causal" else None,
@@ -223,7 +284,7 @@ def stream(decoder: Any, queue: deque[Request]) -> Iterator[tuple[float, list[Ou
         yield time.perf_counter() - began_s, done
 
 
-def first_difference(found: Mapping[int, Outcome], expected: Mapping[int, Outcome]) -> str:
+def first_difference(found: Mapping[int, Outcome], expected: Mapping[int, Any]) -> str:
     """Where the texts of `found` first differ from the expected ones of the same requests; `equal` if nowhere."""
     places, num_equal = [], 0
     for index, theirs in expected.items():

@@ -1,23 +1,32 @@
 """Is it right? The cases of `python -m benchmarks.device right`: texts of builtin models on the device beside those of the CPU.
 
-Every decoder of tests/device/steps.py: in float64 without kernels, in float32 with kernels, and with graphs. Then three hundred
-steps of one decoder of each kind where graphs have failed elsewhere: caches that are resized, graphs that are dropped because
-there are too many, two engines in one process. What differs is reported, not refused: near a tie rounding decides.
+First what a first forward needs: logits, and a capture that fails. Then every decoder of tests/device/steps.py: in float64
+without kernels, in float32 with kernels, and with graphs. One of each kind has more than a thousand columns, and prompts that
+join texts which are being decoded; one of each kind runs for three hundred steps where graphs have failed elsewhere: caches that
+are resized, graphs that are dropped because there are too many, two engines in one process. What differs is reported, not
+refused: near a tie rounding decides.
+
+The texts of the CPU come from a file where there is one (`--expected FILE`), since a device's minutes are dear; `python -m
+benchmarks.device expect --expected FILE` writes it, on a machine without a GPU. A text that is not in it is decoded here.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.device_models import Bench, Case, Row, first_difference, graphs_on, stream
@@ -42,6 +51,7 @@ _LONG: Final = (
     "autoregressive", "speculative, model", "multiblock_jacobi", "any_subset", "assd", "assd, fused", "stepwise, cached",
     "block_diffusion", "s2d2",
 )  # fmt: skip
+_WIDE: Final = ("autoregressive", "speculative, model", "assd", "stepwise, cached", "block_diffusion", "s2d2")
 _REHEARSED: Final = (
     "autoregressive",
     "any_subset",
@@ -52,6 +62,74 @@ _REHEARSED: Final = (
 )
 _STEPS: Final = 300
 _Found = dict[int, Outcome]
+
+
+class Text(NamedTuple):
+    """What is compared of an outcome: its tokens, their log-probability, and why it failed."""
+
+    tokens: NDArray[np.int32]
+    logprob: float | None
+    error_kind: str | None = None
+    error: str | None = None
+
+
+_Texts = Mapping[int, Outcome | Text]
+
+
+# ---- the texts of the CPU --------------------------------------------------------------------------------------------
+
+
+def write_expected(path: Path, bench: Bench, names: Sequence[str] = ()) -> None:
+    """Decode on the CPU what the cases compare with (of decoders with these names, or of all) and write it to `path`."""
+    texts = dict[str, Any]()
+    for name, dtype, requests, most_steps in _compared(bench):
+        if not names or name in names:
+            found = _decode(_made(name, "cpu", dtype), requests, most_steps=most_steps)
+            for request in requests:
+                if request.index in found:
+                    one = found[request.index]
+                    texts[_key(name, dtype, request)] = [one.tokens.tolist(), one.logprob, one.error_kind, one.error]
+            print(f"{name}, {dtype}: {len(found)} texts of {len(requests)} requests", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(texts))
+
+
+def _compared(bench: Bench) -> Iterator[tuple[str, str, list[Request], int | None]]:
+    """Of each case the decoder, the dtype, its requests, and the steps after which no request begins."""
+    for name in steps.CASES:
+        for dtype in ("float64", "float32"):
+            yield name, dtype, _usual_requests(name, bench), None
+    for name in _WIDE:
+        yield name, "float32", _wide_requests(name, bench), None
+    for name in _LONG:
+        for how in _HOWS[:2]:  # the others have the requests of the second
+            yield name, "float32", _long_requests(name, how, bench), bench.size(_STEPS, 2)
+
+
+def _key(name: str, dtype: str, request: Request) -> str:
+    canvas = hashlib.sha256(request.canvas.tobytes()).hexdigest()[:16]
+    return f"{name} {dtype} {request.index} {request.key} {canvas}"
+
+
+@cache
+def _written(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _on_cpu(bench: Bench, name: str, dtype: str, requests: Sequence[Request]) -> dict[int, Outcome | Text]:
+    """The CPU's texts of the requests: those of the file, and what it lacks."""
+    written = _written(bench.expected) if bench.expected else {}
+    found, missing = dict[int, Outcome | Text](), list[Request]()
+    for request in requests:
+        if text := written.get(_key(name, dtype, request)):
+            found[request.index] = Text(np.array(text[0], dtype=np.int32), *text[1:])
+        else:
+            missing.append(request)
+    return found | (_decode(_made(name, "cpu", dtype), missing) if missing else {})
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
 
 
 def _made(name: str, device: torch.device | str, dtype: str = "float32") -> Any:
@@ -68,7 +146,7 @@ def _decode(decoder: Any, requests: Sequence[Request], *, most_steps: int | None
     return found
 
 
-def _texts(name: str, how: str, decoder: Any, found: _Found, expected: _Found) -> Row:
+def _texts(name: str, how: str, decoder: Any, found: _Found, expected: _Texts) -> Row:
     gaps = [
         abs(one.logprob - expected[one.index].logprob)  # type: ignore[operator]
         for one in found.values()
@@ -87,27 +165,54 @@ def _texts(name: str, how: str, decoder: Any, found: _Found, expected: _Found) -
     ]
 
 
+def _usual_requests(name: str, bench: Bench) -> list[Request]:
+    return steps.toy_canvases(bench.size(12, 2), name)
+
+
 def _usual(name: str, ways: Sequence[tuple[str, str, bool]], bench: Bench) -> Iterator[Row]:
-    requests, expected = steps.toy_canvases(bench.size(12, 2), name), dict[str, _Found]()
+    requests, expected = _usual_requests(name, bench), dict[str, _Texts]()
     for how, dtype, captures in ways:
         with graphs_on(captures):
             decoder = _made(name, bench.device, dtype)
             found = _decode(decoder, requests)
-            expected[dtype] = expected.get(dtype) or _decode(_made(name, "cpu", dtype), requests)
+            expected[dtype] = expected.get(dtype) or _on_cpu(bench, name, dtype, requests)
             yield _texts(name, how, decoder, found, expected[dtype])
 
 
-def _long(name: str, how: str, bench: Bench) -> Iterator[Row]:
+def _wide_requests(name: str, bench: Bench) -> list[Request]:
+    """Long canvases first, so that the cache has all its columns; then short and long prompts that come while others decode."""
+    more = (1070, 1070, 150, 150, 260, 1070, 40, 150)
+    return [
+        replace(one, canvas=_longer(one.canvas, bench.size(count, count // 50)))
+        for one, count in zip(steps.toy_canvases(len(more), name), more, strict=True)
+    ]
+
+
+def _wide(name: str, bench: Bench) -> Iterator[Row]:
+    requests = _wide_requests(name, bench)
+    decoder = _made(name, bench.device)
+    found = _decode(decoder, requests)
+    yield _texts(
+        name, f"{len(requests[0].canvas):,} columns", decoder, found, _on_cpu(bench, name, "float32", requests)
+    )
+
+
+def _long_requests(name: str, how: str, bench: Bench) -> list[Request]:
     # More requests than so many steps need: a step commits at most the whole texts of four slots.
     requests = steps.toy_canvases(4 * bench.size(_STEPS, 2), name)
-    if how == "lengths grow":
-        requests = [replace(one, canvas=_longer(one.canvas, 4 * one.index % 440)) for one in requests]
+    if how == _HOWS[0]:
+        return [replace(one, canvas=_longer(one.canvas, 4 * one.index % 440)) for one in requests]
+    return requests
+
+
+def _long(name: str, how: str, bench: Bench) -> Iterator[Row]:
+    requests = _long_requests(name, how, bench)
     few = mock.patch.object(cuda_graphs, "_MOST_GRAPHS", 4) if how == "four graphs" else nullcontext()
     with few:
         decoder = _made(name, bench.device)
         found = _decode(decoder, requests, most_steps=bench.size(_STEPS, 2))
     done = [request for request in requests if request.index in found]
-    expected = _decode(_made(name, "cpu"), done)
+    expected = _on_cpu(bench, name, "float32", done)
     yield _texts(name, how, decoder, found, expected)
     if how == "two engines":
         second = _made(name, bench.device)
@@ -126,8 +231,8 @@ def _longer(canvas: Any, count: int) -> Any:
 def _failed_capture(bench: Bench) -> Iterator[Row]:
     """A step asks for a number in the middle of its capture, which CUDA forbids; then everything must go on."""
     name = "autoregressive"
-    requests = steps.toy_canvases(bench.size(12, 2), name)
-    expected, decoder = _decode(_made(name, "cpu"), requests), _made(name, bench.device)
+    requests, decoder = _usual_requests(name, bench), _made(name, bench.device)
+    expected = _on_cpu(bench, name, "float32", requests)
     if graphs := decoder.target.graphs:
         run = graphs.run
         graphs.run = lambda key, batch, work: run(key, batch, lambda sent: _asking(work(sent)))
@@ -185,14 +290,16 @@ def _logits_of(name: str, dtype: str, device: str) -> Tensor:
 _SANITIZER: Final = ("compute-sanitizer", "--error-exitcode", "9", "--print-limit", "5")
 _EACH_ALONE: Final = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that an access beyond an allocation is seen
 _KERNELS_ALONE: Final = partial(_usual, "autoregressive", [("under compute-sanitizer", "float32", False)])
+_HOWS: Final = ("lengths grow", "four graphs", "two engines")
 CASES: Final = [
+    Case("logits", _LOGITS, _logits),
+    Case("failed capture", _FAILS, _failed_capture),
     *(Case(name, _TEXTS, partial(_usual, name, _WAYS), rehearsed=name in _REHEARSED) for name in steps.CASES),
+    *(Case(f"{name}: wide", _TEXTS, partial(_wide, name), rehearsed=name in _REHEARSED[:3]) for name in _WIDE),
     *(
         Case(f"{name}: {how}", _TEXTS, partial(_long, name, how), rehearsed=name in _REHEARSED[:1])
         for name in _LONG
-        for how in ("lengths grow", "four graphs", "two engines")
+        for how in _HOWS
     ),
-    Case("failed capture", _FAILS, _failed_capture),
-    Case("logits", _LOGITS, _logits),
     Case("compute-sanitizer", _TEXTS, _KERNELS_ALONE, 180, _SANITIZER, _EACH_ALONE),
 ]

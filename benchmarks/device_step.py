@@ -1,7 +1,9 @@
 """Where does a step go? The cases of `python -m benchmarks.device step`: whole steps beside their roofline, and their parts.
 
 The roofline of a step is the time in which the device reads the weights and the cache once, at the bandwidth that a large copy
-reaches. SDPA is torch's own attention over keys and values that lie one after another.
+reaches. The plain loop (device_peer.py) is one CUDA graph that decodes all rows greedily, without a scheduler, ends or samplers.
+Attention reads the engine's pool of cells; SDPA is torch's own, over keys and values that lie head by head. Kernels are timed as
+Bench.time says, with three inputs in turn.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import itertools
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -23,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import device_models as models
+from benchmarks import device_peer
 from benchmarks.device_models import Bench, Case, Row
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
@@ -34,6 +37,7 @@ from draftmill.decoders.kernels.seen import Seen, Tiling
 
 COLUMNS: Final = {
     "Steps": "case | slots x tokens | eager, ms | replayed, ms | roofline, ms | steps replayed | captures | ms each | MiB each",
+    "A plain loop": "case | rows x columns | ms | roofline, ms | tokens/s",
     "Where a step goes": "case | ms | kernels | they take, ms | gaps, ms | largest gap, us | host waits for all",
     "The longest kernels of a step": "case | kernel | times | us | of all kernels",
     "Attention of one layer of Llama-8B": "case | ms | reached | SDPA, ms | SDPA reached",
@@ -41,7 +45,8 @@ COLUMNS: Final = {
     "where tokens are equal)",
     "Kernels that Triton compiled": "cache | compiled | seconds | longest, s | read from disk | the whole stream, s",
 }
-_STEPS, _WHERE, _LONGEST, _ATTENTION, _KERNELS, _COMPILED = COLUMNS
+_STEPS, _PLAIN, _WHERE, _LONGEST, _ATTENTION, _KERNELS, _COMPILED = COLUMNS
+_IN_TURN: Final = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,9 @@ DECODINGS: Final = [
     Decoding("XLNet-110M any_subset, 256", models.XLNET_110M, _ANY, 256, 512),
     Decoding("Llama-8B autoregressive, 16", models.LLAMA_8B, models.AR, 16),
     Decoding("Llama-8B autoregressive, 256", models.LLAMA_8B, models.AR, 256, 256),
+    Decoding("SmolLM2-1.7B autoregressive, 64", models.SMOLLM2_1_7B, models.AR, 64),
+    Decoding("Llama-3.2-1B autoregressive, 256", models.LLAMA_1B, models.AR, 256, 256),
+    Decoding("Qwen2.5-0.5B autoregressive, 256", models.QWEN_05B, models.AR, 256, 256),
     Decoding("Llama-8B n-gram k=4, 64", models.LLAMA_8B, _NGRAM, 64),
     Decoding("LLaDA-8B stepwise, dual cache, 16", models.LLADA_8B, models.STEPWISE, 16, 768),
 ]
@@ -175,27 +183,44 @@ def _attention(bench: Bench) -> Iterator[Row]:
 
 
 def _attend(bench: Bench, case: str, slots: int, lines: int, columns: int) -> Row:
-    ours, (query, layer, _) = _attention_over(bench, (32, 8, 128), (slots, lines, columns))
-    if lines == 1:  # the heads of a group are as rows, which see all
-        theirs = partial(scaled_dot_product_attention, query.view(slots, 8, 4, 128), layer[0], layer[1])
-        amount, unit = layer.nbytes / 1e9, "GB/s"
-    else:
-        keys, values = layer.repeat_interleave(4, 2)
-        mask = causal_lower_right(lines, columns)
-        theirs = partial(scaled_dot_product_attention, query.transpose(0, 1)[None], keys, values, attn_mask=mask)
-        amount, unit = 4 * 32 * 128 * lines * (columns - (lines - 1) / 2) / 1e12, "TFLOP/s"
-    cells = list[str]()
-    for function in (ours, theirs):
-        ms = None if function is None else bench.ms(function)
-        cells += ["not used here", "-"] if ms is None else [f"{ms:.3f}", f"{1000 * amount / ms:,.0f} {unit}"]
-    return _ATTENTION, [case, *cells]
+    asked = [_attention_over(bench, (32, 8, 128), (slots, lines, columns)) for _ in _IN_TURN]
+    ours = [function for function, _ in asked if function]
+    cells = _speed(bench, ours, amount := _amount(slots, lines, columns))
+    del ours
+    theirs = list[Callable[[], Tensor]]()
+    while asked:  # one at a time: the largest pools take 8.6 GB each
+        _, (query, layer, _) = asked.pop()
+        if lines == 1:  # the heads of a group are as rows, which see all
+            keys, values = layer.contiguous()
+            theirs.append(partial(scaled_dot_product_attention, query.view(slots, 8, 4, 128), keys, values))
+        else:
+            keys, values = layer.repeat_interleave(4, 2)
+            mask = causal_lower_right(lines, columns)
+            theirs.append(
+                partial(scaled_dot_product_attention, query.transpose(0, 1)[None], keys, values, attn_mask=mask)
+            )
+    return _ATTENTION, [case, *cells, *_speed(bench, theirs, amount)]
+
+
+def _amount(slots: int, lines: int, columns: int) -> tuple[float, str]:
+    """What a call reads, or what a prompt computes, and its unit a second."""
+    if lines == 1:
+        return 2 * 2 * slots * 8 * columns * 128 / 1e9, "GB/s"
+    return 4 * 32 * 128 * lines * (columns - (lines - 1) / 2) / 1e12, "TFLOP/s"
+
+
+def _speed(bench: Bench, functions: Sequence[Callable[[], Tensor]], amount: tuple[float, str]) -> list[str]:
+    if not functions:
+        return ["not used here", "-"]
+    found = bench.time(*functions)
+    return [str(found), f"{1000 * amount[0] / found.ms:,.0f} {amount[1]}"]
 
 
 def _attention_over(
     bench: Bench, heads: tuple[int, int, int], sizes: tuple[int, int, int], **scores: Tensor
 ) -> tuple[Callable[[], Tensor] | None, tuple[Tensor, Tensor, Seen]]:
     """The kernel for (heads, key heads, width), called for (slots, rows of a slot, columns), and what it is called with: rows
-    see the columns up to their own."""
+    see the columns up to their own, keys and values are a view of a pool as `SlotCache` keeps it."""
     (num_heads, key_heads, width), (slots, lines, columns) = heads, sizes
     attend = find.find_attention(
         bench.device, bench.dtype, num_heads=num_heads, key_heads=key_heads, width=width, relative=bool(scores)
@@ -212,49 +237,56 @@ def _attention_over(
         positions_SW=torch.arange(columns, device=bench.device).repeat(slots, 1),
         tables=tiling.tables(torch.arange(lines, device=bench.device).repeat(slots)),
     )
-    asked = bench.normal(slots * lines, num_heads, width), bench.normal(2, slots, key_heads, columns, width), seen
+    layer_2SKWd = bench.normal(2, slots, columns, key_heads, width).transpose(2, 3)
+    asked = bench.normal(slots * lines, num_heads, width), layer_2SKWd, seen
     return attend and partial(attend, *asked, scaling=width**-0.5, **scores), asked
 
 
 # ---- kernels beside their references ---------------------------------------------------------------------------------
 
 
-def _compare(
-    bench: Bench, name: str, case: str, ours: Callable[[], Tensor] | None, reference: Callable[[], Tensor]
-) -> Row:
+_Pair = tuple[Callable[[], Tensor] | None, Callable[[], Tensor]]
+"""A kernel and its reference with the same input."""
+
+
+def _compare(bench: Bench, name: str, case: str, pairs: Sequence[_Pair]) -> Row:
     """Ids of tokens have no order: those drawn are counted where they agree, and only there are log-probabilities compared."""
-    cells = [f"{bench.ms(reference, times=5):.3f}", "-", "-"]
-    if ours is None:
+    ours, references = [one for one, _ in pairs if one], [one for _, one in pairs]
+    cells = [str(bench.time(*references, times=5)), "-", "-"]
+    if not ours:
         return _KERNELS, [name, case, "not used here", *cells]
-    found, expected = ours().double(), reference().double()
+    found, expected = ours[0]().double(), references[0]().double()
     if name == "sampling":
         is_same_R = found[0, 0] == expected[0, 0]
         cells[1] = f"{float(is_same_R.double().mean()):.2%}"
         found, expected = found[0, 1:, is_same_R], expected[0, 1:, is_same_R]
     cells[2] = f"{float((found - expected).abs().max()):.2g}" if found.numel() else "-"
-    return _KERNELS, [name, case, f"{bench.ms(ours):.3f}", *cells]
+    return _KERNELS, [name, case, str(bench.time(*ours)), *cells]
 
 
 def _kernels(bench: Bench) -> Iterator[Row]:
     llama, xlnet = (32, 8, 128), (12, 12, 64)
     for heads, (slots, lines, columns) in ((llama, (64, 1, 768)), (llama, (2, 256, 768)), (xlnet, (64, 5, 512))):
         slots, lines, columns = (bench.size(slots, 2), bench.size(lines, 3), bench.size(columns, 40))  # noqa: PLW2901
-        distances: dict[str, Any] = (
-            {"relative_NHP": bench.normal(slots * lines, heads[0], 2 * columns)} if heads == xlnet else {}
-        )
-        ours, asked = _attention_over(bench, heads, (slots, lines, columns), **distances)
-        reference = partial(find.reference_attend, *asked, scaling=heads[2] ** -0.5, **distances)
+        pairs = list[_Pair]()
+        for _ in _IN_TURN:
+            distances: dict[str, Any] = (
+                {"relative_NHP": bench.normal(slots * lines, heads[0], 2 * columns)} if heads == xlnet else {}
+            )
+            ours, asked = _attention_over(bench, heads, (slots, lines, columns), **distances)
+            pairs.append((ours, partial(find.reference_attend, *asked, scaling=heads[2] ** -0.5, **distances)))
         case = f"{heads[0]} heads of {heads[2]}, {slots} slots of {lines} rows, {columns} columns"
-        yield _compare(bench, "attention", case, ours, reference)
+        yield _compare(bench, "attention", case, pairs)
     product, num_experts = find.find_product(bench.device, bench.dtype), bench.size(128, 4)
-    weights = bench.normal(num_experts, 768, 2048)
+    weights = [bench.normal(num_experts, 768, 2048) for _ in _IN_TURN]
     for count in (bench.size(512, 4), bench.size(2048, 8)):
         expert = torch.arange(count, device=bench.device) * num_experts // count
         ends = torch.searchsorted(expert, torch.arange(num_experts, device=bench.device), right=True, out_int32=True)
-        asked = bench.normal(count, 2048), weights, ends  # type: ignore[assignment]
-        ours = product and partial(product, *asked)  # type: ignore[arg-type]
-        case = f"{count} rows, {num_experts} experts of 2048 x 768"
-        yield _compare(bench, "experts", case, ours, partial(find.reference_product, *asked))  # type: ignore[arg-type]
+        pairs = [
+            (product and partial(product, states, one, ends), partial(find.reference_product, states, one, ends))
+            for one, states in ((one, bench.normal(count, 2048)) for one in weights)
+        ]
+        yield _compare(bench, "experts", f"{count} rows, {num_experts} experts of 2048 x 768", pairs)
 
 
 def _draws(bench: Bench) -> Iterator[Row]:
@@ -268,11 +300,27 @@ def _draws(bench: Bench) -> Iterator[Row]:
             own_4R = torch.zeros(4, len(row_R), dtype=torch.float64, device=bench.device)
             own_4R[0], own_4R[1] = 1.0, top_p
             warp = sampling_reference.Warp(Sampling(top_k=top_k), own_4R, top_p < 1.0, never_V.nonzero()[:, 0], never_V)
-            asked = (torch.randn(len(row_R), size, device=bench.device) * 3, warp, keys, row_R)
             notes: Any = {"wanted": wanted, "warped": bool(wanted)}
+            pairs = list[_Pair]()
+            for _ in _IN_TURN:
+                asked = (torch.randn(len(row_R), size, device=bench.device) * 3, warp, keys, row_R)
+                reference = partial(sampling_reference.sample, *asked, **notes)
+                pairs.append((kernel and partial(kernel, *asked, **notes), reference))
             case = f"{len(row_R)} rows of {size:,}, {name}{', with notes' if wanted else ''}"
-            reference = partial(sampling_reference.sample, *asked, **notes)
-            yield _compare(bench, "sampling", case, kernel and partial(kernel, *asked, **notes), reference)
+            yield _compare(bench, "sampling", case, pairs)
+
+
+def _plain(case: Decoding, bench: Bench) -> Iterator[Row]:
+    rows, columns = bench.size(case.rows, 2), bench.size(case.length - 32, 20)
+    step, num_bytes = device_peer.plain_step(bench, bench.config(case.config), rows, columns)
+    found = bench.time(step)
+    cells = [
+        f"{rows} x {columns}",
+        str(found),
+        f"{num_bytes / bench.bytes_per_ms:.2f}",
+        f"{1000 * rows / found.ms:,.0f}",
+    ]
+    yield _PLAIN, [f"plain loop, {case.name}", *cells]
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
@@ -306,6 +354,11 @@ CASES: Final = [
     Case("draws", _KERNELS, _draws),
     Case("kernels", _KERNELS, _kernels),
     *(Case(one.name, _STEPS, partial(_steps, one), 60) for one in DECODINGS[2:]),
+    *(
+        Case(f"plain loop, {one.name}", _PLAIN, partial(_plain, one), 60)
+        for one in DECODINGS
+        if one.settings is models.AR and one.rows >= 64
+    ),
     Case("compiled, cold", _COMPILED, partial(_compiled, "empty"), env=_OWN_CACHE),
     Case("compiled, warm", _COMPILED, partial(_compiled, "as the line above left it"), env=_OWN_CACHE),
 ]

@@ -75,7 +75,7 @@ def bare_loop(spec: JobSpec, threads: int) -> float:
 
     plan = load_plan(open_store(spec.output.path, s3=spec.s3.options()))
     assert plan is not None, "the job has run, so it has a plan"
-    samples, decoder = canvases(make_job(spec, plan, conditional=True), plan, threads)
+    samples, decoder = canvases(make_job(spec, plan), plan, threads)
     assert isinstance(decoder, CachedDecoder)
     queue = [
         Request(number, sample.key, sample.canvas) for number, sample in enumerate(samples) if sample.canvas is not None

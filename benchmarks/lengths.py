@@ -94,7 +94,8 @@ def decoded(
             "output": {"path": str(Path(folder) / "run")},
             "workers": {"cpus": 1},
         }
-        results = {row["id"]: row for row in draftmill.run(spec, local=True).rows()}
+        done = draftmill.run(spec, local=True)
+        results = {row["id"]: row for row in done.rows(done.columns)}
     return [results[str(n)] for n in range(len(texts))]
 
 

@@ -146,7 +146,8 @@ class EngineStats:
     lane_eff = active_slot_steps / slot_steps, where a step that runs only newly admitted samples counts just their slots, and
     slots whose samples wait until others' prompts have run do not count;
     token_padding_eff = useful_rows / computed_rows; spec_eff = committed / verified. Of the `prompt_rows` of samples' prompts,
-    `prompt_rows_shared` were taken over from other samples (both 0 in decoders that take over none).
+    `prompt_rows_shared` were taken over from other samples (both 0 in decoders that take over none). Steps that `raised` decoded
+    nothing: their samples are decoded again, one at a time (actors/loop/runner.py).
     """
 
     steps: int = 0
@@ -159,6 +160,7 @@ class EngineStats:
     verified: int = 0
     prompt_rows: int = 0
     prompt_rows_shared: int = 0
+    raised: int = 0
 
 
 class Decoder(Protocol):

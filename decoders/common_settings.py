@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -14,6 +15,21 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Marks a setting, in its annotation, as a local path or a URL of one of the `schemes`; jobs/spec/places.py collects them.
+
+    A value that matches `other` is neither. `is_model`: a value that is no local path may be a model id of the hub.
+    """
+
+    schemes: tuple[str, ...] = ()
+    other: str = ""
+    is_model: bool = False
+
+
+MODEL: Final = Place(("s3",), is_model=True)
+FOLDER: Final = Place(other="auto|none", is_model=True)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MOST_SAMPLES: Final = 4096
@@ -84,7 +100,7 @@ class Sampling(Settings):
         default=(), description="tokens that are never generated: ids, or texts of one token"
     )
     min_new_tokens: int = Field(
-        default=0, ge=0, le=2**20, description="no end token among the first N tokens (complete)"
+        default=0, ge=0, le=2**20, description="no end token or stop string among the first N tokens (complete)"
     )
     top_logprobs: int = Field(
         default=0, ge=0, le=MOST_TOP_LOGPROBS, description="record so many of the model's best tokens in each place"
@@ -224,7 +240,7 @@ class DecoderChoice(Settings):
 class DrafterPlace(Settings):
     """The path of a drafting model: its kind is the decoder's matter, its vocabulary the target's."""
 
-    path: str = Field(min_length=1, description="where the model is, as in model.path")
+    path: Annotated[str, MODEL] = Field(min_length=1, description="where the model is, as in model.path")
     revision: str | None = Field(default=None, description="of a hub model")
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
@@ -55,9 +56,10 @@ def command(
 
     def register(run: Action) -> Action:
         def interruptibly(arguments: argparse.Namespace) -> int:
-            from draftmill.jobs.driving.driver import interruptible
+            from draftmill.jobs.driving.driver import forced_end, interruptible
 
-            with interruptible():  # also the command's own imports, which take a while
+            force = forced_end(float(arguments.grace_seconds)) if arguments.is_program else nullcontext()
+            with force, interruptible():  # also the command's own imports, which take a while
                 return run(arguments)
 
         def add(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -654,7 +656,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     option("--out", "FILE", "write to a file, or to a folder; default: print"),
     flag("--overwrite", "replace an existing file"),
     option("--name", help="name of the job there; default: from the spec's name"),
-    option("--logical-date", "DATE", "rayjob with a date in output.path; default: now (UTC)"),
+    option("--logical-date", "DATE", "rayjob with a date in output.path; default: when it starts (UTC)"),
     option("--schedule", "CRON", "'minute hour day month weekday'; default: '0 3 * * *'"),
     option("--time-zone", "ZONE", "raycronjob, cronjob, systemd: for example Europe/Berlin"),
     option("--time-limit", "TIME", "of one run, like 12h; default: 24h. Not for ray-up"),

@@ -25,9 +25,13 @@ COLLECT_AFTER = 100_000
 """Objects allocated between two garbage collections: with Python's default, 700, these take a tenth of the import time."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors go to stderr as one line, with a traceback only under --debug."""
+def main(argv: Sequence[str] | None = None, *, is_program: bool = False) -> int:
+    """Run one command; errors go to stderr as one line, with a traceback only under --debug.
+
+    `is_program`: the process is this command's alone, and signals may end it by force.
+    """
     arguments = parser().parse_args(argv)
+    arguments.is_program = is_program
     gc.set_threshold(COLLECT_AFTER)
     with unfailing_streams(out=_works(arguments)):
         if getattr(arguments, "log", "text") == "text":
@@ -99,7 +103,7 @@ def program() -> NoReturn:
     Python would wait for every thread at its end. After an error or a signal, a thread may still work on what was interrupted, or
     wait for an answer, for ever: then the process ends without it.
     """
-    code = main()
+    code = main(is_program=True)
     for stream in filter(None, (sys.stdout, sys.stderr)):  # one that was closed from the start is None
         try:
             stream.flush()

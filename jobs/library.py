@@ -33,7 +33,7 @@ from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.driving.leases import hold_lease
 from draftmill.jobs.driving.progress import FiguresOnly, make_display
 from draftmill.jobs.exit_codes import Ended
-from draftmill.jobs.exporting.export import columns_of, tables_of
+from draftmill.jobs.exporting.export import columns_of, own_columns, tables_of
 from draftmill.jobs.exporting.formats import plain_rows
 from draftmill.jobs.finished.passes import count_failed, passes_of
 from draftmill.jobs.finished.summary import SUMMED, metric_means, sum_up
@@ -45,6 +45,7 @@ from draftmill.jobs.spec.job_spec import JobSpec, S3Settings, check_changed
 from draftmill.jobs.spec.spec_errors import spec_error
 from draftmill.jobs.spec.spec_file import read_mapping
 from draftmill.storage.errors import Error, UserError
+from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
 from draftmill.storage.stores.store import open_store
@@ -62,15 +63,29 @@ Order: TypeAlias = Literal["plan", "input"]
 """Rows as they were planned, unit by unit (which needs the least memory), or as they stand in the inputs."""
 
 
+USUAL: Final = (
+    *("status", "error_kind", "error", "text", "fills", "tokens", "finish", "new_tokens", "nfe", "logprob"),
+    *("token_logprobs", "top_logprobs", "metrics"),
+)
+TEXT, JSON = "text", "json"
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class RunResults:
     """The results of a finished run; each sample once, as the last pass that has it left it. Nothing is kept in memory.
 
-    `columns` of a method selects columns of the results, or kept columns of the inputs; None stands for all. An unknown one is
-    a UserError.
+    `columns` of a method selects columns of the results, or kept columns of the inputs; None stands for the usual ones: ids,
+    kept columns, texts, states, and a few counts. An unknown one is a UserError. Where the task asks for a JSON Schema, rows
+    also have a column `json`, the text as an object (null if the row failed); it has no one type for a table.
     """
 
     _found: FinishedRun
+
+    @property
+    def columns(self) -> list[str]:
+        """All columns that can be named."""
+        plan = self._found.plan
+        return [*plan.schema.names, *(item.name for item in plan.keep or () if item.name in own_columns(plan))]
 
     @property
     def path(self) -> str:
@@ -83,15 +98,20 @@ class RunResults:
 
     def rows(self, columns: Sequence[str] | None = None, *, order: Order = "plan") -> Iterator[Row]:
         """Yield the rows, in the plan's order or the inputs' one; one unit is in memory at a time, or one window."""
-        names = self._names(columns)
-        for table in self._tables(names, order):
-            yield from plain_rows(table.select(names), self._found.plan.keep)
+        names = list(dict.fromkeys(columns or [*self._names(None), *[JSON] * self._has_json]))
+        has_json = self._has_json and JSON in names
+        stored = self._names([name for name in names if name != JSON or not has_json] or ["id"])
+        for table in self._tables([*stored, *[TEXT] * has_json], order):
+            texts = table[TEXT].to_pylist() if has_json else [None] * table.num_rows
+            for row, text in zip(plain_rows(table.select(stored), self._found.plan.keep), texts, strict=True):
+                row[JSON] = None if text is None else json.loads(text)
+                yield {name: row[name] for name in names}
 
     def failures(self) -> list[Row]:
         """The rows of the samples that failed, each with its `error_kind`, `error_stage` and `error`."""
-        names = self._names(None)
+        names = [*self._names(None), "error_stage"]
         failed = (table.filter(pc.not_equal(table["status"], "ok")) for table in self._tables(names, "plan"))
-        return [row for table in failed for row in plain_rows(table, self._found.plan.keep)]
+        return [row for table in failed for row in plain_rows(table.select(names), self._found.plan.keep)]
 
     def to_arrow(self, columns: Sequence[str] | None = None, *, order: Order = "plan") -> pa.Table:
         """All rows as an Arrow table."""
@@ -144,7 +164,28 @@ class RunResults:
         return payload(self._found.store) | facts
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:
-        return columns_of(self._found.plan, "parquet", columns or ())
+        return columns_of(self._found.plan, "parquet", columns or self._usual())
+
+    def _usual(self) -> list[str]:
+        """The columns without which a row says too little; the others are for those who ask for them."""
+        plan, spec = self._found.plan, self._found.plan.spec
+        own = [item.name for item in plan.keep or () if item.name in own_columns(plan)]
+        kept = own if plan.keep is None or len(own) == len(plan.keep) else [KEEP]
+        wanted = {
+            "sample": spec.sampling.n > 1,
+            "tokens": spec.model.tokenizer == "none",
+            "fills": spec.task.kind != "complete",
+            "token_logprobs": spec.task.kind == "score",
+            "top_logprobs": spec.sampling.top_logprobs > 0,
+            "metrics": spec.task.kind == "score",
+        }
+        left_out = {name for name, is_wanted in wanted.items() if not is_wanted}
+        return [name for name in ("id", "sample", *kept, *USUAL) if name not in left_out]
+
+    @property
+    def _has_json(self) -> bool:
+        constraint = getattr(self._found.plan.spec.task, "constraint", None)
+        return getattr(constraint, "json_schema", None) is not None
 
     def _tables(self, names: Sequence[str], order: Order) -> Iterator[pa.Table]:
         if order not in {"plan", "input"}:
@@ -192,9 +233,18 @@ def run(
     return RunResults(find_run(place, s3=job.s3.options()))
 
 
+SET_BY_RUNS: Final = ("RAY_", "PYTHONPATH", "PYTHONBREAKPOINT", "TOKENIZERS_PARALLELISM")
+"""Beginnings of the environment variables that a run sets, or the Ray that it starts."""
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(SET_BY_RUNS)}
+
+
 @contextmanager
 def _as_a_guest() -> Iterator[None]:
-    """Restore torch's number of threads after the block; a signal that stopped a run raises KeyboardInterrupt."""
+    """Restore environment variables and torch's number of threads after the block; a signal raises KeyboardInterrupt."""
+    variables = _variables()
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch else None
     try:
@@ -204,6 +254,9 @@ def _as_a_guest() -> Iterator[None]:
             raise KeyboardInterrupt(str(end)) from None
         raise
     finally:
+        for name in _variables().keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
         if torch is not None:
             torch.set_num_threads(threads)
 
@@ -218,13 +271,13 @@ ROWS: Final = "prompts.jsonl"
 
 
 def _loaders() -> Loaders:
-    """Loaders that get hashes of weights and tokenizers only once; each call has other inputs, and its own date."""
+    """Loaders that get a tokenizer only once; each call has other inputs, and its own date."""
     return replace(remembering(), inputs=Loaders().inputs, day=Loaders().day)
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What stays in memory from one call of `generate` to the next: networks, tokenizers, and hashes of weights.
+    """What stays in memory from one call of `generate` to the next: networks and tokenizers.
 
     `files` are those of all checkpoints since, with their sizes and times.
     """
@@ -333,8 +386,8 @@ def _decode(job: JobSpec, *, quiet: bool) -> list[Row]:
         prepared = prepare(job, store, display, loaders=_KEPT.loaders)
         plan = make_plan(prepared, store, display, epoch=lease.epoch)
         options = RunOptions(local=True, prints=False)
-        finish = decode(Run(job, options, prepared, store, plan, True, lease, stop, display, _KEPT.backend))
+        finish = decode(Run(job, options, prepared, store, plan, lease, stop, display, _KEPT.backend))
     if finish.how != "done":
-        raise_unfinished(store, plan, finish, conditional=True, by_signal=stop.by_signal)
+        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
     tables = tables_of(passes_of(store), plan.schema.names, order="input")
     return [row for table in tables for row in plain_rows(table, plan.keep)]

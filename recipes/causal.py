@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from draftmill.decoders.backbones.load import load_weights
+from draftmill.decoders.backbones.quantized import find_form
 from recipes import loop
 from recipes.corpus import BOS_ID, EOS_ID, PAD_ID, TokenStream
 
@@ -71,8 +73,12 @@ def new_model(shape: Shape, seed: int) -> Qwen2ForCausalLM:
 
 def load_model(folder: Path, device: torch.device) -> Qwen2ForCausalLM:
     """The stored model in float32: figures are measured on what is shipped."""
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    model.config.use_cache = False
+    config = Qwen2Config.from_pretrained(folder, attn_implementation="sdpa", use_cache=False)
+    model = Qwen2ForCausalLM(config)
+    weights = load_weights(folder, dtype=torch.float32, form=find_form(config.to_dict()))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if {*missing} - {"lm_head.weight"} or unexpected:
+        raise ValueError(f"{folder}: {missing} missing, {unexpected} not of the model")
     torch.nn.Module.to(model, device)
     return model.eval()
 

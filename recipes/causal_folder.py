@@ -29,7 +29,7 @@ def write_beside(out: Path, config: dict[str, Any], tokenizer: Path) -> None:
     """Write a model folder without weights: `config`, generation_config.json, and the `tokenizer`'s files."""
     write_config(out, config)
     for name in TOKENIZER_FILES:
-        shutil.copyfile(tokenizer / name, out / name)
+        copy_file(tokenizer / name, out / name)
 
 
 def write_config(out: Path, config: dict[str, Any]) -> None:
@@ -44,8 +44,14 @@ def copy_with_weights(source: Path, out: Path, model: Qwen2ForCausalLM) -> None:
     """Copy the model folder `source`, with the weights of `model`."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
-        shutil.copyfile(source / name, out / name)
+        copy_file(source / name, out / name)
     folder.save_half(model, out / "model.safetensors")
+
+
+def copy_file(source: Path, out: Path) -> None:
+    """Copy a file to `out`, not through a link that stands there."""
+    out.unlink(missing_ok=True)
+    shutil.copyfile(source, out)
 
 
 @torch.no_grad()

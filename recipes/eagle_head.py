@@ -33,9 +33,10 @@ from transformers import PreTrainedTokenizerFast
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.network import Rotation
 from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.backbones.speculator_files import SpeculatorConfig, read_speculator
-from draftmill.decoders.backbones.speculators import DraftStack, load_speculator, shape_of, turns_of
+from draftmill.decoders.backbones.speculators import DraftStack, load_speculator, shape_of
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import HeadDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
@@ -149,7 +150,8 @@ class Trainee:
         self.stack.word_embeddings.weight = torch.nn.Parameter(backbone.embedding_VD.float(), requires_grad=False)
         output = backbone.head
         self._output_VD: Tensor = output.weight_MK() if hasattr(output, "weight_MK") else output.weight
-        self._turns = turns_of(shape.config, backbone.device)
+        sizes = shape.head_dim, shape.head_dim, shape.max_position_embeddings
+        self._rotation = Rotation(shape.rope_parameters, *sizes, torch.float32, backbone.device)
 
     def laws(self, tokens_BL: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(log p, log q) of the rows [M, V] whose next tokens are in the windows, for each step."""
@@ -164,7 +166,7 @@ class Trainee:
         for step in range(1 + self.plan.own_steps):
             # The row of column c reads the token after it, and speaks of the one after that.
             ahead_BL = torch.roll(tokens_BL, -1 - step, 1)
-            turn = self._turns(states_ND, (places + 1 + step).flatten())
+            turn = self._rotation.at((places + 1 + step).flatten()).unsqueeze(2)
             normed_ND, states_ND = self.stack(ahead_BL.flatten(), states_ND, turn, attend)
             is_inside_BL = places < length - 1 - step
             log_q_MV = (normed_ND[is_inside_BL.flatten()] @ self._output_VD.T).float().log_softmax(-1)

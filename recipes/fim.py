@@ -138,7 +138,7 @@ def describe(flags: argparse.Namespace, prepared: corpus.Prepared, trainer: Trai
         "rows": f"{PLAIN_SHARE:.0%} plain windows of packed files; the others are windows of one file with a hole: "
         + ", ".join(f"{kind.replace('_', ' ')} ({share:.0%})" for kind, share in holes)
         + f"; a token of the middle, and the end token after it, counts {MIDDLE_WEIGHT:g}, any other 1",
-        "stored as": "float16",
+        "stored as": "int8 with a scale a row; the embedding and the norms in float16",
         "time": f"{trainer.seconds / 60:.0f} min",
         **loop.describe_machine(flags.threads),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from recipes import causal_folder, fim_quality, folder
+from recipes import causal_folder, fim_quality, folder, loop
 from recipes.causal import Shape, qwen2_config
 from recipes.fim_windows import FIM_TOKENS
 
@@ -21,10 +21,10 @@ def extend_tokenizer(start: Path) -> PreTrainedTokenizerFast:
 
 
 def save_model(out: Path, model: Qwen2ForCausalLM, shape: Shape, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write config.json, generation_config.json, model.safetensors and the tokenizer's two files."""
-    causal_folder.write_config(out, qwen2_config(shape))
+    """Write config.json, generation_config.json, model.safetensors in int8 and the tokenizer's two files."""
+    causal_folder.write_config(out, qwen2_config(shape) | {"quantization_config": folder.INT8})
     tokenizer.save_pretrained(out)
-    folder.save_half(model, out / "model.safetensors")
+    folder.write_int8(loop.distinct_tensors(model), out / "model.safetensors")
 
 
 def readme(name: str, settings: dict[str, str], held_out_paths: list[str], report: fim_quality.Report) -> str:

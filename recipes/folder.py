@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +20,21 @@ from recipes.loop import distinct_tensors, write_json
 from recipes.two_stream import Shape, TwoStream
 
 MAX_LENGTH = 512
+
+
+# config.json's quantization_config of a folder that `write_int8` wrote.
+INT8: Final = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+        }
+    },
+    "ignore": ["lm_head"],
+}
 
 
 def xlnet_config(shape: Shape) -> dict[str, Any]:
@@ -55,8 +70,23 @@ def save_half(module: nn.Module, path: Path) -> None:
 
 def write_half(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Store tensors in float16."""
-    halves = {name: tensor.detach().cpu().half().contiguous() for name, tensor in tensors.items()}
-    save_file(halves, path, metadata={"format": "pt"})
+    _write({name: tensor.detach().cpu().half() for name, tensor in tensors.items()}, path)
+
+
+def write_int8(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Store the matrices of layers as `INT8` says, [M, K] with scales [M, 1] in float16, and all other tensors in float16."""
+    stored = {}
+    for name, tensor in tensors.items():
+        stored[name] = half = tensor.detach().cpu().half()
+        if name.endswith("_proj.weight"):
+            scale_M1 = (half.float().abs().amax(1, keepdim=True) / 127).half()
+            stored[name] = (half.float() / scale_M1.float()).round().clamp(-127, 127).to(torch.int8)
+            stored[f"{name}_scale"] = scale_M1
+    _write(stored, path)
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors leaves the file readable by its owner alone
 
 

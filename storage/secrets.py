@@ -23,7 +23,7 @@ _SECRET_PATHS = re.compile(
     r"(^|\.)(hooks\.slack\.com|discord(app)?\.com|webhook\.office\.com|logic\.azure\.com|hooks\.zapier\.com|"
     r"api\.telegram\.org|maker\.ifttt\.com)$"
 )
-_USER_INFO = re.compile(r"(\w+://)[^/\s@'\"]+@")
+_USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+@")  # without the scheme: to look for its beginning takes the square of a word's length
 _SIGNED = re.compile(
     r"((?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|sig|token|api[_-]?key|password)=)[^&\s'\"]+",
     re.IGNORECASE,
@@ -34,7 +34,7 @@ def redacted(text: str) -> str:
     """The text without values of secret environment variables, passwords in URLs, and URL signatures."""
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
-    text = _USER_INFO.sub(rf"\1{HIDDEN}@", text)
+    text = _USER_INFO.sub(f"{HIDDEN}@", text)
     return _SIGNED.sub(rf"\1{HIDDEN}", text)
 
 

@@ -7,6 +7,7 @@ finished folder stays. A folder with its final name is always complete.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +23,6 @@ from typing import Any
 
 import draftmill
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.local import lock_file
 
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
@@ -69,7 +70,7 @@ def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock file, if the file system has locks. The file is never deleted: another process may be waiting on it."""
     with path.open("a") as file:
         with suppress(OSError):  # no locks on this file system
-            lock_file(file)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -135,16 +136,27 @@ def content_hash(file: Path) -> str:
     return remember("content", [file], compute)
 
 
+YOUNG_S = 2.0
+"""A file that was changed so recently may change again without a new modification time: some file systems keep seconds."""
+
+
 def remember(what: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
-    """The result of `compute` for these files; cached by `what` and by the files' paths, sizes and modification times."""
+    """The result of `compute` for these files; cached by `what` and by the files' paths, sizes, modification times and inodes.
+
+    Nothing is cached for a file younger than YOUNG_S, or where the cache can't be written.
+    """
     stats = [(file, file.stat()) for file in files]
     parts = [f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}" for file, stat in stats]
     memo = cache_folder() / "hashes" / hashlib.sha256("\0".join([*parts, what]).encode()).hexdigest()[:32]
     with suppress(OSError, UnicodeDecodeError):
-        return memo.read_text(encoding="ascii")
+        if known := memo.read_text(encoding="ascii"):
+            return known
+    is_young = max((stat.st_mtime for _, stat in stats), default=0.0) > time.time() - YOUNG_S
     result = compute()
-    memo.parent.mkdir(parents=True, exist_ok=True)
-    partial = memo.with_name(f"{memo.name}.{secrets.token_hex(4)}")
-    partial.write_text(result, encoding="ascii")
-    partial.replace(memo)
+    if not is_young:
+        with suppress(OSError):
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            partial = memo.with_name(f"{memo.name}.{secrets.token_hex(4)}")
+            partial.write_text(result, encoding="ascii")
+            partial.replace(memo)
     return result

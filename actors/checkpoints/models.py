@@ -105,9 +105,7 @@ def _with_adapter(folder: Path, model: str, adapter: str, s3: S3Options | None) 
         place = _from_hub(adapter, None, ADAPTER_FIELD)
     _check_adapter(place, adapter, model)
     files = [place / name for name in ADAPTER_FILES]
-    digest = remember("adapter", files, lambda: hash_files(place, files))
-    held = sorted(file for file in folder.iterdir() if file.is_file())
-    return _merged_folder(folder, remember("model", held, lambda: model_hash(folder)), place.resolve(), digest)
+    return _merged_folder(folder, model_hash(folder), place.resolve(), hash_files(place, files))
 
 
 def adapter_hash(folder: Path) -> str | None:
@@ -125,7 +123,7 @@ def model_hash(folder: Path, hashed: Callable[[int], None] | None = None) -> str
     """SHA-256 over config.json, the weight files and the draft head, if any; depends on the content, not on the path.
 
     For a folder made from a GGUF file, it is a hash of that file; for one with a merged adapter, the hash of the checkpoint
-    without it. Raises UserError if the checkpoint is incomplete. Calls `hashed` with each number of bytes read.
+    without it. Raises UserError if the checkpoint is incomplete. `hashed` as in hash_files.
     """
     source = read_source(folder)
     if source is not None:
@@ -149,19 +147,28 @@ def tokenizer_hash(folder: Path, setting: str = "auto") -> str:
 
 
 def hash_files(folder: Path, files: Iterable[Path], hashed: Callable[[int], None] | None = None) -> str:
-    """SHA-256 over the relative names, sizes and contents of files."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        try:
+    """SHA-256 over the relative names, sizes and contents of files; remembered, since models are large.
+
+    Calls `hashed` with each number of bytes read, and not at all if the files are known.
+    """
+    ordered = sorted(files)
+    names = [str(file.relative_to(folder)) for file in ordered]
+
+    def compute() -> str:
+        digest = hashlib.sha256()
+        for file, name in zip(ordered, names, strict=True):
             with file.open("rb") as stream:
-                digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
+                digest.update(f"{name}\0{file.stat().st_size}\0".encode())
                 while data := stream.read(_CHUNK_BYTES):
                     digest.update(data)
                     if hashed is not None:
                         hashed(len(data))
-        except OSError as error:
-            raise UserError(f"{file} can't be read: {error.strerror}", field=FIELD) from None
-    return digest.hexdigest()
+        return digest.hexdigest()
+
+    try:
+        return remember("\0".join(["files", *names]), ordered, compute)
+    except OSError as error:
+        raise UserError(f"{error.filename} can't be read: {error.strerror}", field=FIELD) from None
 
 
 def user_error(error: Exception, field: str) -> UserError:

@@ -6,12 +6,14 @@ that begin alike after one another (`in_order`), those of the older unit before 
 samples, free slots are filled from the next unit.
 
 When the decoder raises, its samples are decoded again one at a time: a sample that fails alone is quarantined, the others
-succeed. When memory runs out, the number of rows is halved, and grows again later (`RowLimit`). When the device is lost,
-this process can decode nothing more: `step` raises DeviceLostError, and the caller must end the worker (faults.py).
+succeed. Such steps are counted, and the first error of each type is logged with its trace. When memory runs out, the number of
+rows is halved, and grows again later (`RowLimit`). When the device is lost, this process can decode nothing more: `step` raises
+DeviceLostError, and the caller must end the worker (faults.py).
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,6 +31,8 @@ from draftmill.actors.planning.beginnings import group_texts
 from draftmill.actors.rows.samples import Meter, Sample, length_of
 from draftmill.decoders.base import HOLE, Decoder, Outcome
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, StoreFull, UserError
+
+_log = logging.getLogger(__name__)
 
 
 class UnitIO(Protocol):
@@ -80,6 +84,7 @@ class UnitRunner:
         self._active: dict[int, Open] = {}
         self._suspects: deque[tuple[Open, Sample]] = deque()
         self._handles = 0
+        self._logged = set[type[Exception]]()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unit_io")
         self._answers: list[Receipt | Failure] = []
         self._meter = Meter(decoder)
@@ -268,6 +273,11 @@ class UnitRunner:
                 (unit.again if sample.has_begun else unit.waiting).appendleft(sample)
         else:
             self._suspects.extend(dropped)
+        if not out_of_memory:
+            self.decoder.stats.raised += 1
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                _log.warning("A step of %d samples raised; each is decoded again alone.", len(dropped), exc_info=error)
 
     def _empty_slots(self) -> None:
         self._resident.clear()

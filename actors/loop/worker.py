@@ -138,14 +138,15 @@ COLLECT_AFTER = 100_000
 def import_for_decoding(family: str, decoder: str) -> None:
     """Import the slow modules: torch, the decoder (`module:class`), and the classes for a model family."""
     gc.set_threshold(COLLECT_AFTER)
-    import draftmill.decoders.registry  # noqa: F401
+    import draftmill.decoders.registry
     from draftmill.decoders.backbones.families.table import FAMILIES
-    from draftmill.decoders.backbones.rotary_modules import has_own_modules
 
     importlib.import_module(decoder.partition(":")[0])
 
     causal = FAMILIES[family].causal
-    if causal is not None and not has_own_modules(causal):
+    if FAMILIES[family].rotary is not None:
+        import draftmill.decoders.backbones.network  # noqa: F401
+    elif causal is not None:
         import transformers
 
         for name in (causal.config_class, causal.module_class or causal.model_class):
@@ -222,7 +223,7 @@ def build_parts(
     on_gpu = networks.backbone.device.type != "cpu"
     most = most_canvases(job.task, job.decoder, job.unit_rows)
     max_rows = job.max_rows or auto_rows(most, gpu_rows=rows_of_launches(networks.backbone) if on_gpu else None)
-    stops = stops_of(job.task, folder, tokenizer, info)
+    stops = stops_of(job.task, job.sampling, folder, tokenizer, info)
     decoder = build(
         networks,
         info,
@@ -269,6 +270,13 @@ class Here:
     turns: Turns
     add: list[WorkUnit] = field(default_factory=list)
     forget: list[int] = field(default_factory=list)
+
+
+def idle_gpus(device: str) -> int:
+    """How many GPUs of this machine a job in this process leaves idle; none if it decodes on the CPU."""
+    import torch
+
+    return 0 if device == "cpu" else max(0, torch.cuda.device_count() - 1)
 
 
 class LocalPool:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from draftmill.actors.faults import DeviceLostError, lost_device
+from draftmill.actors.job import WorkerResources
 from draftmill.actors.loop.runner import unit_failure
 from draftmill.actors.loop.worker import Turns
 from draftmill.actors.messages import Effort, Failure, Receipt, Tally, WorkUnit
@@ -28,7 +29,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
 from draftmill.storage.runs.records import read_results
-from draftmill.storage.runs.unit_facts import CommittedUnit
+from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
 
@@ -64,6 +65,18 @@ class MeasureJob:
     row_s: float
     reference: str | None = None
     joiner: str | None = None
+
+    def on_ray(self, resources: WorkerResources) -> MeasureJob:
+        """The job for an actor: if it asked for no GPU, its judges are on the CPU, though it may see all GPUs of its node."""
+        if resources.gpus:
+            return self
+        metrics = (
+            metric
+            if metric.place is None or metric.place.device != "auto"
+            else replace(metric, place=replace(metric.place, device="cpu"))
+            for metric in self.metrics
+        )
+        return replace(self, metrics=tuple(metrics))
 
 
 @dataclass(slots=True)
@@ -175,7 +188,7 @@ class MeasureRunner:
         columns, errors = columns_of(chosen, rows, answers)
         keys = [(name, sample or 0) for name, sample in zip(*_keys(table), strict=True)]
         failpoint("measure.measured")
-        name = commit_metrics(
+        commit_metrics(
             store,
             unit=place.unit,
             pass_=place.pass_,
@@ -185,8 +198,8 @@ class MeasureRunner:
             code_version=job.code_version,
             errors=errors,
         )
-        failed = len(errors)
-        return CommittedUnit(unit.unit, name, "", len(rows), len(rows) - failed, failed, 0, 0, "")
+        failed, no_file = len(errors), bytes(32).hex()  # the driver needs the counts only
+        return CommittedUnit(unit.unit, unit_name(unit.unit), "", len(rows), len(rows) - failed, failed, 0, 0, no_file)
 
     def _measure_rows(
         self, index: int, rows: Sequence[MeasuredRow | None], wanted: Collection[int]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from draftmill.actors.task import as_tuple
-from draftmill.decoders.common_settings import Dtype, Settings
+from draftmill.decoders.common_settings import MODEL, Dtype, Place, Settings
 from draftmill.storage.stores.interface import is_local
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.@-]*$", max_length=100)]
@@ -48,6 +48,8 @@ class MetricBase(Settings):
     needs_text: ClassVar[bool] = True
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name"})
     better: ClassVar[Better | None] = None
+    is_proportion: ClassVar[bool] = False
+    """Whether a value is 0 or 1, and the mean a share of samples."""
 
     name: Column | None = Field(default=None, description="the metric's column, or the beginning of its columns' names")
 
@@ -86,6 +88,7 @@ class ReferenceMetric(MetricBase):
 class ExactMatch(ReferenceMetric):
     """1 if the text equals a reference, else 0: as they are, normalised as for SQuAD, or by the last number as for GSM8K."""
 
+    is_proportion: ClassVar[bool] = True
     kind: Literal["exact_match", "normalised_match", "number_match"]
 
 
@@ -172,7 +175,7 @@ class Judge(MetricBase):
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision", "device", "max_rows"})
     kind: Literal["judge"]
-    model: Annotated[str, Field(min_length=1)] = Field(description="the judge, found as model.path is")
+    model: Annotated[str, Field(min_length=1), MODEL] = Field(description="the judge, found as model.path is")
     revision: str | None = Field(default=None, description="of a hub model")
     prompt: Column | None = Field(default=None, description="a kept column with the text before the sample's")
     dtype: Dtype = Field(default="auto", description="as in model.dtype")
@@ -211,6 +214,7 @@ class PassAtK(MetricBase):
 
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "sandbox", "allow_code_execution"})
     better: ClassVar[Better | None] = "higher"
+    is_proportion: ClassVar[bool] = True
     kind: Literal["pass_at_k"]
     k: Ks = Field(default=(1,), description="the k of pass@k, at most sampling.n")
     program: Annotated[str, Field(min_length=1)] = Field(default=HUMANEVAL, description="Python with {text} and {NAME}")
@@ -249,7 +253,7 @@ class OwnMetric(MetricBase):
     needs_text: ClassVar[bool] = False
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "path"})
     kind: Literal["file"]
-    path: Annotated[str, Field(min_length=1)] = Field(description="the Python file")
+    path: Annotated[str, Field(min_length=1), Place()] = Field(description="the Python file")
     values: Annotated[tuple[Column, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
         default=(), description="keys of the dict that it returns"
     )

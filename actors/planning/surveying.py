@@ -30,7 +30,10 @@ from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.parallel import side_by_side
 
-SURVEYED: pa.Schema = pa.schema([*ROW_SCHEMA, BEGINNING])
+CONSTRAINED = pa.field("constrained", pa.bool_(), nullable=False)
+"""Whether one of the row's holes has a constraint."""
+
+SURVEYED: pa.Schema = pa.schema([*ROW_SCHEMA, BEGINNING, CONSTRAINED])
 
 HASH = pa.field("hash", pa.binary(16), nullable=False)
 """A column that tasks add to SURVEYED: hashes of the ids, by which the planner finds one that occurs twice."""
@@ -202,6 +205,7 @@ def table_of(
         "holes": column(lambda size: size.masked),
         "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in sizes], pa.string()),
         "sample": pa.array(np.zeros(len(rows), dtype=np.int32)),
+        CONSTRAINED.name: pa.array([isinstance(size, Size) and size.is_constrained for size in sizes], pa.bool_()),
         BEGINNING.name: beginnings([size.beginning if isinstance(size, Size) else None for size in sizes]),
     }
     return pa.Table.from_arrays([columns[name] for name in SURVEYED.names], schema=SURVEYED)

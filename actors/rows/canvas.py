@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.rows import masking
+from draftmill.actors.rows.constraints import rules_of
 from draftmill.actors.rows.fim import Infilling
 from draftmill.actors.rows.lengths import CAL_BIAS, OpenLengths
 from draftmill.actors.rows.masking import Range
@@ -35,13 +36,13 @@ from draftmill.actors.rows.row import (
     require,
     string_of,
     text_of,
-    token_error,
 )
 from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import (
     Columns,
+    ConstraintSettings,
     Given,
     Infill,
     Lines,
@@ -74,7 +75,7 @@ class Canvas:
 
     `settings` and `stops` are the row's own settings and stop strings; `endpoint` is the endpoint of an OpenAI request.
     With open `lengths` the holes have the greatest ones that fit, until those of a sample are found (`with_lengths`).
-    `rules` are the names that markers give to the constraints of holes, and `constraint` is what the results call them.
+    `rules` are the constraints of the holes, and `constraint` is what the results call them.
     """
 
     tokens: NDArray[np.int32]
@@ -88,7 +89,7 @@ class Canvas:
     endpoint: str | None = None
     hidden: NDArray[np.int32] | None = None
     scored: NDArray[np.int64] | None = None
-    rules: tuple[str | None, ...] = ()
+    rules: tuple[ConstraintSettings | None, ...] = ()
     constraint: str | None = None
     lengths: OpenLengths | None = None
 
@@ -100,7 +101,12 @@ class Canvas:
     @property
     def num_masked(self) -> int:
         """The maximum number of tokens to generate."""
-        return sum(end - start for start, end in self.holes) if self.infilling is None else sum(self.infilling.limits)
+        return sum(self.limits)
+
+    @property
+    def limits(self) -> list[int]:
+        """The most tokens of each hole, also of those that a causal model fills later."""
+        return [end - start for start, end in self.holes] if self.infilling is None else list(self.infilling.limits)
 
     @property
     def size(self) -> Size:
@@ -108,7 +114,8 @@ class Canvas:
         length = len(self.tokens) if self.infilling is None else self.infilling.longest
         if self.scored is not None:
             return Size(length, len(self.scored))
-        return Size(length, self.num_masked if self.score_from is None else length - self.score_from)
+        masked = self.num_masked if self.score_from is None else length - self.score_from
+        return Size(length, masked, is_constrained=any(self.rules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +123,13 @@ class Size:
     """A canvas's length in tokens, and the number of tokens to generate (or score).
 
     `beginning` are the tokens before the first one to generate, all tokens of a text to score; None where nothing is won by
-    knowing them (makers.shares_beginnings).
+    knowing them (makers.shares_beginnings). `is_constrained`: a hole has a constraint.
     """
 
     length: int
     masked: int
     beginning: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
+    is_constrained: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +152,10 @@ class RowMaker:
         made = self._make(self.prompter.fill(values), key, own)
         canvas = replace(made, settings=settings, stops=stops, endpoint=own.endpoint)
         given, maker = self.rules.constraint(own), self.rules.constraints
-        return canvas if given is None or maker is None else maker.applied(canvas, given)
+        if given is None or not canvas.limits:
+            return canvas
+        canvas = replace(canvas, rules=rules_of(given, canvas.rules, len(canvas.limits)))
+        return canvas if maker is None else maker.applied(canvas)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
         """Return the size of each row's canvas, or its error; rows are (values, key)."""
@@ -181,7 +192,6 @@ class CanvasMaker(RowMaker):
     task: Infill | Score
 
     def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
-        """`own` is unused here, since the holes' lengths are known."""
         mask = self._mask
         if self.columns.tokens is not None:
             tokens = given_ids(values, self.columns.tokens, self.info, nulls=mask.kind == "given")
@@ -191,16 +201,16 @@ class CanvasMaker(RowMaker):
         if isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
             return self._punch(self._encode(text_of(values, self.columns)), key)
         if isinstance(mask, Marker):
-            texts, lengths = self._split_at_markers(mask, values, mask.lengths)
-            names = tuple(name for _, name in lengths)
+            texts, lengths = self._split_at_markers(mask, values, mask.lengths, own)
+            rules = tuple(rule for _, rule in lengths)
             if self._hides_reference:
                 holes: Sequence[Piece] = [self._encode(text) for text in self._references(values, len(lengths))]
             elif any(least < most for (least, most), _ in lengths):
-                return replace(self._open(mask, texts, [pair for pair, _ in lengths], own), rules=names)
+                return replace(self._open(mask, texts, [pair for pair, _ in lengths], own), rules=rules)
             else:
                 holes = [most for (_, most), _ in lengths]
             pieces = [texts[0], *(piece for pair in zip(holes, texts[1:], strict=True) for piece in pair)]
-            return replace(self._join(pieces), rules=names)
+            return replace(self._join(pieces), rules=rules)
         text, ranges = self._hidden_text(values, key)
         return self._without_ranges(text, ranges)
 
@@ -300,18 +310,15 @@ class CanvasMaker(RowMaker):
         return replace(self._canvas(found.canvas(found.longest), None), lengths=found)
 
     def _split_at_markers(
-        self, mask: Marker, values: Values, default: Range
-    ) -> tuple[list[str], list[tuple[Range, str | None]]]:
-        """The texts around the holes; the fewest and the most tokens of each hole, `default` unless its marker says how many, and
-        the name of its constraint."""
+        self, mask: Marker, values: Values, default: Range, own: OwnSettings
+    ) -> tuple[list[str], list[tuple[Range, ConstraintSettings | None]]]:
+        """As masking.split_at_markers; the names are those of the row's constraints."""
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
             return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [(default, None)]
-        named = isinstance(self.task, Infill) and isinstance(self.task.constraint, dict)
-        parts = masking.marker_pattern(mask.marker, named=named).split(text_of(values, self.columns))
-        if len(parts) == 1:
-            raise token_error("marker_absent", f"the text has no marker {mask.marker!r}")
-        return parts[::2], [masking.hole_of(written, default) for written in parts[1::2]]
+        given = own.constraint if self.rules is None else self.rules.constraint(own)
+        named = None if isinstance(self.task, Score) else given if isinstance(given, Mapping) else {}
+        return masking.split_at_markers(text_of(values, self.columns), mask.marker, default, named)
 
     @property
     def _hides_reference(self) -> bool:

@@ -60,13 +60,9 @@ class ConstraintMaker:
         self._is_causal = info.kind == "causal"
         self._automata = OrderedDict[str, Automaton | Grammar | str]()
 
-    def applied(self, canvas: Canvas, given: Any) -> Canvas:
-        """The canvas with the constraint of each of its holes; RowError if a hole can't be filled so."""
-        row, numbers = canvas.infilling, canvas.holes
-        lengths = [end - start for start, end in numbers] if row is None else list(row.limits)
-        if not lengths:
-            return canvas
-        rules = _rules_of(given, canvas.rules, len(lengths))
+    def applied(self, canvas: Canvas) -> Canvas:
+        """The canvas with an automaton for each of its holes' constraints; RowError if a hole can't be filled so."""
+        row, rules, lengths = canvas.infilling, canvas.rules, canvas.limits
         automata = [None if rule is None else self.compiled(rule) for rule in rules]
         name = ", ".join(dict.fromkeys(rule.name or rule.kind for rule in rules if rule is not None)) or None
         parts = [(automaton,) for automaton in automata] if row is not None else [tuple(automata)]
@@ -218,22 +214,25 @@ def _check_keyword(key: str, value: Any, schema: Mapping[str, Any]) -> None:
         _refuse("json_schema: additionalProperties can't be kept without properties; allowed: name the properties")
 
 
-def _rules_of(given: Any, names: Sequence[str | None], count: int) -> Sequence[ConstraintSettings | None]:
-    """The rule of each hole."""
+Rules = tuple[ConstraintSettings | None, ...]
+"""The constraint of each hole, None for none."""
+
+
+def rules_of(given: Any, named: Rules, count: int) -> Rules:
+    """The constraint of each of `count` holes by the row's or the task's; `named` are those that markers name."""
     if isinstance(given, Mapping):
-        if len(names) != count:
+        if len(named) != count:
             _refuse(
-                f"{count} holes have {len(names)} markers: two markers stand side by side; allowed: text between them"
+                f"{count} holes have {len(named)} markers: two markers stand side by side; allowed: text between them"
+                if named
+                else "only markers name constraints; allowed: one, or a list"
             )
-        unknown = [name for name in names if name is not None and name not in given]
-        if unknown:
-            _refuse(f"a marker names {unknown[0]!r}; allowed: {', '.join(given)}")
-        return [None if name is None else given[name] for name in names]
+        return named
     if isinstance(given, ConstraintSettings):
-        return [given] * count
+        return (given,) * count
     if len(given) != count:
         _refuse(f"{len(given)} constraints, but the row has {count} holes; allowed: one for each")
-    return list(given)
+    return tuple(given)
 
 
 def read_constraint(value: Any) -> Any:

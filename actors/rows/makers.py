@@ -52,6 +52,7 @@ from draftmill.actors.task import (
     Chat,
     Columns,
     Complete,
+    ConstraintSettings,
     Infill,
     Marker,
     Prompt,
@@ -391,20 +392,22 @@ class FimMaker(CanvasMaker):
         task = self.task
         if own.max_new_tokens is not None:
             task = task.model_copy(update={"max_new_tokens": own.max_new_tokens})
-        pieces, limits, names = replace(self, task=task)._row(values, key)
+        pieces, limits, rules = replace(self, task=task)._row(values, key, own)
         row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
         if row.room is not None and row.room < 1:
             reason = f"a hole of up to {max(limits)} tokens leaves no room for text"
             raise token_error("too_long", f"{reason}; the model takes {self.info.max_length}")
         tokens = row.ask([]).canvas
-        return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row, rules=names)
+        return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row, rules=rules)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
         """Return the size of each row's longest canvas, or its error; rows are (values, key)."""
         return [self._size(values, key) for values, key in rows]
 
-    def _row(self, values: Values, key: int) -> tuple[list[IDS], list[int], tuple[str | None, ...]]:
-        """The visible pieces, the maximum tokens of each hole, and what its marker names."""
+    def _row(
+        self, values: Values, key: int, own: OwnSettings
+    ) -> tuple[list[IDS], list[int], tuple[ConstraintSettings | None, ...]]:
+        """The visible pieces, the maximum tokens of each hole, and the constraint that its marker names."""
         mask = self.task.mask
         if isinstance(mask, SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
             if self.columns.tokens is not None:
@@ -415,15 +418,15 @@ class FimMaker(CanvasMaker):
             hidden[masked_positions(mask, key, len(ids))] = True
             ranges = list(runs(hidden))
             return [ids[start:end] for start, end in _visible(ranges, len(ids))], [self._limit] * len(ranges), ()
-        names: tuple[str | None, ...] = ()
+        rules: tuple[ConstraintSettings | None, ...] = ()
         if isinstance(mask, Marker):
-            texts, said = self._split_at_markers(mask, values, (self._limit, self._limit))
-            limits, names = [most for (_, most), _ in said], tuple(name for _, name in said)
+            texts, said = self._split_at_markers(mask, values, (self._limit, self._limit), own)
+            limits, rules = [most for (_, most), _ in said], tuple(rule for _, rule in said)
         else:
             text, ranges = self._hidden_text(values, key)
             texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [self._limit] * len(ranges)
         behind = [check_ids(self._tokenizer().encode_behind(text), self.info) for text in texts[1:]]
-        return [self._encode(texts[0]), *behind], limits, names
+        return [self._encode(texts[0]), *behind], limits, rules
 
     @property
     def _limit(self) -> int:

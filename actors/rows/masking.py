@@ -5,16 +5,25 @@ Every choice takes the places with the least noise, so it is a function of the s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.rows.row import token_error
-from draftmill.actors.task import AUTO_LENGTHS, MOST_LENGTHS, Lines, Random, Sentences, SpanFraction, Spans
+from draftmill.actors.task import (
+    AUTO_LENGTHS,
+    MOST_LENGTHS,
+    ConstraintSettings,
+    Lines,
+    Random,
+    Sentences,
+    SpanFraction,
+    Spans,
+)
 from draftmill.decoders.draws.keys import MASK, uniforms
-from draftmill.storage.errors import RowError
+from draftmill.storage.errors import RowError, list_names
 
 Range = tuple[int, int]
 """[start, end)"""
@@ -132,41 +141,67 @@ def merge(ranges: Iterable[Range], size: int) -> list[Range]:
     return out
 
 
-@lru_cache(maxsize=16)
-def marker_pattern(marker: str, *, named: bool = False) -> re.Pattern[str]:
-    """A pattern for the marker; its one group is what it says of its hole.
+def split_at_markers(
+    text: str, marker: str, default: Range, named: Mapping[str, ConstraintSettings] | None
+) -> tuple[list[str], list[tuple[Range, ConstraintSettings | None]]]:
+    """The texts around the holes; the fewest and the most tokens of each hole, `default` unless its marker says how many, and its
+    constraint, one of those `named` (None: a marker may name any, and none is kept).
 
-    `<mask>` may say a length, as in `<mask:12>`, `<mask:4-12>` or `<mask:auto>`, if it ends in a closing bracket; where
-    constraints have names (`named`) also one of these, as in `<mask:int>` or `<mask:int:4>`. In `{{...}}` the dots stand for a
-    label before that: `{{age:int:4}}`.
+    RowError without a marker, and for what begins like one: a hole that stays in the text would be found too late.
     """
-    says = r"(?::\w+(?:-\d+)?){0,2}" if named else r"(?::\d+(?:-\d+)?|:auto)?"
-    head, dots, tail = marker.partition("...")
-    if dots:
-        return re.compile(rf"{re.escape(head)}(\w*{says}){re.escape(tail)}")
-    if marker[-1] in _CLOSING and len(marker) > 1:
-        return re.compile(rf"{re.escape(marker[:-1])}({says}){re.escape(marker[-1])}")
-    return re.compile(f"{re.escape(marker)}()")
+    pattern, begins = _marker_pattern(marker)
+    pieces = pattern.split(text)
+    for piece in pieces[::2]:
+        if begins and begins in piece:
+            raise bad_mask(f"{piece[piece.index(begins) :][:40]!r} begins like a marker, but has no end on its line")
+    if len(pieces) == 1:
+        raise token_error("marker_absent", f"the text has no marker {marker!r}")
+    return pieces[::2], [_hole_of(written, default, named) for written in pieces[1::2]]
 
 
-def hole_of(written: str, default: Range) -> tuple[Range, str | None]:
-    """The fewest and the most tokens of a hole, and the name of its constraint; `written` is what its marker says: '', ':12',
-    ':4-12', ':auto', ':int', 'age:int:12'."""
-    lengths, name = default, None
-    for part in written.split(":")[1:]:
-        least, dash, most = part.partition("-")
-        if part == "auto":
+@lru_cache(maxsize=16)
+def _marker_pattern(marker: str) -> tuple[re.Pattern[str], str]:
+    """A pattern for the marker, whose one group is what it says of its hole, and how a marker begins that says something.
+
+    `<mask>` may say a length, as in `<mask:12>`, `<mask:4-12>` or `<mask:auto>`, if it ends in a closing bracket, or the name of
+    a constraint, as in `<mask:int>` or `<mask:int:4>`. In `{{...}}` the dots stand for a label before that: `{{age:int:4}}`.
+    """
+    head, _, tail = marker.partition("...")
+    if not head or not tail:
+        if marker[-1] not in _CLOSING or len(marker) == 1:
+            return re.compile(f"{re.escape(marker)}()"), ""
+        head, tail, colon = marker[:-1], marker[-1], ":"
+    else:
+        colon = ""
+    inside = "." if head[0].isalnum() else rf"[^\n{re.escape(head[0])}]"
+    says = f"{inside}*?" if not colon else f"(?::{inside}*?)?"
+    return re.compile(f"{re.escape(head)}({says}){re.escape(tail)}"), head + colon
+
+
+def _hole_of(
+    written: str, default: Range, named: Mapping[str, ConstraintSettings] | None
+) -> tuple[Range, ConstraintSettings | None]:
+    """What a marker says of its hole: '', ':12', ':4-12', ':auto', ':int', 'age:int:12', or 'int', a label that is a name."""
+    label, *parts = written.split(":")
+    if not parts and (label == "auto" or label in (named or ())):
+        label, parts = "", [label]
+    lengths: Range | None = None
+    rule: ConstraintSettings | None = None
+    if not re.fullmatch(r"\w*", label):
+        raise bad_mask(f"a marker says {written!r}; allowed: a label of letters and digits, then :12, :4-12 or a name")
+    for part in parts:
+        numbers = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        if rule is None and part in (named or ()):
+            rule = (named or {})[part]
+        elif lengths is None and part == "auto":
             lengths = AUTO_LENGTHS
-        elif not least.isdecimal():
-            name = part
-        else:
-            lengths = _length(least), _length(most if dash else least)
-            if not lengths[0] <= lengths[1] < lengths[0] + MOST_LENGTHS:
-                raise bad_mask(f"a marker says {part}; allowed: the fewer first, at most {MOST_LENGTHS} lengths")
-    return lengths, name
-
-
-def _length(written: str) -> int:
-    if len(written) > 9 or int(written) == 0:
-        raise bad_mask(f"a marker says {written}: a hole has at least one token")
-    return int(written)
+        elif lengths is None and numbers:
+            lengths = int(numbers[1]), int(numbers[2] or numbers[1])
+            if not 1 <= lengths[0] <= lengths[1] < lengths[0] + MOST_LENGTHS:
+                raise bad_mask(
+                    f"a marker says {part}; allowed: from 1 on, the fewer first, at most {MOST_LENGTHS} lengths"
+                )
+        elif named is not None or numbers or not re.fullmatch(r"\w+", part):
+            names = f", and a name: {list_names(named)}" if named else ""
+            raise bad_mask(f"a marker says {written!r}; allowed: a length, such as :12, :4-12 or :auto{names}")
+    return lengths or default, rule

@@ -112,10 +112,13 @@ class RowRules:
 
     def settings(self, own: OwnSettings) -> tuple[RowSettings, StopStrings | None]:
         """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
-        stops = None
-        if own.stop:
+        stops, texts = None, own.stop
+        min_new = own.penalties.get("min_new_tokens", self.sampling.min_new_tokens)
+        if texts is None and min_new != self.sampling.min_new_tokens:
+            texts = getattr(self.task, "stop", ())
+        if texts:
             assert self.tokenizer is not None, "stop strings without a tokenizer are refused"
-            stops = StopStrings(self.tokenizer, own.stop, skip_special=self._skips_special)
+            stops = StopStrings(self.tokenizer, texts, skip_special=self._skips_special, min_new=min_new)
         return RowSettings(
             temperature=own.temperature,
             top_p=own.top_p,

@@ -134,7 +134,7 @@ def _completed_text(
         return None
     kept = outcome.tokens[: -1 if outcome.finish == "eos" else None].tolist()
     text = tokenizer.continuation(kept, skip_special=skip_special)
-    return text if outcome.finish != "stop" or stops is None else stops.cut(text)
+    return text if outcome.finish != "stop" or stops is None else stops.cut(text, outcome.tokens.tolist())
 
 
 def _score_columns(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class RowUnitIO:
     ) -> None:
         self._job = job
         self._store = open_store(job.store_url, s3=job.s3)
-        self._plan = PlanTable(self._store)
+        self._plan = PlanTable(self._store, job.parts)
         self._tokenizer = tokenizer
         self._maker = maker_for(
             job.task,
@@ -222,7 +222,7 @@ class RowUnitIO:
             prompt=job.prompt,
             chat=job.chat,
         )
-        self._stops = stop_strings(job.task, tokenizer)
+        self._stops = stop_strings(job.task, job.sampling, tokenizer)
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)
@@ -259,7 +259,6 @@ class RowUnitIO:
                 fingerprint=self._job.fingerprint,
                 code_version=self._job.code_version,
                 pass_=unit.pass_,
-                conditional=self._job.conditional,
                 attempt=unit.attempt,
                 exact=self._exact,
                 trace=_trace_table(unit, samples) if self._job.trace else None,

@@ -420,7 +420,7 @@ def find_sandbox(wanted: Kind | Literal["auto"] = "auto", *, field: str = "sandb
 def problem(kind: Kind) -> str | None:
     """Why this kind of sandbox does not hold here; None if it does. Tried once per process."""
     if not is_supported():
-        return "only Linux on x86_64 and aarch64 is is_supported"
+        return "only Linux on x86_64 and aarch64 is supported"
     if kind == "bwrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     with tempfile.TemporaryDirectory() as folder:

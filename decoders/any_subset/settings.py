@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelKind
-from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.common_settings import FOLDER, DecoderChoice
 
 
 class AnySubsetSettings(DecoderChoice):
@@ -45,7 +45,9 @@ class AssdSettings(DecoderChoice):
         default=5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
     )
     drafter: Literal["self", "ngram"] = Field(default="self", description="the model itself, or n-grams of the canvas")
-    head: str = Field(default="auto", min_length=1, description="auto: the model's own; none; or a draft head's folder")
+    head: Annotated[str, FOLDER] = Field(
+        default="auto", min_length=1, description="auto: the model's own; none; or a draft head's folder"
+    )
     fused: Literal["none", "rows"] = Field(default="none", description="rows: one forward verifies and drafts anew")
     rows: Literal["all", "ends"] = Field(default="all", description="fused: prepare for all outcomes or for two")
 

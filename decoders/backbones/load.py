@@ -105,7 +105,7 @@ def load_backbone(
     if exact and share is not None and place != "cpu":
         raise ValueError(f"model.exact: true, but workers.gpus_per_model is {share.count}; allowed on GPUs: 1")
     problems = {
-        f"family {entry.name!r} has no small form": entry.causal is None and not entry.any_causal,
+        f"family {entry.name!r} has no small form": entry.ddit is not None or not entry.rows_are_tokens,
         "model.dtype is float64": torch_dtype == torch.float64,
         "workers.gpus_per_model is above 1": share is not None,
         "model.exact has other products on a GPU": exact and place != "cpu",
@@ -135,7 +135,7 @@ def _load_module(
 ) -> TokenBackbone:
     from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
     from draftmill.decoders.backbones.ddit import DDiTBackbone
-    from draftmill.decoders.backbones.llada2 import LLaDA2Backbone
+    from draftmill.decoders.backbones.network import RotaryBackbone
     from draftmill.decoders.backbones.self_test import check_masking
     from draftmill.decoders.backbones.transformer import TransformerBackbone
 
@@ -146,11 +146,12 @@ def _load_module(
     full = family.full_names(weights)
     weights = {full[name]: tensor for name, tensor in weights.items()}
     kinds: Any = {"exact": exact, "small": small}
-    backbone: AnyCausalBackbone | DDiTBackbone | LLaDA2Backbone | TransformerBackbone
+    backbone: AnyCausalBackbone | DDiTBackbone | RotaryBackbone | TransformerBackbone
     if family.ddit is not None:
         backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device, exact=exact)
-    elif family.llada2 is not None:
-        backbone = LLaDA2Backbone(family.llada2(config), weights, dtype=dtype, device=device, exact=exact)
+    elif family.rotary is not None:
+        weights = family.convert(weights)
+        backbone = RotaryBackbone(family.rotary(config), weights, dtype=dtype, device=device, **kinds)
     elif family.any_causal:
         backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, **kinds)
     else:

@@ -4,8 +4,8 @@ On a CPU oneDNN sums every output in one order whatever the number of rows, from
 where the library behind `functional.linear` has kernels of its own for few rows: batches need no padding to agree bit by bit, and
 large products are somewhat faster as well. self_test.py tests on each machine whether all that holds.
 
-On a GPU the order follows the number of rows in products, and in the means that transformers' norms take. A model that must be
-exact there (`model.exact: true`) has other layers in their place, which cost speed.
+On a GPU the order follows the number of rows in products. A model that must be exact there (`model.exact: true`) has other layers
+in their place, which cost speed.
 
 Knows nothing of models. Legend: K in, M out.
 """
@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from draftmill.decoders.kernels.find import demanded, find_fixed_product
 
@@ -60,19 +59,6 @@ class FixedLinear(nn.Module):
         return out_NM.view(*rows_RK.shape[:-1], self.out_features)
 
 
-class FixedNorm(nn.Module):
-    """weight * x / rms(x) over the last dimension, in float32. torch's own kernel takes a block of threads of one size for each
-    row; a mean by its general reduction, as in transformers' modules, takes more threads for a row the fewer rows there are."""
-
-    def __init__(self, weight_D: Tensor, epsilon: float) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = weight_D, epsilon
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Return the normed rows, any number of leading dimensions."""
-        return functional.rms_norm(rows, self.weight.shape, self.weight, self.variance_epsilon)
-
-
 class UnsetLinear(nn.Linear):
     """A linear layer without random initialisation, since its weight comes from a checkpoint; saves time with many experts."""
 
@@ -98,16 +84,11 @@ def pack_products(module: nn.Module) -> None:
 
 
 def fix_products(module: nn.Module) -> None:
-    """Replace every linear layer and every root-mean-square norm below `module` by a fixed one, in place; ValueError as
-    FixedLinear."""
+    """Replace every linear layer below `module` by a fixed one, in place; ValueError as FixedLinear."""
     if not hasattr(torch.ops.aten, "_fused_rms_norm"):
+        # Older versions take the mean of a norm by a general reduction: more threads for a row the fewer rows there are.
         raise ValueError(f"model.exact: true needs torch 2.9 or later on a GPU, and here is {torch.__version__}")
     replace_products(module, FixedLinear)
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if hasattr(child, "variance_epsilon"):
-                norm: Any = child
-                setattr(parent, name, FixedNorm(norm.weight, norm.variance_epsilon))
 
 
 def replace_products(

@@ -27,17 +27,18 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
-from draftmill.decoders.backbones.families.causal import head_width, parse_config
+from draftmill.decoders.backbones.families.causal import head_width
 from draftmill.decoders.backbones.load import load_weights
+from draftmill.decoders.backbones.network import RotaryBackbone, Rotation
 from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_pack
-from draftmill.decoders.backbones.rotary_modules import Rotation, is_plain
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.speculator_files import SpeculatorConfig, read_speculator
+from draftmill.decoders.backbones.split import SplitBackbone
 from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone, TransformerBackbone
 from draftmill.decoders.kernels.find import forget_verdicts, verdicts
 
-Turn = tuple[Tensor, Tensor]
-"""Cosines and sines by which heads are turned, [P, 1, d] each."""
+Turn = Tensor
+"""Cosines and sines by which heads are turned (network.py), [2, P, 1, d]."""
 Attend = Callable[..., Tensor]
 """(layer, queries [P, H, d], keys and values [P, X, d], scores=) -> [P, H, d]."""
 
@@ -78,8 +79,7 @@ class _Layer(nn.Module):
         if hasattr(attention, "q_norm"):
             heads_PHd = getattr(attention, f"{letter}_norm")(heads_PHd)
         cos_P1d, sin_P1d = turn
-        one, other = heads_PHd.chunk(2, -1)
-        return heads_PHd * cos_P1d + torch.cat([-other, one], -1) * sin_P1d
+        return heads_PHd * cos_P1d + heads_PHd.roll(self.head_width // 2, -1) * sin_P1d
 
     def held(self, rows_PD: Tensor, turn: Turn) -> Tensor:
         """Keys and values of rows, as a cache takes them, [P, X, d]."""
@@ -145,31 +145,14 @@ class DraftStack(nn.Module):
 
 def shape_of(head: SpeculatorConfig, names: Collection[str], *, target_vocab: int, num_read: int) -> Any:
     """The sizes of a head whose file has tensors of these `names`, for a target of `target_vocab` ids. It reads `num_read`
-    numbers of a column. The `config` is that of transformers."""
+    numbers of a column."""
     own = {
         "vocab_size": head.draft_vocab,
         "head_dim": head_width(head.parsed),
-        "config": head.parsed if is_plain(head.parsed) else parse_config(head.family, head.fields),
     }
     more = {"target_vocab": target_vocab, "num_read": num_read, "names": frozenset(names), "head": head}
     more["num_last"] = head.parsed.hidden_size + head.markov_rank
     return SimpleNamespace(**vars(head.parsed) | own | more)
-
-
-def turns_of(config: Any, device: torch.device) -> Callable[[Tensor, Tensor], Turn]:
-    """The cosines and sines of positions [P] in the dtype of other numbers, [P, 1, d] each."""
-    if is_plain(config):
-        angles: Any = Rotation(config).to(device)
-    else:
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
-        angles = Qwen3RotaryEmbedding(config).to(device)
-
-    def turns(like: Tensor, position_P: Tensor) -> Turn:
-        cos_1Pd, sin_1Pd = angles(like, position_P.unsqueeze(0))
-        return cos_1Pd[0].unsqueeze(1), sin_1Pd[0].unsqueeze(1)
-
-    return turns
 
 
 class Speculator(NetworkBackbone):
@@ -187,7 +170,8 @@ class Speculator(NetworkBackbone):
         if self.heads is not None:
             weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], weights.pop("markov_w2")], 1)
         shape = shape_of(head, weights, target_vocab=target.vocab_size, num_read=num_read)
-        self._turns = turns_of(shape.config, device)
+        width = shape.head_dim
+        self._rotation = Rotation(shape.rope_parameters, width, width, shape.max_position_embeddings, dtype, device)
         named = {name if name.startswith("lm_head.") else f"model.{name}": weights.pop(name) for name in list(weights)}
         named["model.word_embeddings.weight"] = named.pop("model.embed_tokens.weight")
         super().__init__(DraftStack, shape, named, dtype=dtype, device=device, exact=exact)
@@ -210,10 +194,10 @@ class Speculator(NetworkBackbone):
         if self.speculator.kind == "eagle3":
             self.cache.write_rows(-2, rows.slot_N, rows.column_N, joined_PD[:count])
             return
-        turn = self._turns(joined_PD, nn.functional.pad(rows.position_N, padded[2:]))
+        turn_2P1d = self._rotation.at(nn.functional.pad(rows.position_N, padded[2:])).unsqueeze(2)
         places = self.cache.any_places(rows.slot_N, rows.column_N)
         for layer in stack.layers:
-            self.cache.write(layer.index, places, layer.held(joined_PD, turn)[:count])
+            self.cache.write(layer.index, places, layer.held(joined_PD, turn_2P1d)[:count])
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         states_PD, is_eagle = None, self.speculator.kind == "eagle3"
@@ -222,8 +206,8 @@ class Speculator(NetworkBackbone):
             held, columns_N = (-1, rows.column_N - 1) if rows.takes_drafts else (-2, rows.column_N)
             states_ND = self.cache.read_rows(held, rows.slot_N, columns_N, self.width)
             states_PD = nn.functional.pad(states_ND, (0, 0, 0, len(tokens_P) - len(states_ND)))
-        turn = self._turns(self.embedding_VD[:0].to(self.dtype), positions_P)
-        normed_PD, own_PD = self.base(tokens_P, states_PD, turn, partial(attend_rows, layout=layout))
+        turn_2P1d = self._rotation.at(positions_P).unsqueeze(2)
+        normed_PD, own_PD = self.base(tokens_P, states_PD, turn_2P1d, partial(attend_rows, layout=layout))
         if is_eagle:
             self.cache.write_rows(-1, rows.slot_N, rows.column_N, own_PD[: rows.num_rows])
         final_PD: Tensor = normed_PD
@@ -304,8 +288,8 @@ def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor 
 def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Speculator:
     """Load a head onto the device of its target; ValueError as read_speculator, where its tensors do not fit its config, or where
     the target is of a kind whose layers can't be read."""
-    one_process = isinstance(target, TransformerBackbone) and target.may_be_lean
-    if not (one_process or isinstance(target, AnyCausalBackbone)):
+    kinds = RotaryBackbone, TransformerBackbone, AnyCausalBackbone
+    if not isinstance(target, kinds) or isinstance(target, SplitBackbone):
         raise ValueError(
             "decoder.drafter.kind: 'head' reads states of the model's layers; allowed: a causal model on one device"
         )

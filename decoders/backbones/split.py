@@ -2,7 +2,7 @@
 
 The split is transformers' own tensor-parallel plan (`base_model_tp_plan`): q, k, v, gate and up by their outputs, o and down by
 their inputs, whose partial sums the processes exchange. Norms, embeddings and the output layer are whole in each. A process runs
-transformers' unmodified module for a config with fewer heads. Rank 0 decodes; it tells the others each call of its backbone, and
+the network of a config with fewer heads. Rank 0 decodes; it tells the others each call of its backbone, and
 they repeat it (`follow`). Partial sums are added in the order of the ranks, so every rank has the same bits in any batch.
 
 A call is told by two messages: a header of integers, from host to host (gloo), and its arrays as one int64 tensor, from device to
@@ -23,10 +23,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, distributed, nn
 
-from draftmill.decoders.backbones.families.causal import CausalFamily
+from draftmill.decoders.backbones.families.causal import CausalFamily, rotary_shape
 from draftmill.decoders.backbones.families.shares import Share, kind_of, share_of_config
+from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.rows import TokenRows
-from draftmill.decoders.backbones.transformer import TransformerBackbone
 
 # An idle leader says nothing for as long as the driver has no work. A killed process is noticed by its closed connection; by GPUs
 # in the middle of a forward it is not: then the actor that watches the group ends it (actors/ray/pool.py).
@@ -103,11 +103,9 @@ def gather(own: Tensor, count: int) -> tuple[Tensor, ...]:
     return parts.chunk(count)
 
 
-class SplitBackbone(TransformerBackbone):
+class SplitBackbone(RotaryBackbone):
     """A rank's part of a causal model; `weights` are its shares. On rank 0, after `lead`, it is a backbone like any other. The
     constructor raises RuntimeError if the ranks' self-tests found different shape rules."""
-
-    may_be_lean = False  # sums of all ranks take the place of some products
 
     def __init__(
         self,
@@ -120,11 +118,13 @@ class SplitBackbone(TransformerBackbone):
         device: torch.device | str,
     ) -> None:
         self._leads = False
-        super().__init__(family, share_of_config(family, config, share), weights, dtype=dtype, device=device)
+        shape = rotary_shape(family, share_of_config(family, config, share))
+        super().__init__(shape, weights, dtype=dtype, device=device)
         for parent in list(self.base.modules()):
             for name, child in list(parent.named_children()):
                 if kind_of(f".{name}.weight") == "rows":
                     setattr(parent, name, Summed(child, share.count))
+        self.bind()
         # A graph is replayed without this module: nobody would tell the others, and the sums would wait for them for ever.
         self.captures = False
         own = torch.tensor([*astuple(self.rules), self._row_multiple])
@@ -150,7 +150,7 @@ class SplitBackbone(TransformerBackbone):
 
 def _leading(name: str) -> Callable[..., None]:
     """A method of the backbone that the leader tells the other ranks before it does the same."""
-    plain: Callable[..., None] = getattr(TransformerBackbone, name)
+    plain: Callable[..., None] = getattr(RotaryBackbone, name)
 
     def method(self: SplitBackbone, *arguments: Any) -> None:
         if self._leads:

@@ -29,20 +29,18 @@ from draftmill.decoders.backbones.families.causal import (
     head_width,
     key_value_heads,
     parse_config,
-    read_config,
 )
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
     FixedLinear,
     PackedLinear,
+    UnsetLinear,
     block_of_rows,
     can_pack,
     fix_products,
     pack_products,
 )
-from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers, own_layers
-from draftmill.decoders.backbones.rotary_modules import RotaryModel, has_own_modules, is_plain
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.backbones.small_weights import SmallLinear, shrink_products
@@ -59,8 +57,8 @@ class ModuleBackbone(OnSlots, ABC):
     sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is written at column 0: a masked
     column weighs 0, but 0 times NaN is NaN."""
 
-    layers_by = "own network"
-    """What runs the layers, and why nothing faster does: for the eyes of users."""
+    layers_by: ClassVar[str] = "own network"
+    """What runs the layers, for the eyes of users."""
     kernels: Mapping[str, str] = MappingProxyType({})
     """What was found for each kernel that this model asked for (decoders/kernels/find.py)."""
     is_foreign: ClassVar[bool] = False
@@ -79,7 +77,7 @@ class ModuleBackbone(OnSlots, ABC):
         self.device, self.dtype = torch.device(device), dtype
         self.model, self.windows = model, windows
         self.base, self.head = self._stack(model), model.get_output_embeddings()
-        inner = [num_out for _, _, num_out, _ in products(self.base)]
+        inner = getattr(parsed, "widths", None) or [num_out for _, _, num_out, _ in products(self.base)]
         self._inner = max(inner)
         mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
         of_experts = {id(part) for mixture in mixtures for part in mixture.experts.modules()}
@@ -118,8 +116,6 @@ class ModuleBackbone(OnSlots, ABC):
         if is_fixed:
             self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
-        self.lean: RotaryLayers | None = None
-        """Runs the layers instead of `base`, where there is such a form."""
         self.reader: Any = None
         """The draft head that reads states of the layers, if any (speculators.py); its cache follows this one's."""
         self._hooks, self._tapped = list[Any](), dict[int, Tensor]()
@@ -192,8 +188,9 @@ class ModuleBackbone(OnSlots, ABC):
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
         if self.reader is not None:
-            noted = self._tapped if self.lean is None else self.lean.tapped
-            states = [noted.pop(number).view(-1, self.width)[:count] for number in self.reader.speculator.layer_ids]
+            states = [
+                self._tapped.pop(number).view(-1, self.width)[:count] for number in self.reader.speculator.layer_ids
+            ]
             self.reader.read(torch.cat(states, 1), rows)
         self.sums_N = hidden_ND.sum(1, dtype=torch.float64)
         return hidden_ND
@@ -205,9 +202,6 @@ class ModuleBackbone(OnSlots, ABC):
             hook.remove()
         self._hooks, self.reader = [], reader
         ids = () if reader is None else reader.speculator.layer_ids
-        if self.lean is not None:
-            self.lean.taps = frozenset(ids)
-            return
         layers: Any = getattr(self.base, "layers", None) or getattr(self.base, "h", None)
         if ids and not layers:
             raise ValueError(f"decoder.drafter.kind: 'head' can't read the layers of {type(self.base).__name__}")
@@ -322,8 +316,6 @@ class TransformerBackbone(ModuleBackbone):
     small_weights.py."""
 
     layers_by = "transformers' code"
-    may_be_lean: ClassVar[bool] = True
-    """Whether the layers may run without transformers' wrappers, see rotary.py."""
 
     def __init__(
         self,
@@ -336,31 +328,18 @@ class TransformerBackbone(ModuleBackbone):
         exact: bool = False,
         small: str = "auto",
     ) -> None:
-        where, parsed = torch.device(device), read_config(family, config)
-        # On a CPU in float32 rotary.py runs the layers of the rotary families; all else is transformers' code.
-        is_own = self.may_be_lean and has_own_modules(family) and is_plain(parsed)
-        is_own = is_own and where.type == "cpu" and dtype == torch.float32
-        if not is_own:
-            parsed = parse_config(family, config)
+        where, parsed = torch.device(device), parse_config(family, config)
         first = where if small == "auto" else torch.device("cpu")
         ready = {name: weights.pop(name).to(device=first, dtype=dtype) for name in list(weights)}
-        model = load_module(family, parsed, ready, first, is_own=is_own)
+        model = load_module(family, parsed, ready)
         ready.clear()
         if small != "auto":
             shrink_products(model.base_model, small, where)
             model.to(where)
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where, exact=exact)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
-        if self.may_be_lean:
-            found = own_layers(self) if is_own else lean_layers(self)
-            if isinstance(found, str):
-                self.layers_by += f" ({found})"
-            else:
-                self.lean, self.layers_by = found, found.name
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
-        if self.lean is not None:
-            return self.lean(tokens_P, positions_P, layout)
         hidden_1PD: Tensor = self.base(
             input_ids=tokens_P.unsqueeze(0),
             position_ids=positions_P.unsqueeze(0),
@@ -371,30 +350,20 @@ class TransformerBackbone(ModuleBackbone):
         return hidden_1PD[0]
 
 
-def load_module(
-    family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device, *, is_own: bool = False
-) -> Any:
-    """Build the module that runs a checkpoint, transformers' or our own (`is_own`), with these tensors as its parameters (no
-    copies). `weights` have the family's full names. As transformers does, a tied output layer takes the embeddings unless the
-    checkpoint holds another one."""
-    if is_own:
-        config = parsed
-        with torch.device("meta"):
-            model: Any = RotaryModel(family.model_class, parsed)
-    else:
-        from transformers import AttentionInterface
+def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor]) -> Any:
+    """Build the transformers module that runs a checkpoint, with these tensors as its parameters (no copies). `weights` have
+    the family's full names. As transformers does, a tied output layer takes the embeddings unless the checkpoint holds another
+    one."""
+    from transformers import AttentionInterface
 
-        AttentionInterface.register(ATTENTION, slot_attention)
-        config = family.runs_as(parsed)
-        config._attn_implementation = ATTENTION
-        model = empty_model(family.module_class or family.model_class, config, family.adapt)
+    AttentionInterface.register(ATTENTION, slot_attention)
+    config = family.runs_as(parsed)
+    config._attn_implementation = ATTENTION
+    model = empty_model(family.module_class or family.model_class, config)
     model.load_state_dict(family.convert(weights), strict=False, assign=True)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if parsed.tie_word_embeddings and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
-    if hasattr(model.base_model, "rotary_emb"):
-        # Frequencies are not weights: they are computed in float32, whatever the model's dtype.
-        model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config).to(device)
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     empty = [name for name, tensor in tensors if tensor.is_meta]
     assert not empty, f"this version of transformers has tensors that no checkpoint fills: {', '.join(empty[:5])}"
@@ -412,7 +381,7 @@ class Network(nn.Module):
         super().__init__()
         self.config, self.model = shape, stack(shape)
         num_last = getattr(shape, "num_last", shape.hidden_size)
-        self.lm_head = nn.Linear(num_last, shape.vocab_size, bias=bias)
+        self.lm_head = UnsetLinear(num_last, shape.vocab_size, bias=bias)
 
     @property
     def base_model(self) -> nn.Module:
@@ -430,7 +399,8 @@ class Network(nn.Module):
 
 class NetworkBackbone(ModuleBackbone):
     """Runs a `Network`, whose stack is called with tokens and positions [P] and a layout. `weights` are its tensors by name. They
-    are removed from the dict, so that no reference keeps the experts in memory a second time."""
+    are removed from the dict, so that no reference keeps the experts in memory a second time. `small` is a kind of
+    small_weights.py."""
 
     def __init__(
         self,
@@ -441,13 +411,18 @@ class NetworkBackbone(ModuleBackbone):
         dtype: torch.dtype,
         device: torch.device | str,
         exact: bool = False,
+        small: str = "auto",
     ) -> None:
         with torch.device("meta"):
             network = Network(stack, shape, bias="lm_head.bias" in weights)
         network.load_state_dict(weights, assign=True)
         weights.clear()
         network.eval().requires_grad_(False)
-        super().__init__(network, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device, exact=exact)
+        if small != "auto":
+            shrink_products(network.model, small, torch.device(device))
+            network.to(device)
+        windows = getattr(shape, "windows", (None,) * shape.num_hidden_layers)
+        super().__init__(network, shape, windows, dtype=dtype, device=device, exact=exact)
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         hidden_PD: Tensor = self.base(tokens_P, positions_P, layout)

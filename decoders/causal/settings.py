@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, DrafterPlace, Settings, Tasks
+from draftmill.decoders.common_settings import FOLDER, DecoderChoice, DrafterPlace, Settings, Tasks
 
 
 class CausalSettings(DecoderChoice):
@@ -110,7 +110,9 @@ class SpecDiffSettings(CausalSettings):
     )
     window: Literal["short", "full"] = Field(default="short", description="masks of the draft or of the trained length")
     drafter: DrafterPlace = Field(description="a masked-diffusion model with the same vocabulary, except the mask")
-    head: str = Field(default="auto", min_length=1, description="auto: the drafter's own; none; or a head's folder")
+    head: Annotated[str, FOLDER] = Field(
+        default="auto", min_length=1, description="auto: the drafter's own; none; or a head's folder"
+    )
 
     @model_validator(mode="after")
     def _head_needs_order(self) -> SpecDiffSettings:

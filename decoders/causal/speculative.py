@@ -106,14 +106,15 @@ def by_model(s: Sample, max_length: int | None, allot: Allot) -> Drafter:
 
 
 def by_head(s: Sample, block: Block | None, allot: Allot) -> Drafter:
-    """A draft head drafts from the target's states: one token after the other, or a block at once. Before the target has run the
-    text but its last token there are no drafts. A head of tokens runs its own drafts again, since then their states are known."""
+    """A draft head drafts from the target's states: one token after the other, or a block at once. The first forward has no
+    drafts: whether its prompt has run before depends on other samples. A head of tokens runs its own drafts again, since then
+    their states are known."""
     read = s.draft_lag = s.cached_draft = 1
 
     def draft(most: int) -> Drafting:
         nonlocal read
         n = s.decided
-        if s.cached < n - 1 or (n == 1 and block is None):
+        if n == s.prompt:
             return []
         count = yield from allot(most if block is None else min(most, block.size - block.first))
         if not count:

@@ -330,7 +330,10 @@ def _add_rows(b: Batch, samples: Sequence[Sample], asks: Sequence[Ask], slot_B: 
         b.token_N = np.where(b.token_N == HOLE, layout.mask_id, b.token_N)
     if layout.most_id < FAR:
         b.token_N = np.minimum(b.token_N, layout.most_id)
-    low_IN, high_IN = _sights(rows_NF, b.column_N, _join([ask.stretches for ask in asks]), span_PF[:, _COUNT])
+    low_IN, high_IN = _sights(rows_NF, b.column_N)
+    if len(stretches := _join([ask.stretches for ask in asks])):
+        has_P = np.array([len(ask.stretches) > 0 for ask in asks])[owner_P]
+        low_IN, high_IN = _with_stretches(low_IN, high_IN, stretches, has_P, span_PF[:, _COUNT])
     b.num_columns = int(high_IN.max(initial=0))
     b.longest = max(len(sample.tokens) for sample in samples)
     b.high_IN = high_IN
@@ -347,14 +350,8 @@ def _add_rows(b: Batch, samples: Sequence[Sample], asks: Sequence[Ask], slot_B: 
     return np.bincount(owner_P, span_PF[:, _COUNT], count).astype(np.int64)
 
 
-def _sights(rows_NF: Ints, column_N: Ints, stretches: Ints, count_P: Ints) -> tuple[Ints, Ints]:
-    """The stretches of columns that each row sees: from .. below .., [I, N] each."""
-    if len(stretches):
-        sees_PX = stretches.reshape(-1, 2 * MOST_STRETCHES)
-        used = int(sees_PX[:, 1::2].any(0).sum())
-        sees_XN = np.repeat(sees_PX[:, : 2 * used], count_P, axis=0).T
-        # A kernel reads them one after the other.
-        return np.ascontiguousarray(sees_XN[::2]), np.ascontiguousarray(sees_XN[1::2])
+def _sights(rows_NF: Ints, column_N: Ints) -> tuple[Ints, Ints]:
+    """The stretches of columns that each row sees by the rule of its span: from .. below .., [I, N] each."""
     end_N = column_N + 1
     if (rows_NF[:, _BLOCK] != 1).any():
         block_N = rows_NF[:, _BLOCK]
@@ -365,6 +362,19 @@ def _sights(rows_NF: Ints, column_N: Ints, stretches: Ints, count_P: Ints) -> tu
     own_N = np.where(own_N == SELF, column_N, own_N)
     till_N = np.maximum(column_N + 1, rows_NF[:, _TILL])
     return np.stack([np.zeros_like(own_N), own_N]), np.stack([limit_N, till_N])
+
+
+def _with_stretches(
+    low_IN: Ints, high_IN: Ints, stretches: Ints, has_P: NDArray[np.bool_], count_P: Ints
+) -> tuple[Ints, Ints]:
+    """The same where the spans `has_P` have stretches of their own in place of the rule."""
+    sees_PX, num_rule = stretches.reshape(-1, 2 * MOST_STRETCHES), 2 * len(low_IN)
+    used = max(num_rule, 2 * int(sees_PX[:, 1::2].any(0).sum()))
+    sees_XN = np.zeros((used, low_IN.shape[1]), dtype=np.int64)
+    sees_XN[:num_rule:2], sees_XN[1:num_rule:2] = low_IN, high_IN
+    sees_XN[:, np.repeat(has_P, count_P)] = np.repeat(sees_PX[:, :used], count_P[has_P], axis=0).T
+    # A kernel reads them one after the other.
+    return np.ascontiguousarray(sees_XN[::2]), np.ascontiguousarray(sees_XN[1::2])
 
 
 def _add_queries(b: Batch, asks: Sequence[Ask]) -> Ints:

@@ -71,7 +71,13 @@ def _join(
     return now, total, mixed
 
 
-@triton.jit(do_not_specialize=["num_rows", "skip", "shares", "window", "num_distances", "lows_i", "positions_s"])
+# Rows may begin anywhere (Seen.after), and there may be any number of distances: neither is worth a variant.
+@triton.jit(
+    do_not_specialize=[
+        "num_rows", "skip", "shares", "window", "num_distances", "lows_i", "positions_s", "relative_n", "relative_h"
+    ],
+    do_not_specialize_on_alignment=["slots", "lows", "highs", "row_positions"],
+)  # fmt: skip
 def attend_tiles(
     query, keys, values, out, out_most, out_total, tiles, slots, lows, highs, row_positions, positions, relative, sinks,
     scale, cap, num_rows, skip, shares, window, num_distances,
@@ -166,18 +172,19 @@ def add_shares(
     shares, shares_most, shares_total, out, num_answers, num_shares,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Add the shares of one head of one row, at most MOST; `num_answers` is N x H."""
+    """Add the shares of one head of one row, at most MOST; `num_answers` is N x H. A share whose total is 0 is not read: nobody
+    wrote it, or its columns are hidden."""
     answer = tl.program_id(0).to(tl.int64)
     share = tl.arange(0, MOST)
-    there = share < num_shares
+    total = tl.load(shares_total + share * num_answers + answer, mask=share < num_shares, other=0.0)
+    written = total > 0
     place = tl.arange(0, PADDED)
     inside = place < WIDTH
-    most = tl.load(shares_most + share * num_answers + answer, mask=there, other=float("-inf"))
-    total = tl.load(shares_total + share * num_answers + answer, mask=there, other=0.0)
+    most = tl.load(shares_most + share * num_answers + answer, mask=written, other=float("-inf"))
     largest = tl.max(most, 0)
     factor = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest))
     mixed_at = shares + (share[:, None] * num_answers + answer) * WIDTH + place[None, :]
-    mixed = tl.sum(tl.load(mixed_at, mask=there[:, None] & inside[None, :], other=0.0) * factor[:, None], 0)
+    mixed = tl.sum(tl.load(mixed_at, mask=written[:, None] & inside[None, :], other=0.0) * factor[:, None], 0)
     whole = tl.sum(total * factor, 0)
     mixed = mixed / tl.where(whole > 0, whole, 1.0)
     tl.store(out + answer * WIDTH + place, mixed.to(out.dtype.element_ty), mask=inside)
@@ -201,37 +208,18 @@ def attend(
         raise ValueError(f"query {query_NHd.dtype}, cache {layer_2SKWd.dtype}; allowed: the same one of {DTYPES}")
     assert seen.tables is not None, "the host cuts rows into tiles"
     query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
-    out_NHd = torch.empty(query_NHd.shape, dtype=query_NHd.dtype, device=query_NHd.device)
-    for lines, first_T in zip(*seen.tables, strict=True):
-        tiles = lines, first_T
-        _attend(query_NHd, layer_2SKWd, seen, out_NHd, tiles, scaling, window, relative_NHP, cap, sink_H, shares)
-    return out_NHd
-
-
-def _attend(
-    query_NHd: Tensor,
-    layer_2SKWd: Tensor,
-    seen: Seen,
-    out_NHd: Tensor,
-    tiles: tuple[int, Tensor],
-    scaling: float,
-    window: int | None,
-    relative_NHP: Tensor | None,
-    cap: float | None,
-    sink_H: Tensor | None,
-    shares: int | None,
-) -> None:
-    """The rows of one kind of tile."""
-    lines, first_T = tiles
     num_rows, num_heads, width = query_NHd.shape
     _, _, key_heads, num_columns, _ = layer_2SKWd.shape
     slot_s, head_s, cell_s = layer_2SKWd.stride()[1:4]
     group, padded = num_heads // key_heads, max(_LEAST_WIDTH, power_of_two(width))
-    shares = shares or _shares(first_T.shape[0] * key_heads, num_columns)
-    sums = largest = totals = out_NHd
-    if shares > 1:
-        sums = out_NHd.new_empty(shares, num_rows, num_heads, width, dtype=torch.float32)
-        largest, totals = out_NHd.new_empty(2, shares, num_rows, num_heads, dtype=torch.float32)
+    # Each kind of tile has as many shares as it is worth; where any has several, all rows are added up at the end, once.
+    shares_T = [shares or _shares(first_T.shape[0] * key_heads, num_columns) for first_T in seen.tables.first_T]
+    most_shares = max(shares_T, default=1)
+    out_NHd = sums = largest = totals = torch.empty(query_NHd.shape, dtype=query_NHd.dtype, device=query_NHd.device)
+    if most_shares > 1:
+        sums = out_NHd.new_empty(most_shares, num_rows, num_heads, width, dtype=torch.float32)
+        largest = out_NHd.new_empty(most_shares, num_rows, num_heads, dtype=torch.float32)
+        totals = torch.zeros_like(largest)
     # A kernel that reads no positions, distances or sinks takes any tensor in their place.
     relative = query_NHd if relative_NHP is None else relative_NHP
     sinks = query_NHd if sink_H is None else sink_H
@@ -244,21 +232,32 @@ def _attend(
         )
         row_positions, positions = seen.position_N, seen.positions_SW
     from_cells = seen.start_N is not None
-    attend_tiles[(first_T.shape[0], key_heads, shares)](
-        query_NHd, layer_2SKWd[0], layer_2SKWd[1], sums, largest, totals, first_T, slots, seen.low_IN, seen.high_IN,
-        row_positions, positions, relative, sinks,
-        scale if cap is None else 2 * scale / cap, cap_2, num_rows, seen.skip, shares, window or 0, relative.shape[-1],
-        query_NHd.stride(0), query_NHd.stride(1), cell_s if from_cells else slot_s, head_s, cell_s, seen.low_IN.stride(0),
-        1 if from_cells else positions.stride(0), relative.stride(0), relative.stride(1),
-        HEADS=num_heads, GROUP=group, LINES=lines, WIDTH=width, PADDED=padded, INTERVALS=seen.low_IN.shape[0],
-        BLOCK=_block(width, query_NHd), SHARED=shares > 1, WINDOW=window is not None, RELATIVE=relative_NHP is not None,
-        CAPPED=cap is not None, SINKS=sink_H is not None, WIDE=query_NHd.dtype == torch.float32,
-        num_warps=8 if lines * padded > 1 << 13 else 4, num_stages=_STAGES, enable_fp_fusion=True,
-    )  # fmt: skip
-    if shares > 1:
+    for lines, first_T, num_shares in zip(*seen.tables, shares_T, strict=True):
+        attend_tiles[(first_T.shape[0], key_heads, num_shares)](
+            query_NHd, layer_2SKWd[0], layer_2SKWd[1], sums, largest, totals, first_T, slots, seen.low_IN, seen.high_IN,
+            row_positions, positions, relative, sinks,
+            scale if cap is None else 2 * scale / cap, cap_2, num_rows, seen.skip, num_shares, window or 0,
+            relative.shape[-1], query_NHd.stride(0), query_NHd.stride(1), cell_s if from_cells else slot_s, head_s, cell_s,
+            seen.low_IN.stride(0), 1 if from_cells else positions.stride(0), relative.stride(0), relative.stride(1),
+            HEADS=num_heads, GROUP=group, LINES=lines, WIDTH=width, PADDED=padded, INTERVALS=seen.low_IN.shape[0],
+            BLOCK=_block(width, query_NHd), SHARED=most_shares > 1, WINDOW=window is not None,
+            RELATIVE=relative_NHP is not None, CAPPED=cap is not None, SINKS=sink_H is not None,
+            WIDE=query_NHd.dtype == torch.float32,
+            num_warps=8 if lines * padded > 1 << 13 else 4, num_stages=_STAGES, enable_fp_fusion=True,
+        )  # fmt: skip
+    if most_shares > 1:
         add_shares[(num_rows * num_heads,)](
-            sums, largest, totals, out_NHd, num_rows * num_heads, shares, WIDTH=width, PADDED=padded, MOST=_MOST_SHARES
+            sums,
+            largest,
+            totals,
+            out_NHd,
+            num_rows * num_heads,
+            most_shares,
+            WIDTH=width,
+            PADDED=padded,
+            MOST=_MOST_SHARES,
         )
+    return out_NHd
 
 
 def _block(width: int, query_NHd: Tensor) -> int:

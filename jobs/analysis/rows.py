@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftmill.actors.metrics.settings import Better, better_of
+from draftmill.actors.metrics.settings import KINDS, Better, better_of
 from draftmill.jobs.analysis.runs import FinishedRun
 from draftmill.jobs.finished.passes import latest_rows
 from draftmill.storage.errors import StoreError
@@ -30,7 +30,8 @@ By = Literal["tokens", "text"]
 class RunRows:
     """The rows of a run in plan order, N samples. Counts and seconds are 0 where null; a metric is NaN where a row has none.
 
-    `better` says of each metric which values are better, None where that is not known. `digest_N` is a 64-bit hash of the
+    `better` says of each metric which values are better, None where that is not known; the values of `proportions` are 0 or 1 by
+    their kind, if a row has one sample. `digest_N` is a 64-bit hash of the
     tokens (or the text); two different ones are equal with probability 2**-64.
     """
 
@@ -42,6 +43,7 @@ class RunRows:
     device_s_N: NDArray[np.float64]
     metrics: dict[str, NDArray[np.float64]]
     better: dict[str, Better | None] = field(default_factory=dict)
+    proportions: frozenset[str] = frozenset()
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +75,11 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
         _column(parts, "device_s", np.float64),
         dict(sorted(metrics.items())),
         {name: better_of(kinds.get(name), name) for name in metrics},
+        frozenset(
+            name
+            for name in metrics
+            if name == "is_greedy" or getattr(KINDS.get(kinds.get(name) or ""), "is_proportion", False)
+        ),
     )
 
 

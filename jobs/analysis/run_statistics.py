@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from draftmill.actors.metrics.settings import Better
-from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary, sums_of
+from draftmill.jobs.analysis.comparison import RunFigures, figures_of, sums_of
 from draftmill.jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.analysis.runs import FinishedRun
 from draftmill.jobs.analysis.statistics import Interval, bootstrap, finite_values, grouped_sums, quotient, wilson
@@ -143,7 +143,7 @@ def read_statistics(run: FinishedRun) -> RunStatistics:
 
 
 def metric_intervals(rows: RunRows) -> dict[str, Interval]:
-    """The mean of each metric with its interval: Wilson's for zeros and ones of rows with one sample, else the bootstrap's."""
+    """The mean of each metric with its interval: Wilson's for a proportion over rows with one sample, else the bootstrap's."""
     names = list(rows.metrics)
     row_N = row_numbers(rows.ids, rows.ids)
     if not names:
@@ -154,7 +154,7 @@ def metric_intervals(rows: RunRows) -> dict[str, Interval]:
     means = {}
     for name, mean in zip(names, intervals, strict=True):
         values = rows.metrics[name][np.isfinite(rows.metrics[name])]
-        means[name] = wilson(int(values.sum()), len(values)) if single and is_binary(values) else mean
+        means[name] = wilson(int(values.sum()), len(values)) if single and name in rows.proportions else mean
     return means
 
 

@@ -29,13 +29,13 @@ from draftmill.decoders.base import HOLE
 from draftmill.jobs.analysis.report import render_page, write_page
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.exporting.formats import plain_rows
-from draftmill.jobs.finished.passes import Pass, latest_rows, passes_of, units_done
+from draftmill.jobs.finished.passes import Pass, latest_rows, passes_of
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import SampleName
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.errors import Error, UserError, printable
 from draftmill.storage.parquet import read_parquet
-from draftmill.storage.runs.commit import read_record
+from draftmill.storage.runs.commit import trace_name
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.interface import NotFound, S3Options
 from draftmill.storage.stores.store import open_store
@@ -127,19 +127,11 @@ def chosen_rows(passes: Sequence[Pass], ids: Sequence[str], *, failed: bool) -> 
     """The wanted rows in the plan's order, one table for each unit that has any."""
     first = passes[0]
     is_finished = first.manifest is not None
-    for table in latest_rows(passes) if is_finished else read_results(first.store, objects=objects_of(first).values()):
+    for table in latest_rows(passes) if is_finished else read_results(first.store):
         wanted = table.filter(pc.is_in(table["id"], pa.array(ids, pa.string()))) if ids else table
         wanted = wanted.filter(pc.not_equal(wanted["status"], "ok")) if failed else wanted
         if wanted.num_rows:
             yield wanted
-
-
-def objects_of(part: Pass) -> dict[int, str]:
-    """The result file of each unit that is done."""
-    if part.manifest is not None:
-        return {unit.unit: unit.object for unit in part.manifest.units}
-    done = sorted(units_done(part.store).items())
-    return {unit: name if name.startswith("data/") else read_record(part.store, name).object for unit, name in done}
 
 
 # ---- the text of a row
@@ -154,7 +146,6 @@ class Remaking:
     problem: str | None = None
     tokenizer: Tokenizer | None = None
     _unit_ios: dict[int, RowUnitIO] = field(default_factory=dict)
-    _objects: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def shown(self, tables: Iterable[pa.Table]) -> Iterator[ShownRow]:
         """The rows of tables of results, each with its text in pieces; a few rows are in memory at a time."""
@@ -195,13 +186,13 @@ class Remaking:
     def _unit_io(self, part: Pass) -> RowUnitIO:
         """What makes the canvases of a pass: as in a worker, without networks."""
         if part.number not in self._unit_ios:
-            job = replace(make_job(part.plan.spec, part.plan, conditional=True), store_url=part.store.url)
+            job = replace(make_job(part.plan.spec, part.plan), store_url=part.store.url)
             job = job if self.s3 is None else replace(job, s3=self.s3)
             place = job.model
             folder = fetch_model(place.path, place.revision, adapter=place.adapter, s3=job.s3)
             info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
             self.tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-            stops = stops_of(job.task, folder, self.tokenizer, info)
+            stops = stops_of(job.task, job.sampling, folder, self.tokenizer, info)
             ends = stops.ids if stops else ()
             unit_io = RowUnitIO(job, tokenizer=self.tokenizer, info=info, worker="show", node="", ends=ends)
             self._unit_ios[part.number] = unit_io
@@ -211,11 +202,8 @@ class Remaking:
         """For each sample that has a trace: each decided position, with the sample's forwards up to then."""
         if part.plan.spec.output.trace == "none":
             return {}
-        if part.number not in self._objects:
-            self._objects[part.number] = objects_of(part)
         try:
-            name = self._objects[part.number][unit].replace("data/", "traces/")
-            trace = read_parquet(part.store.get(name)).to_pylist()
+            trace = read_parquet(part.store.get(trace_name(unit))).to_pylist()
         except NotFound:  # it may have been deleted: nothing else needs it
             return {}
         found: dict[SampleName, dict[int, int]] = {name: {} for name in names}

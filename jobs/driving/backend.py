@@ -27,8 +27,10 @@ from draftmill.jobs.driving.ray_session import (
     ray_is_ours_to_start,
     ray_session,
 )
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Survey, reading_of, survey
 from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import KeptTypes
@@ -94,7 +96,7 @@ class Backend:
         raise NotImplementedError
 
     def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
-        """Notes about kinds of workers that fit nowhere now."""
+        """Notes about kinds of workers that fit nowhere now, and about devices that no worker uses."""
         return []
 
     def demand(self, spec: JobSpec) -> Demand | None:
@@ -143,6 +145,12 @@ class LocalBackend(Backend):
         (workers,) = spec.shapes
         resources = WorkerResources(1.0, 0.0, len(os.sched_getaffinity(0)), (), workers.max_rows, workers.max_tokens)
         return Allocation((resources,), (1,))
+
+    def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
+        from draftmill.actors.loop.worker import idle_gpus
+
+        idle = idle_gpus(place_of(spec).device)
+        return [f"{counted(idle, 'GPU')} idle: --local uses one; without it each GPU has a worker"] if idle else []
 
     def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         from draftmill.actors.loop.loading import ModelCache
@@ -281,7 +289,8 @@ class RayBackend(Backend):
             return RayPool(job, allocation, early=spare)
         from draftmill.actors.measuring.measure import MeasureWorker
 
-        return RayPool(job, allocation, worker_class=MeasureWorker, early=spare)
+        (resources,) = allocation.kinds  # all measure alike
+        return RayPool(job.on_ray(resources), allocation, worker_class=MeasureWorker, early=spare)
 
     def retire(self, pool: WorkerPool) -> None:
         if self._keep:

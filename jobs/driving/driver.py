@@ -6,7 +6,10 @@ interrupt Ray.
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +32,7 @@ from draftmill.actors.messages import (
 )
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.exit_codes import INTERRUPTED
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
@@ -122,7 +126,7 @@ class StopFlag:
         def note(number: int, frame: FrameType | None) -> None:
             self.set(signal.Signals(number).name)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, note) for number in SIGNALS}
         try:
             yield self
         finally:
@@ -141,6 +145,56 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+HEARD_S = 1.0
+"""Seconds after a second signal in which the process may still end in order."""
+
+
+@contextmanager
+def forced_end(grace_s: float) -> Iterator[None]:
+    """During the block, a thread ends the process where signals can't: in a long forward, or while a store does not answer.
+
+    It does so HEARD_S after a second SIGINT or SIGTERM, and when the grace period is over. No result is lost: commits are atomic.
+    For a program's main thread alone.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    most_s = max(grace_s, CLOSING_S) + HEARD_S
+    threading.Thread(target=_end_by_force, args=(ours, most_s), name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        theirs.close()
+
+
+def _end_by_force(signals: socket.socket, most_s: float) -> None:
+    """End the process with exit code 4 once `signals`, the numbers of those that came, ask for it."""
+    end_s, told_s, name = float("inf"), float("inf"), ""
+    while (now_s := time.monotonic()) < end_s:
+        if now_s >= told_s:
+            told_s = float("inf")
+            line = f"{name}: ends within {end_s - now_s:.0f} s; a second signal ends it at once. No committed result is lost"
+            print(f"draftmill: {line}", file=sys.stderr, flush=True)
+        until_s = min(end_s, told_s)
+        signals.settimeout(until_s - now_s if until_s < float("inf") else None)
+        try:
+            number = signals.recv(1)
+        except TimeoutError:
+            continue
+        if not number:
+            return
+        if number[0] in SIGNALS:
+            now_s = time.monotonic()
+            told_s = now_s + HEARD_S if not name else told_s
+            end_s = now_s + most_s if not name else min(end_s, now_s + HEARD_S)
+            name = signal.Signals(number[0]).name
+    print(f"draftmill: ended by force after {name}; run it again to resume", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 class Watcher:
@@ -189,7 +243,8 @@ class Driver:
     """Runs a scheduler against a pool until the scheduler finishes. `committed` collects the facts of this session's units.
 
     `hopeless` tells whether this many failed samples make the job pointless; the driver then drains. `room` returns how many
-    workers fit now, including those that exist. `need` is called now and then with the number of units that are left.
+    workers fit now, including those that exist. `look` gets each committed unit and its worker; what it raises ends the run.
+    `need` is called now and then with the number of units that are left.
     """
 
     scheduler: Scheduler
@@ -199,7 +254,7 @@ class Driver:
     stop: StopFlag
     grace_s: float = 30.0
     clock: Callable[[], float] = time.monotonic
-    record: Callable[[CommittedUnit], CommittedUnit] = lambda committed: committed
+    look: Callable[[str, CommittedUnit], None] = lambda worker, committed: None
     hopeless: Callable[[int], bool] = lambda failed: False
     room: Callable[[], int] = lambda: 0
     need: Callable[[int], None] = lambda units: None
@@ -338,7 +393,8 @@ class Driver:
 
     def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
         if receipt.unit not in self.committed:
-            self.committed.add(self.record(committed))
+            self.look(receipt.worker, committed)
+            self.committed.add(committed)
             self._reported.clear()
             self.totals.add_receipt(receipt)
             self.totals.devices.add_unit(receipt.spent_s)

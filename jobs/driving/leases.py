@@ -18,7 +18,7 @@ from typing import Literal
 
 from draftmill.jobs.exit_codes import OK
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
-from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire, holder, pid_here, this_process
+from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire, holder, pid_here, take_away, this_process
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import tidy
@@ -122,41 +122,47 @@ def wait_until_free(
 ) -> int:
     """Do the work, and return its exit code; if another driver holds a lease that it needs, do what `if_running` says.
 
-    `skip` says so in one line and returns 0, if that driver works (see `_holder_works`). `wait` starts the work again once the
-    lease is free. `fail` raises LeaseHeld.
+    `skip` says so in one line and returns 0, if that driver works. `wait` starts the work again once the lease is free. `fail`
+    raises LeaseHeld.
+
+    A scheduler may start a lost driver again before the lease of the lost one expires. To give way then would end the job with
+    exit code 0 and its work undone. So `skip` gives way only to a proven holder: a living process of this machine, or one that
+    renews its lease while we watch, as a driver does RENEWALS_PER_TTL times. No driver holds a lease for longer than TTL_S: one
+    that expires later has the date of a wrong clock. It is watched, too, and taken over if nobody renews it.
     """
     waits_for = None
     while True:
         try:
             return work()
-        except LeaseHeld as error:
+        except LeaseHeld as held:
+            now, store = held, held.store
+            assert store is not None
             if if_running == "fail":
                 raise
-            assert error.store is not None
-            if if_running == "skip":
-                if _holder_works(error, error.store, sleep):
-                    print(f"draftmill: skipped: {error}")
-                    return OK
-                continue
-            if waits_for != error.owner:
-                waits_for = error.owner
-                print(f"draftmill: waiting: {error}", file=sys.stderr)
-            while holder(error.store) is not None:
-                sleep(POLL_S)
+            is_odd = held.expires_at_s - time.time() > TTL_S
+            is_proven = pid_here(held.owner) is not None and not is_odd
+            if waits_for != held.owner and not (if_running == "skip" and is_proven):
+                waits_for = held.owner
+                what = "waiting" if if_running == "wait" else "waiting for a sign of life"
+                print(f"draftmill: {what}: {held}", file=sys.stderr)
+            if if_running == "wait":
+                while _is_renewed(now, store, sleep):
+                    now = holder(store) or now
+                    now.what = held.what
+            elif is_proven or _is_renewed(held, store, sleep):
+                print(f"draftmill: skipped: {held}")
+                return OK
 
 
-def _holder_works(held: LeaseHeld, store: Store, sleep: Callable[[float], None]) -> bool:
-    """Whether the holder of a lease works; False once the lease is free.
-
-    A scheduler may start a lost driver again before the lease of the lost one expires. To give way then would end the job with
-    exit code 0 and its work undone. So we give way only to a proven holder: a living process of this machine, or one that renews
-    its lease while we watch, as a driver does RENEWALS_PER_TTL times.
-    """
-    if pid_here(held.owner) is not None or held.expires_at_s - time.time() > TTL_S:
-        return True
-    print(f"draftmill: {held}; waiting for a sign of life", file=sys.stderr)
+def _is_renewed(held: LeaseHeld, store: Store, sleep: Callable[[float], None]) -> bool:
+    """Watch a lease until it is renewed; False once it is free, and it is after TTL_S without a renewal."""
+    watched_s = 0.0
     while (now := holder(store)) is not None:
         if (now.owner, now.expires_at_s) != (held.owner, held.expires_at_s):
             return True
+        if watched_s > TTL_S:
+            print(f"draftmill: taken over: {held}; it was not renewed for {TTL_S:.0f} s", file=sys.stderr)
+            take_away(store, held)
         sleep(POLL_S)
+        watched_s += POLL_S
     return False

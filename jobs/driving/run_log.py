@@ -5,16 +5,20 @@ An object store can't append, so a log is a series of files, the last of which i
     attempts/epoch-0003-part-0000.jsonl     one event a line (jobs/driving/events.py)
     attempts/epoch-0003-session.jsonl       one line: the sums of this driver's session so far
 
-Nothing is written before the log is attached: a run that is refused leaves no trace. A failure to write never stops a job.
+Nothing is written before the log is attached: a run that is refused leaves no trace. No job stops or waits because of its log:
+threads write it, one after the other, however long the store takes; only at the end the driver waits for the last one, for
+at most `patience_s` in all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Self
 
 from draftmill.actors.messages import Effort, Tally
@@ -30,10 +34,16 @@ from draftmill.storage.stores.interface import Store
 FLUSH_EVERY_S = 10.0
 PROGRESS_EVERY_S = 60.0
 LINES_PER_FILE = 2000
+MOST_LINES = 100_000
+"""Lines that wait for the store, at most; later ones are only counted."""
+
+PATIENCE_S = 60.0
+"""Seconds to wait for the store at the end of a run, and of one that is interrupted."""
+INTERRUPTED_S = 3.0
 
 
 class RunLog:
-    """Collects events, from any thread; once attached to a run, one thread writes them every FLUSH_EVERY_S and at the end."""
+    """Collects events, from any thread; once attached to a run, threads write them every FLUSH_EVERY_S and at the end."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,9 +54,14 @@ class RunLog:
         self._lines: list[str] = []
         self._written = 0
         """How many of the lines the last file has: other threads may add lines at any time, so no flag could tell."""
+        self._dropped = 0
         self._flushed_s = self._progress_s = clock()
-        self._has_session = False
+        self._session = ""
+        """The sums as of the last flush, "" before the first worker has come up."""
+        self._written_session = ""
+        self._writer: threading.Thread | None = None
         self._lost: set[str] = set()
+        self.patience_s = PATIENCE_S
 
     def attach(self, store: Store, epoch: int, run: str) -> None:
         """Write from now on into this run directory, as the driver with this epoch; earlier events go there too."""
@@ -59,6 +74,9 @@ class RunLog:
 
     def add(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
         """Add an event."""
+        if len(self._lines) - self._written >= MOST_LINES:
+            self._dropped += 1
+            return
         self._lines.append(event_line(event, message, level=level, run=self._run, **facts))
 
     def show(self, totals: Totals) -> None:
@@ -66,28 +84,45 @@ class RunLog:
         if self._clock() - self._progress_s >= PROGRESS_EVERY_S:
             self._progress_s = self._clock()
             self.add("progress", **progress_facts(totals))
-        is_first = totals.started_s is not None and not self._has_session
+        is_first = totals.started_s is not None and not self._session
         if is_first or self._clock() - self._flushed_s >= FLUSH_EVERY_S:
-            self.flush(totals)
+            self._start_writing(totals)
 
     def flush(self, totals: Totals | None = None) -> None:
-        """Write new events and the session's sums, if the log is attached and the store can be written."""
+        """Write new events and the session's sums, if the log is attached; waits for the store while there is patience."""
+        for _ in range(2):  # what is being written may lack the last events
+            began_s = self._clock()
+            self._start_writing(totals)
+            if self._writer is not None:
+                self._writer.join(self.patience_s)
+            self.patience_s = max(0.0, self.patience_s - (self._clock() - began_s))
+
+    def _start_writing(self, totals: Totals | None) -> None:
+        """Start to write what is new, unless that is being done."""
         self._flushed_s = self._clock()
         for message in sorted(set(lost_streams()) - self._lost):
             self._lost.add(message)
             self.add("note", message, level="warning")
-        if self._store is None:
-            return
-        try:
-            self._write_lines(self._store)
-            if totals is not None and totals.started_s is not None:
-                self._has_session = True
-                record = json.dumps(session_record(totals)) + "\n"
-                self._store.put(f"{self._prefix}-session.jsonl", record.encode())
-        except StoreError:
-            return  # best effort: the results don't depend on the log
+        if totals is not None and totals.started_s is not None:
+            self._session = json.dumps(session_record(totals)) + "\n"
+        if self._store is not None and not (self._writer is not None and self._writer.is_alive()):
+            self._writer = threading.Thread(target=self._write, args=(self._store,), name="log", daemon=True)
+            self._writer.start()
+
+    def _write(self, store: Store) -> None:
+        session = self._session
+        with suppress(StoreError):  # best effort: the results don't depend on the log
+            self._write_lines(store)
+            if session and session != self._written_session:
+                store.put(f"{self._prefix}-session.jsonl", session.encode())
+                self._written_session = session
 
     def _write_lines(self, store: Store) -> None:
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            self._lines.append(
+                event_line("note", f"{dropped:,} events are not here: the store took too long", level="warning")
+            )
         lines = self._lines[:]
         if len(lines) == self._written:
             return

@@ -10,7 +10,7 @@ one before, all passes are read in parallel to find each row's latest result, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from draftmill.jobs.plan.plan import Plan, load_plan, names_of
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.runs.commit import Manifest, done_units, read_manifest
+from draftmill.storage.runs.commit import Manifest, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA
@@ -93,11 +93,6 @@ def require_plan(store: Store) -> Plan:
     raise UserError(
         f"{store.url} is not a run directory: there is no {PLAN}; `draftmill list` shows the runs below a folder"
     )
-
-
-def units_done(store: Store) -> Mapping[int, str]:
-    """The units that are done, each with the object that commits it, whether or not the store heeds conditional writes."""
-    return done_units(store, conditional=False) or done_units(store)
 
 
 def pass_store(store: Store, number: int, s3: S3Options | None) -> Store:

@@ -141,6 +141,10 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
         return []
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
     rows = [("tokens/s", f"{rate_text(rate)}  ({duration(sessions.wall_s)} of decoding)")]
+    if raised := sessions.effort.engine.raised:
+        rows.append(
+            ("steps that raised", f"{raised:,}  (their samples were decoded one at a time; see the workers' log)")
+        )
     if is_small(results.tally.rows, sessions):
         return rows
     figures = efficiency(sessions.effort)

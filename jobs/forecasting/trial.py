@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -20,6 +21,7 @@ from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.job import WorkerResources
 from draftmill.actors.loop.loading import ModelCache, build, load_networks, most_canvases
 from draftmill.actors.loop.memory import Room, fit
+from draftmill.actors.planning.surveying import CONSTRAINED
 from draftmill.actors.rows.canvas import Canvas, runs
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
@@ -29,7 +31,7 @@ from draftmill.actors.rows.unit_io import try_row
 from draftmill.decoders.base import HOLE, Decoder, Request
 from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.plan import each_sample, lacks_a_column, make_maker, no_column, survey
+from draftmill.jobs.plan.plan import check_names, each_sample, lacks_a_column, make_maker, no_column, survey
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.plan.worker_job import decoder_of, place_of
 from draftmill.jobs.spec.job_spec import JobSpec
@@ -136,6 +138,8 @@ def take_sample(prepared: Prepared) -> TrialSample:
     if lacks_a_column(Counter(table["error_kind"].to_pylist())):
         raise no_column(spec, inputs)
     exact = table.num_rows < limit or limit == spec.input.limit
+    if exact and table["error_kind"].null_count and not pc.any(table[CONSTRAINED.name]).as_py():
+        check_names(spec)
     total = table.num_rows if exact else estimate_rows(inputs, table)
     total = total if spec.input.limit is None else min(total, spec.input.limit)
     return TrialSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
@@ -283,7 +287,7 @@ def _build(prepared: Prepared, *, max_rows: int, model_cache: ModelCache | None)
         spec.task,
         spec.decoder,
         spec.sampling,
-        stops=stops_of(spec.task, prepared.folder, prepared.tokenizer, prepared.info),
+        stops=stops_of(spec.task, spec.sampling, prepared.folder, prepared.tokenizer, prepared.info),
         max_rows=max_rows if batching.max_rows == "auto" else batching.max_rows,
         max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
     )

@@ -53,7 +53,7 @@ from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places
 from draftmill.jobs.watching.notify import check_receivers
-from draftmill.storage.errors import RowError, StoreError, UserError, printable
+from draftmill.storage.errors import MOST_NAMES, RowError, StoreError, UserError, printable
 from draftmill.storage.inputs.reader import read_rows
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
@@ -115,6 +115,8 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[s
     todo = work_text(prepared.spec.task, canvas)
     yield f"canvas    {printable(canvases[0].id)}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
     yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
+    if isinstance(prepared.spec.task, Infill):
+        yield f"  holes   {holes_text(prepared.spec.task, canvas)}"
     if cut := [row.canvas.truncated for row in canvases if row.canvas.truncated]:
         yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
     if prepared.tokenizer is not None:
@@ -139,6 +141,19 @@ def work_text(task: Task, canvas: Canvas) -> str:
     if isinstance(task, Infill):
         return f"{canvas.num_masked} to generate in {len(canvas.holes)} holes"
     return f"{canvas.holes[0][0]} of them the prompt, up to {canvas.num_masked} to generate"
+
+
+def holes_text(task: Infill, canvas: Canvas) -> str:
+    """The length of each of the first holes, and its constraint."""
+    named = {id(rule): name for name, rule in task.constraint.items()} if isinstance(task.constraint, dict) else {}
+    rules, shown = canvas.rules or (None,) * len(canvas.limits), []
+    for index, (most, rule) in enumerate(zip(canvas.limits[:MOST_NAMES], rules, strict=False)):
+        choices = (most,) if canvas.lengths is None else canvas.lengths.choices[index]
+        size = f"{'up to ' if canvas.infilling else ''}{choices[0]}{f'-{choices[-1]}' if choices[1:] else ''}"
+        name = "" if rule is None else f" {named.get(id(rule)) or rule.name or rule.kind}"
+        shown.append(f"{size} tokens{name}")
+    more = len(canvas.limits) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more else "")
 
 
 def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:

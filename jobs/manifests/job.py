@@ -25,7 +25,6 @@ from draftmill.jobs.spec.places import is_inside, places_of
 from draftmill.jobs.spec.spec_file import apply_override, parse, read_mapping
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import is_local
 
 GRACE_S = 45
 """Seconds from the first SIGTERM to the end of a driver: `--grace-seconds`. Whoever sends SIGKILL waits longer."""
@@ -232,38 +231,15 @@ def _why(workers: WorkerShape, gpus: int, worker_gpus: float) -> str:
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that each machine of a Slurm cluster has for itself."""
 
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)|\w[\w.-]*/\w[\w.-]*/\w[\w.-]*\.gguf", re.ASCII)
-"""A model id of the hub, ORG/NAME or NAME, or a GGUF file in one."""
-NOT_PATHS = frozenset({"auto", "none"})
-
 
 def local_places(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """The key and the path of everything in a spec that is on a local disk."""
-    for key, path in (*places_of(spec), *_metric_places(spec)):
-        if not is_local(path) or path.startswith("builtin:"):
-            continue
-        if key.startswith(("input.", "output.")) or key.endswith(".file") or _is_on_disk(path):
-            yield key.removesuffix(".file"), path
-
-
-def _metric_places(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    for index, metric in enumerate(spec.metrics):
-        if isinstance(path := getattr(metric, "path", None), str):
-            yield f"metrics.{index}.path.file", path
-        if isinstance(model := getattr(metric, "model", None), str):
-            yield f"metrics.{index}.model", model
-
-
-def _is_on_disk(path: str) -> bool:
-    """Whether a model's path means a folder or file of this machine: one that exists, as in checkpoints/models.py."""
-    if path in NOT_PATHS:
-        return False
-    return os.path.exists(os.path.expanduser(path)) or not HUB_ID.fullmatch(path)
+    return ((found.key, found.value) for found in places_of(spec) if found.is_here)
 
 
 def on_s3(spec: JobSpec) -> bool:
     """Whether the job reads from S3 or writes to it."""
-    return any(path.startswith("s3://") for _, path in places_of(spec))
+    return any(found.value.startswith("s3://") for found in places_of(spec))
 
 
 def refuse_memory(spec: JobSpec) -> None:

@@ -35,6 +35,7 @@ from draftmill.jobs.manifests.job import (
 )
 from draftmill.jobs.manifests.options import OWN_CLUSTER, Options, option_name, size_bytes
 from draftmill.jobs.manifests.templates import check_printable, crontab, fill_template, systemd, systemd_path
+from draftmill.jobs.spec.dated_path import format_date, read_date
 from draftmill.storage.errors import UserError
 
 USR1_S = 120
@@ -126,7 +127,8 @@ def with_cluster(job: Job) -> str:
         {"name": name, "shape": shape, "resources": _resources(shape)}
         for name, shape in zip(names, shapes, strict=True)
     ]
-    date = ["--logical-date", job.options.date] if job.dated and kind == "rayjob" else []
+    given = job.options.logical_date
+    date = [] if given is None else ["--logical-date", format_date(read_date(given))]
     facts |= {
         "ray_version": version("ray"),
         "head_resources": {"cpu": "2", "memory": "4Gi"},

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from zoneinfo import available_timezones
 
 from draftmill.jobs.manifests.templates import check_printable
-from draftmill.jobs.spec.dated_path import format_date, read_date
+from draftmill.jobs.spec.dated_path import read_date
 from draftmill.storage.errors import UserError
 
 KINDS = ("rayjob", "raycronjob", "raycluster", "cronjob", "slurm", "cron", "systemd", "ray-up")
@@ -98,11 +98,6 @@ class Options:
     def times(self) -> Schedule:
         """The schedule; without one each day at 03:00."""
         return parse_schedule("0 3 * * *" if self.schedule is None else self.schedule)
-
-    @property
-    def date(self) -> str:
-        """The logical date of a manifest for one run; without the option now, in UTC."""
-        return format_date(datetime.now(UTC) if self.logical_date is None else _read_date(self.logical_date))
 
     @property
     def limit_s(self) -> int:

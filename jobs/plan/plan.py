@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import draftmill
-from draftmill.actors.planning.surveying import BATCH_ROWS, HASH, SURVEYED, Piece, Reading, survey_pieces
+from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, Reading, survey_pieces
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.prompts import FIELD as TEMPLATE
 from draftmill.actors.rows.prompts import columns_of, prompter_of, read_columns
@@ -194,7 +194,7 @@ class Plan:
         return self._table().tables(columns)
 
     def _table(self) -> PlanTable:
-        return PlanTable(self.store, parts_of({"parts": self.parts}))
+        return PlanTable(self.store, parts_of(self.parts))
 
 
 def build_plan(
@@ -375,8 +375,9 @@ def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile
 
 
 def check_survey(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
-    """Pass the survey's tables through; UserError for no rows, a duplicate id, or a column that no readable row has."""
-    rows, kinds = 0, Counter[str | None]()
+    """Pass the survey's tables through; UserError for no rows, a duplicate id, a column that no readable row has, or names of
+    constraints that no marker has."""
+    rows, kinds, is_constrained = 0, Counter[str | None](), False
     with DuplicateFinder() as finder:
         for table in tables:
             is_hashed = HASH.name in table.column_names
@@ -390,6 +391,7 @@ def check_survey(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[Inp
                 if lacks_a_column(kinds + kinds_of(first)):
                     raise no_column(spec, inputs)
             kinds += kinds_of(table["error_kind"])
+            is_constrained |= bool(pc.any(table[CONSTRAINED.name]).as_py())
             yield table.select(SURVEYED.names)
         if rows == 0:
             raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
@@ -397,9 +399,18 @@ def check_survey(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[Inp
             raise no_column(spec, inputs)
         if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs, spec.s3.options())):
             raise UserError(f"none of {rows:,} rows can be read{hint}", field="input.delimiter")
+        if kinds[None] and not is_constrained:
+            check_names(spec)
         twice = finder.first()
         if twice is not None:
             raise _twice(spec, inputs, *twice)
+
+
+def check_names(spec: JobSpec) -> None:
+    """UserError if the spec names constraints; call it where no hole of any row has one."""
+    given = getattr(spec.task, "constraint", None)
+    if isinstance(given, dict) and spec.input.columns.constraint is None:
+        raise UserError(f"no marker of any row names one of them: {list_names(given)}", field="task.constraint")
 
 
 def kinds_of(kinds: pa.ChunkedArray) -> Counter[str | None]:
@@ -444,11 +455,14 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     says = f"no row has a value in a column {column!r}; the first row has {list_names(there)}"
     held = (field_of(row.values or {}, column) for row in islice(rows_of(), LOOKED_AT) if row.error is None)
     value = next((value for value in held if value is not None), None)
-    if isinstance(value, str):
+    if isinstance(value, str) or (value is not None and name not in TEXT_COLUMNS):
         says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
     elif value is not None:
         says = f"no row has a text in a column {column!r}; the first one that has it holds {type(value).__name__} there"
     return UserError(f"{says}{delimiter_hint(inputs, s3)}", field=f"input.columns.{name}")
+
+
+TEXT_COLUMNS: Final = ("text", "prompt", "completion", "prefix", "suffix", "system")
 
 
 def _expected_column(task: Task, there: dict[str, Any]) -> str:

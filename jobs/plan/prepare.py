@@ -129,7 +129,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     if plan is None and sees_date(spec, tokenizer, inputs):
         spec = with_chat_date(spec, loaders.day(spec))
     hashes = Hashes(
-        model=loaders.weights(folder, display or Notes()),
+        model=_hash_model(folder, display or Notes()),
         adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
         head=head_hash(spec),
@@ -326,12 +326,12 @@ def planned_files(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> 
 
 
 def _hash_model(folder: Path, display: Notes) -> str:
-    total = weight_bytes(folder)
-    display.note(f"hashing the model: {size_text(total)}")
-    done = 0
+    total, done = weight_bytes(folder), 0
 
     def show_progress(count: int) -> None:
         nonlocal done
+        if not done:
+            display.note(f"hashing the model: {size_text(total)}")
         done += count
         display.step("hashing the model", done, total)
 
@@ -342,7 +342,6 @@ def _hash_model(folder: Path, display: Notes) -> str:
 class Loaders:
     """How `prepare` gets what jobs may have in common; `remembering` gets each of these only once."""
 
-    weights: Callable[[Path, Notes], str] = _hash_model
     tokenizer: Callable[..., Tokenizer | None] = load_tokenizer
     inputs: Callable[..., list[InputFile]] = list_inputs
     day: Callable[[JobSpec], date] = day_of
@@ -350,15 +349,8 @@ class Loaders:
 
 def remembering() -> Loaders:
     """Loaders for jobs that are prepared one after another and may have the same models, tokenizers and inputs."""
-    hashes: dict[Path, str] = {}
-
-    def weights(folder: Path, display: Notes) -> str:
-        if folder not in hashes:
-            hashes[folder] = _hash_model(folder, display)
-        return hashes[folder]
-
     now = today()  # jobs that are compared with each other have one date, also around midnight
-    return Loaders(weights, cache(load_tokenizer), cache(list_inputs), lambda spec: now)
+    return Loaders(cache(load_tokenizer), cache(list_inputs), lambda spec: now)
 
 
 def weight_bytes(folder: Path) -> int:

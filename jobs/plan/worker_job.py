@@ -12,11 +12,12 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.rows import InputFile, InputFiles
+from draftmill.storage.runs.unit_table import parts_of
 from draftmill.storage.stores.interface import is_local
 
 
-def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[InputFile] = ()) -> Job:
+def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> Job:
     """The Job for the workers; local paths become absolute, since workers may have another working directory.
 
     `inputs` are the inputs as this session found them, whose content is the plan's: their location and date may have changed.
@@ -28,7 +29,6 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
         s3=spec.s3.options(),
         fingerprint=plan.fingerprint,
         code_version=plan.code_version,
-        conditional=conditional,
         trace=spec.output.trace == "steps",
         seed=spec.seed,
         model=place_of(spec),
@@ -41,7 +41,8 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
         task=plan.spec.task,  # with the plan's date
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
-        files=tuple(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+        files=InputFiles(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+        parts=parts_of(plan.parts),
         truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
         prompt=plan.spec.prompt,  # with the rows of the examples

@@ -9,11 +9,11 @@ from typing import Literal
 
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.exit_codes import hopeless, too_many_failed
-from draftmill.jobs.finished.passes import PRUNED, count_failed, is_unplanned, passes_of, units_done
+from draftmill.jobs.finished.passes import PRUNED, count_failed, is_unplanned, passes_of
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of, format_date, read_date
 from draftmill.storage.errors import DamagedRun
-from draftmill.storage.runs.commit import MANIFEST, SUCCESS
+from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Level, S3Options, Stat, Store, level_of
@@ -116,7 +116,7 @@ def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
         if plan is None:
             return _facts(run, None, "running" if driver else "interrupted", driver)
         if run.success is None:
-            done = units_done(run.store)
+            done = done_units(run.store)
             state: State = "running"
             if not driver:
                 is_bad = hopeless(read_sessions(run.store).committed.failed, plan.rows, plan.spec.errors)

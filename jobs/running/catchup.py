@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import dropwhile
 from typing import Literal
 
 from draftmill.jobs.driving.ray_session import ray_session
@@ -22,14 +23,17 @@ from draftmill.jobs.recurring.runs import FoundRun, State, facts_of, finished_ru
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions
 from draftmill.jobs.spec.dated_path import base_of, floor_date, following, format_date, has_date, period_of, with_date
-from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
+from draftmill.jobs.spec.job_spec import JobSpec, at_date, with_logical_date
 from draftmill.storage.errors import Error, UserError
+from draftmill.storage.inputs.inputs import NothingThere, list_inputs
+from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.stores.store import open_store
 
 MOST_DATES = 10_000
 
-DateState = State | Literal["missed", "superseded"]
-"""superseded: not finished, but finished runs already read all of its inputs, so that nothing is missing (`input.since`)."""
+DateState = State | Literal["missed", "no data", "superseded"]
+"""`no data`: there is no run, and nothing at the dated input path. superseded: not finished, but finished runs already read all
+of its inputs, so that nothing is missing (`input.since`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ def dates_of(
     """The dates from `first` (default: that of the earliest run) to `last` (default: the last whole period), with their states.
 
     `every` is the distance of two dates, in periods of the output path's date. With `input.since` only dates that have a run
-    are listed: the next run takes all that is new, so no date is missed. UserError if the path has no date, or for a wrong range.
+    are listed: the next run takes all that is new, so no date is missed. Dates before the first data of a dated input path are
+    not listed. UserError if the path has no date, or for a wrong range.
     """
     path = spec.output.path
     if not has_date(path):
@@ -65,7 +70,8 @@ def dates_of(
     wanted = _planned_dates(start, end, period_of(path), every)
     if spec.input.since is not None:
         wanted = [date for date in runs if start <= date < end]
-    return [Due(date, with_date(path, date), _state(spec, date, runs)) for date in sorted(wanted)]
+    dates = (Due(date, with_date(path, date), _state(spec, date, runs)) for date in sorted(wanted))
+    return list(dropwhile(lambda due: due.state == "no data", dates))
 
 
 def _planned_dates(start: datetime, end: datetime, period: str, every: int) -> list[datetime]:
@@ -89,10 +95,23 @@ def _each(start: datetime, end: datetime, period: str) -> Iterator[datetime]:
 
 def _state(spec: JobSpec, date: datetime, runs: dict[datetime, FoundRun]) -> DateState:
     if date not in runs:
-        return "missed"
+        return "missed" if _has_data(spec, date) else "no data"
     state = facts_of(runs[date], s3=spec.s3.options()).state
     may_be_done = state == "interrupted" and spec.input.since is not None
     return "superseded" if may_be_done and _is_superseded(spec, runs[date]) else state
+
+
+def _has_data(spec: JobSpec, date: datetime) -> bool:
+    """Whether the input path or run of a date has something; not looked at if the input is the same for all dates."""
+    given, s3 = at_date(spec, date).input, spec.s3.options()
+    if given == spec.input:
+        return True
+    if given.run is not None:
+        return is_closed(open_store(given.run, s3=s3))
+    try:
+        return bool(list_inputs(given.paths, s3=s3))
+    except NothingThere:
+        return False
 
 
 def _is_superseded(spec: JobSpec, run: FoundRun) -> bool:

@@ -13,8 +13,8 @@ from draftmill.jobs.driving.events import JsonStream, Level, now_text, say_in_ev
 from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, most_failed, too_many_failed
-from draftmill.jobs.finished.passes import Pass, count_failed, finished_passes, passes_of, units_done
-from draftmill.jobs.finished.summary import metric_lines, read_summary, table_lines
+from draftmill.jobs.finished.passes import Pass, count_failed, finished_passes, passes_of
+from draftmill.jobs.finished.summary import error_rows, metric_lines, read_summary, table_lines
 from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
@@ -150,7 +150,7 @@ def payload(store: Store) -> dict[str, Any]:
         if plan is None:
             return {}
         manifest, sessions = read_manifest(store), read_sessions(store)
-        done = plan.units if manifest else len(units_done(store))
+        done = plan.units if manifest else len(done_units(store))
     except (StoreError, UserError):
         return {}
     sums, tally = sessions.devices, sessions.committed
@@ -208,20 +208,29 @@ def judge(spec: JobSpec, passes: Sequence[Pass], *, prints: bool = True) -> None
     if count > 1 and prints:
         print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
     if too_many_failed(failed, rows, spec.errors):
-        table = "; see the table above" if prints else ""
+        reasons = "; see the table above" if prints else "".join(f"\n  {line}" for line in _reasons(passes))
         most = most_failed(rows, spec.errors)
         raise Ended(
-            f"{failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}){table}", TOO_MANY_FAILED
+            f"{failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}){reasons}", TOO_MANY_FAILED
         )
 
 
-def raise_unfinished(store: Store, plan: Plan, finish: Finish, *, conditional: bool, by_signal: bool) -> NoReturn:
+def _reasons(passes: Sequence[Pass]) -> Iterator[str]:
+    """Of each kind of error the first failed samples, with their reasons."""
+    last = finished_passes(passes)[-1]
+    assert last.manifest is not None
+    results = read_summary(last.store, (unit.object for unit in last.manifest.units if unit.failed))
+    for label, text in error_rows(results)[1:]:
+        yield f"{label.strip()}: {text}" if label else text
+
+
+def raise_unfinished(store: Store, plan: Plan, finish: Finish, *, by_signal: bool) -> NoReturn:
     """Raise the error that says how an unfinished run ended: Ended, or a StoreError."""
     if finish.how == "full":
         raise StoreFull(full_disk_text(finish))
     if finish.how == "failed":
         raise StoreError(f"{finish.message}; run it again to resume")
-    done = f"{len(done_units(store, conditional=conditional)):,} of {plan.units:,} units done"
+    done = f"{len(done_units(store)):,} of {plan.units:,} units done"
     if finish.how == "hopeless":
         remedy = "raise errors.max_rate or errors.max_count to continue"
         raise Ended(f"stopped with {done}: {finish.message}; {remedy}", TOO_MANY_FAILED)

@@ -140,19 +140,17 @@ def _work(
         return close(spec, store, prints=options.prints)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
-    conditional = probe(store)
+    probe(store)
     try:
         with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
             display = LoggedDisplay(shown, outcome.log)
             delete_strays(store)
-            if not conditional:
-                display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             with ExitStack() as stack:
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
                 if prepared.plan is None and spec.input.dedupe is None:
                     stack.enter_context(backend.opening(display, prepared))
                 plan = prepared.plan or plan_run(backend, prepared, store, display, epoch=lease.epoch, path=path)
-                run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, backend)
+                run = Run(spec, options, prepared, store, plan, lease, stop, display, backend)
                 run.outcome = outcome
                 finish = decode(run)
                 if finish.how == "done" and ready is not None:
@@ -166,7 +164,7 @@ def _work(
         hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
         raise StoreError(f"{error}; {hint}") from error
     if finish.how != "done":
-        raise_unfinished(store, plan, finish, conditional=conditional, by_signal=stop.by_signal)
+        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
     close(spec, store, prints=options.prints)
 
 
@@ -320,7 +318,7 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
         prepared = prepare(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
-    conditional = probe(store)
+    probe(store)
     stop = StopFlag()
     with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
         passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
@@ -331,9 +329,9 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
             judge(spec, passes)
             return OK
         inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
-        finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, backend))
+        finish = decode(Run(inside, options, prepared, plan.store, plan, lease, stop, display, backend))
     if finish.how != "done":
-        raise_unfinished(plan.store, plan, finish, conditional=conditional, by_signal=stop.by_signal)
+        raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
     ready = ready_for(spec, plan)
     if ready is not None:
         measure_run(store, spec, ready, options, s3=spec.s3.options())

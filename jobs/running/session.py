@@ -5,8 +5,10 @@ done set -> workers -> driver and scheduler -> units committed -> manifest
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import draftmill
@@ -18,7 +20,7 @@ from draftmill.jobs.driving.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.driving.leases import IfRunning
 from draftmill.jobs.driving.progress import Display
 from draftmill.jobs.driving.ray_session import is_connected
-from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog, read_sessions
+from draftmill.jobs.driving.run_log import INTERRUPTED_S, LoggedDisplay, RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
@@ -32,9 +34,9 @@ from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.runs.commit import done_units, read_record, read_unit, record_commit, write_manifest
+from draftmill.storage.runs.commit import done_units, read_unit, write_manifest
 from draftmill.storage.runs.lease import Lease, this_process
-from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, unit_name
 from draftmill.storage.stores.interface import Store, is_local
 from draftmill.storage.stores.parallel import parallel_map
 
@@ -73,7 +75,6 @@ class Run:
     prepared: Prepared
     store: Store
     plan: Plan
-    conditional: bool
     lease: Lease
     stop: StopFlag
     display: Display
@@ -106,7 +107,7 @@ def decode(run: Run) -> Finish:
 
 
 def _decode_units(run: Run, log: RunLog) -> Finish:
-    done = done_units(run.store, conditional=run.conditional)
+    done = done_units(run.store)
     totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
     left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
     totals.rows_before = run.plan.rows - left.rows
@@ -121,7 +122,7 @@ def _decode_units(run: Run, log: RunLog) -> Finish:
         with run.backend.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals, log)
     if finish.how == "done":
-        _write_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
+        _write_manifest(run, committed, (unit_name(unit) for unit in done if unit not in committed))
     return finish
 
 
@@ -132,12 +133,13 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
     if run.loads:
         size = size_text(weight_bytes(run.prepared.folder))
         run.display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
-    job = make_job(run.spec, run.plan, conditional=run.conditional, inputs=run.prepared.inputs)
+    job = make_job(run.spec, run.plan, inputs=run.prepared.inputs)
     pool = run.backend.pool(job, allocation)
     demand = run.backend.demand(run.spec)
     limits = limits_of(run.spec)
     if demand is not None:
         limits = replace(limits, idle_s=IDLE_S)
+    files = FilesHere(run.store)
     totals.devices = DeviceTime(price_of=lambda worker: run.spec.shapes[pool.kind_of(worker)].price_per_hour)
     driver = Driver(
         scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=run.plan.pass_),
@@ -146,7 +148,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
         totals=totals,
         stop=run.stop,
         grace_s=run.options.grace_s,
-        record=lambda unit: _record(run, unit),
+        look=files.look,
         hopeless=_hopelessness(run),
         room=lambda: _room_for(run, pool, len(left)),
         need=demand.need if demand else lambda units: None,
@@ -155,11 +157,15 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
     is_over = False
     try:
         finish = driver.run()
+        if finish.how == "done":
+            files.wait()
         is_over = finish.how in {"done", "hopeless"}
     finally:
         if demand is not None:
             demand.close()
         totals.stop()
+        if run.stop.reason is not None:
+            log.patience_s = min(log.patience_s, INTERRUPTED_S)
         log.flush(totals)
         driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
         if is_over:
@@ -212,22 +218,52 @@ IDLE_S = 20.0
 """Seconds after which a worker for which no unit is left ends, where an autoscaler can take its node away."""
 
 
-def _record(run: Run, unit: CommittedUnit) -> CommittedUnit:
-    """Record a unit that a worker reports as committed; StoreError if the worker wrote to another machine's disk."""
-    if not run.conditional:
-        return record_commit(run.store, unit, epoch=run.lease.epoch)
-    if is_local(run.store.url) and not run.store.exists(unit.object):
-        raise StoreError(
-            f"a worker wrote {unit.object}, but not here; on several machines, output.path must be a shared folder or s3://"
-        )
-    return unit
+APPEARS_S = 10.0
+"""Seconds in which a file of another machine appears in a shared folder, at most."""
+
+
+class FilesHere:
+    """Looks for the first file of each worker, on a thread: a worker of another machine may write to a disk of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._looks: dict[str, threading.Thread] = {}
+        self._missing: list[str] = []
+
+    def look(self, worker: str, unit: CommittedUnit) -> None:
+        """Look for a unit's file, if it is the worker's first; StoreError if another one was not found."""
+        if is_local(self._store.url) and worker not in self._looks:
+            self._looks[worker] = threading.Thread(target=self._look, args=(unit.object,), name="look", daemon=True)
+            self._looks[worker].start()
+        self._check()
+
+    def wait(self) -> None:
+        """Wait for the last looks; StoreError if a file was not found."""
+        for thread in self._looks.values():
+            thread.join()
+        self._check()
+
+    def _check(self) -> None:
+        for name in self._missing:
+            raise StoreError(
+                f"a worker wrote {name}, but not here; on several machines, output.path must be a shared folder or s3://"
+            )
+
+    def _look(self, name: str) -> None:
+        until_s = time.monotonic() + APPEARS_S
+        while not self._is_here(name):
+            if time.monotonic() > until_s:
+                self._missing.append(name)
+                return
+            time.sleep(APPEARS_S / 50)
+
+    def _is_here(self, name: str) -> bool:
+        with suppress(StoreError):
+            return self._store.exists(name)
+        return False
 
 
 # ---- the manifest
-
-
-SETTLE_S = 1.0
-"""Wait before each last look for stray files, in a store that ignores conditional writes."""
 
 
 def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str]) -> None:
@@ -235,8 +271,6 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str])
     units = committed.facts
     for _, facts in parallel_map(run.store, earlier, lambda name: committed_facts(run, name), reads=True):
         units.add(facts.result())
-    if not run.conditional:
-        _delete_duplicates(run, units)
     write_manifest(
         run.store,
         units,
@@ -248,34 +282,6 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str])
     )
 
 
-def _delete_duplicates(run: Run, units: Iterable[CommittedUnit]) -> None:
-    """Delete the files of duplicate attempts. The names that count are recorded, and all workers have ended.
-
-    The last write of an ended worker may still be in progress in the store: repeat until no more files appear.
-    """
-    counting = {unit.object.removeprefix("data/") for unit in units}
-    _delete_others(run, counting)
-    time.sleep(SETTLE_S)
-    while _delete_others(run, counting):
-        time.sleep(SETTLE_S)
-
-
-def _delete_others(run: Run, counting: set[str]) -> int:
-    """Delete unit files and traces with other names; returns how many. A trace has the same name as its data file."""
-    others = [
-        stat.name
-        for folder in ("data/", "traces/")
-        for stat in run.store.list(folder)
-        if stat.name.removeprefix(folder) not in counting
-    ]
-    for name in others:
-        run.lease.check()  # without the lease delete nothing: the files may belong to our successor
-        run.store.delete(name)
-    return len(others)
-
-
 def committed_facts(run: Run, name: str) -> CommittedUnit:
-    """The facts of a unit that an earlier session committed, from its data file or its record."""
-    if run.conditional:
-        return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
-    return read_record(run.store, name)
+    """The facts of a unit that an earlier session committed."""
+    return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})

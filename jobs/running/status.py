@@ -25,14 +25,13 @@ from draftmill.jobs.finished.passes import (
     count_failed,
     passes_of,
     require_plan,
-    units_done,
 )
 from draftmill.jobs.finished.summary import metric_lines
 from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.recurring.runs import FoundRun, RunFacts, facts_of, runs_below
 from draftmill.storage.errors import StoreError, UserError, printable
-from draftmill.storage.runs.commit import SUCCESS, is_closed, read_manifest
+from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import S3Options, Stat, Store, level_of
@@ -62,7 +61,7 @@ def pass_line(part: Pass) -> str:
     """One line on the progress of a later pass."""
     if part.manifest is not None:
         return f"  pass {part.number}   finished: {part.plan.rows:,} samples again, {count_failed([part]):,} of them failed"
-    done = len(units_done(part.store))
+    done = len(done_units(part.store))
     return f"  pass {part.number}   {done:,} of {part.plan.units:,} units done; `draftmill rerun --failed` resumes it"
 
 
@@ -72,7 +71,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
         yield "  state    finished; its results were deleted by `draftmill prune`"
         yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_samples(store)} failed"
         return
-    done = units_done(store)
+    done = done_units(store)
     rows = sum(size.rows for size in plan.sizes() if size.unit in done)
     driver = driver_of(store)
     sessions = read_sessions(store)

@@ -1,7 +1,8 @@
 """Dates in a path: `output.path: base/{date:%Y-%m-%d}` gives a recurring job a run directory for each date. Pure.
 
-The folder before the first date is the job's base path. The date is in UTC. A format has only fields that mean the same in every
-locale, and together they name one date, so that no two dates share a run directory and a folder's name gives its date back.
+`input.path` and `input.run` may have the same date, that of their data. The folder before the first date is the job's base path.
+The date is in UTC. A format has only fields that mean the same in every locale, and together they name one date, so that no two
+dates share a run directory and a folder's name gives its date back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ EXAMPLE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 """A date for checks of paths."""
 
 _DIGITS: Final = {"Y": 4, "m": 2, "d": 2, "j": 3, "H": 2, "M": 2, "S": 2}
-"""The fields of a format, with the digits of each."""
+"""The fields of a format, from coarse to fine, with the digits of each."""
 
 _WEEKS: Final = tuple("GVuUWw")
 
@@ -26,7 +27,11 @@ _DATES: Final = {"Y": "year", "Ym": "month"} | dict.fromkeys(_DAYS, "day")
 _TIMES: Final = {"": "day", "H": "hour", "HM": "minute", "HMS": "second"}
 """The sets of time fields, which need a day."""
 
-_FORM: Final = re.compile(r"\{date\b([^{}]*)\}?")
+_LAST_FIELD: Final = {"year": "Y", "month": "m", "day": "j", "hour": "H", "minute": "M", "second": "S"}
+"""The last field, in the order of _DIGITS, that a period decides."""
+
+_FORM: Final = re.compile(r"\{date\b(?![^:{}]*,)([^{}]*)\}?")
+"""A date in a path; `{date,time}` are alternatives of a glob."""
 _SAFE: Final = re.compile(r"[A-Za-z0-9._=+,-]+")
 _ALLOWED: Final = "{date:%Y-%m-%d}, with %Y %m %d %j %H %M %S %F"
 
@@ -59,6 +64,24 @@ def date_problem(path: str) -> str | None:
         )
     if date_in(path, with_date(path, EXAMPLE)) is None:
         return f"{path!r}: the date can't be read back from the folder's name; separate its fields"
+    return None
+
+
+def given_problem(path: str, output: str) -> str | None:
+    """What is wrong with the dates in a path that a run reads; None if nothing is. The date is that of the `output` path."""
+    forms = list(_FORM.finditer(path))
+    if not forms:
+        return None
+    if not has_date(output):
+        return f"{path!r} has a date, but output.path has none; allowed: with output.path: base/{{date:%Y-%m-%d}}"
+    if problem := next(filter(None, (_form_problem(form[0], form[1]) for form in forms)), None):
+        return f"{path!r}: {problem}"
+    period = period_of(output)
+    fields = "".join(_DIGITS)
+    shown = fields[: fields.index(_LAST_FIELD[period]) + 1]
+    more = [field for form in forms for field in re.findall("%(.)", _expand(form[1])) if field not in shown]
+    if more:
+        return f"{path!r}: '%{more[0]}' is finer than the {period} in output.path, of which each has one run"
     return None
 
 

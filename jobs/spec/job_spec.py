@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from draftmill.actors.metrics.settings import Metrics
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
 from draftmill.decoders.causal.settings import HeadDrafterSettings
-from draftmill.decoders.common_settings import Dtype, Sampling, Settings
+from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, Place, Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
@@ -65,10 +65,12 @@ def _where(text: str) -> str:
 class InputSettings(Settings):
     """Where the rows are: one path or several, each of which must exist, or a finished run."""
 
-    path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
-        default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them"
+    path: Annotated[
+        Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None, Place(("s3", "hf"))
+    ] = Field(default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them")
+    run: Annotated[Text | None, Place(("s3",))] = Field(
+        default=None, description="a finished run, whose result rows are the input; not with path"
     )
-    run: Text | None = Field(default=None, description="a finished run, whose result rows are the input; not with path")
     where: Annotated[Text, AfterValidator(_where)] | None = Field(
         default=None, description="which of the run's rows, for example `exact_match >= 1`; null: all that are ok"
     )
@@ -117,12 +119,18 @@ def _device(name: str) -> str:
 class ModelSettings(Settings):
     """Which checkpoint, and how it is loaded."""
 
-    path: Text = Field(description="builtin:NAME, a folder, s3://bucket/prefix, a hub id, or a .gguf file there")
-    adapter: Text | None = Field(default=None, description="a PEFT LoRA adapter: a folder, s3://..., or a hub id")
+    path: Annotated[Text, MODEL] = Field(
+        description="builtin:NAME, a folder, s3://bucket/prefix, a hub id, or a .gguf file there"
+    )
+    adapter: Annotated[Text | None, MODEL] = Field(
+        default=None, description="a PEFT LoRA adapter: a folder, s3://..., or a hub id"
+    )
     family: Text = Field(default="auto", description="auto: model_type of config.json; draftmill models lists all")
     revision: str | None = Field(default=None, description="of a hub model; refused for any other")
     mask_id: Annotated[int, Field(ge=0)] | None = Field(default=None, description="null: the family's own, if any")
-    tokenizer: Text = Field(default="auto", description="auto (the model's), a folder, or none (rows give tokens)")
+    tokenizer: Annotated[Text, FOLDER] = Field(
+        default="auto", description="auto (the model's), a folder, or none (rows give tokens)"
+    )
     dtype: Dtype = Field(default="auto", description="auto: float32 on CPU, bfloat16 on GPU")
     weights: Literal["auto", "int8", "int4", "fp8"] = Field(
         default="auto", description="auto: in dtype; else the layers' matrices are held so, and computed with in dtype"
@@ -158,7 +166,9 @@ def _date(value: Any) -> Any:
 class OutputSettings(Settings):
     """Where the results go. A path with a date, as in `base/{date:%Y-%m-%d}`, is that of a recurring job."""
 
-    path: Text = Field(description="a folder or s3://bucket/prefix; {date:...} for a recurring job")
+    path: Annotated[Text, Place(("s3", "memory"))] = Field(
+        description="a folder or s3://bucket/prefix; {date:...} for a recurring job"
+    )
     logical_date: Annotated[str, BeforeValidator(_date)] | None = Field(
         default=None, description="the date for {date:...}; null: the time of the start"
     )
@@ -271,6 +281,16 @@ class JobSpec(Settings):
                     f"input.{key}: {value!r} needs a run directory for each date: write {{date:%Y-%m-%d}} in output.path "
                     "(not in sweeps); allowed: null"
                 )
+            if any(map(has_date, self.input.paths)):
+                if key == "since":
+                    raise ValueError(
+                        "input.since: input.path has a date, so each run reads the files of its own date; allowed: null"
+                    )
+                if self.input.columns.id is None:
+                    raise ValueError(
+                        "input.dedupe: input.path has a date, and rows without a column of ids have the same ids on each date; "
+                        "name the column in input.columns.id"
+                    )
             if self.input.limit is not None:
                 raise ValueError(
                     f"input.limit: {self.input.limit}, but input.{key} takes all that is new: rows beyond the limit would count "
@@ -435,7 +455,7 @@ def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
 
 
 def at_date(spec: JobSpec, now: datetime) -> JobSpec:
-    """The job with the date filled into its output path and `input.run`: its logical date, or else `now`.
+    """The job with the date filled into its output path, `input.path` and `input.run`: its logical date, or else `now`.
 
     Without a date in its output path, `spec` itself.
     """
@@ -443,8 +463,12 @@ def at_date(spec: JobSpec, now: datetime) -> JobSpec:
         return spec
     chosen = now if spec.output.logical_date is None else read_date(spec.output.logical_date)
     filled = {"path": with_date(spec.output.path, chosen), "logical_date": format_date(chosen)}
-    run = None if spec.input.run is None else with_date(spec.input.run, chosen)
-    sections = {"output": spec.output.model_copy(update=filled), "input": spec.input.model_copy(update={"run": run})}
+    paths = tuple(with_date(path, chosen) for path in spec.input.paths)
+    given = {
+        "path": paths[0] if isinstance(spec.input.path, str) else paths or None,
+        "run": None if spec.input.run is None else with_date(spec.input.run, chosen),
+    }
+    sections = {"output": spec.output.model_copy(update=filled), "input": spec.input.model_copy(update=given)}
     return spec.model_copy(update=sections)
 
 

@@ -1,4 +1,4 @@
-"""Checks the paths and URLs in a spec: local paths, and the URL schemes that each key allows. Pure.
+"""The paths and URLs in a spec: all of them, and checks of each.
 
 A message never repeats a rejected URL: users may paste signed URLs, or passwords before an @.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from draftmill.jobs.spec.dated_path import EXAMPLE, date_problem, with_date
+from pydantic import BaseModel
+
+from draftmill.decoders.common_settings import Place
+from draftmill.jobs.spec.dated_path import EXAMPLE, date_problem, given_problem, with_date
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import expand_braces, glob_pattern
 from draftmill.storage.stores.interface import is_local
@@ -19,34 +23,20 @@ MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255
 """Linux's limits; the error messages of longer paths would be confusing."""
 
-SCHEMES: dict[str, tuple[str, ...]] = {
-    "input.path": ("s3", "hf"),
-    "input.run": ("s3",),
-    "prompt.examples.path": ("s3", "hf"),
-    "model.path": ("s3",),
-    "model.adapter": ("s3",),
-    "model.tokenizer": (),
-    "decoder.head": (),
-    "decoder.drafter.path": ("s3",),
-    "output.path": ("s3", "memory"),
-}
-"""The URL schemes that each key allows, besides local paths (`builtin:` is not a URL)."""
-
-
-_WILD = re.compile(r"[*?\[]")
-
 
 def place_problem(data: Any) -> str | None:
     """The first problem with a path in a spec (a JobSpec), starting with its key; None if all are valid."""
-    for key, value in places_of(data):
-        problem = path_problem(value, SCHEMES[key.rstrip(".0123456789")])
-        if problem:
-            return f"{key}: {problem}"
+    for found in places_of(data):
+        if problem := path_problem(found.value, found.place.schemes):
+            return f"{found.key}: {problem}"
     if problem := date_problem(data.output.path):
         return f"output.path: {problem}"
+    for found in places_of(data.input, "input"):
+        if problem := given_problem(found.value, data.output.path):
+            return f"{found.key}: {problem}"
     output = with_date(data.output.path, EXAMPLE)
     for path in data.input.paths:
-        if among_inputs(path, output):
+        if among_inputs(with_date(path, EXAMPLE), output):
             return f"output.path: {data.output.path!r} is inside the inputs, {path!r}; choose a path outside of them"
     return None
 
@@ -83,9 +73,8 @@ def among_inputs(inputs: str, output: str) -> bool:
     if len(alternatives := expand_braces(inputs)) > 1:
         return any(among_inputs(alternative, output) for alternative in alternatives)
     inputs, output = _absolute(inputs), _absolute(output)
-    if _WILD.search(inputs):
-        return glob_pattern(inputs).fullmatch(f"{output}/data/unit-00000000.parquet") is not None
-    return is_inside(output, inputs)
+    results = f"{output}/data/unit-00000000.parquet"
+    return is_inside(output, inputs) or glob_pattern(inputs).fullmatch(results) is not None
 
 
 def is_inside(path: str, folder: str) -> bool:
@@ -97,12 +86,43 @@ def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path)) if is_local(path) else path.rstrip("/")
 
 
-def places_of(data: Any) -> Iterator[tuple[str, str]]:
-    for key in SCHEMES:
-        value = data
-        for name in key.split("."):
-            value = getattr(value, name, None)
-        if isinstance(value, str):
-            yield key, value
-        if isinstance(value, tuple):
-            yield from ((f"{key}.{index}", path) for index, path in enumerate(value))
+@dataclass(frozen=True, slots=True)
+class FoundPlace:
+    """A path or URL in a spec: its keys, each of a mapping or the number of a list's item, and its value."""
+
+    keys: tuple[str | int, ...]
+    value: str
+    place: Place
+
+    @property
+    def key(self) -> str:
+        """The keys as messages show them."""
+        return ".".join(map(str, self.keys))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a path of this machine, and neither a builtin model or input nor, as far as can be seen, a hub's id."""
+        if not is_local(self.value) or self.value.startswith("builtin:"):
+            return False
+        return not self.place.is_model or not HUB_ID.fullmatch(self.value) or os.path.exists(self.value)
+
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)|\w[\w.-]*/\w[\w.-]*/\w[\w.-]*\.gguf", re.ASCII)
+"""A model id of the hub, ORG/NAME or NAME, or a GGUF file in one."""
+
+
+def places_of(data: Any, *keys: str | int) -> Iterator[FoundPlace]:
+    """Every path and URL in settings: the values of all fields that are marked with a Place, at any depth."""
+    if isinstance(data, BaseModel):
+        for name, field in type(data).model_fields.items():
+            value = getattr(data, name)
+            place = next((mark for mark in field.metadata if isinstance(mark, Place)), None)
+            if place is None:
+                yield from places_of(value, *keys, name)
+            elif isinstance(value, str) and not re.fullmatch(place.other, value):
+                yield FoundPlace((*keys, name), value, place)
+            elif isinstance(value, tuple):
+                yield from (FoundPlace((*keys, name, index), path, place) for index, path in enumerate(value))
+    elif isinstance(data, tuple | Mapping):
+        for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
+            yield from places_of(value, *keys, key)

@@ -76,7 +76,8 @@ def constraint_problem(task: Task, columns: Columns, decoder: DecoderSettings, *
         )
     if getattr(decoder, "tau_edit", None) is not None:
         return f"{key}: with decoder.tau_edit tokens that matched may be replaced; allowed: decoder.tau_edit null"
-    if isinstance(given, dict) and not (isinstance(task, Infill) and isinstance(task.mask, Marker)):
+    has_markers = isinstance(task, Infill) and isinstance(task.mask, Marker) and not (columns.prefix or columns.suffix)
+    if isinstance(given, dict) and not has_markers:
         return f"{key}: names are for the markers of holes, and only task.mask.kind 'marker' has them; allowed: one, or a list"
     return None
 

@@ -22,10 +22,10 @@ import yaml
 from draftmill.actors.ray.ray_inside import PATHSPEC, require
 from draftmill.jobs.driving.ray_session import ROOT
 from draftmill.jobs.formatting import size_text
-from draftmill.jobs.spec.places import is_inside
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.jobs.spec.places import is_inside, places_of
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import is_secret_variable
-from draftmill.storage.stores.interface import is_local
 
 MARGIN_S = 15.0
 """Seconds between the driver's grace period and its end by force."""
@@ -153,8 +153,6 @@ def _check_image(options: SubmitOptions, *, ships: bool) -> None:
 
 
 _WILD = re.compile(r"[*?\[{]")
-_CHECKPOINTS = ("model.path", "model.adapter", "model.tokenizer", "decoder.head", "decoder.drafter.path")
-"""Keys of checkpoints: what is no local path may be a model id of the hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,63 +199,24 @@ def _remote() -> str:
 def map_paths(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
     """The mapping of a checked spec with paths as the cluster finds them; UserError if one can't be found there."""
     result = deepcopy(dict(data))
-    for key, holder, place in _paths(result):
-        value = holder[place]
-        if not is_local(value) and not value.startswith("memory://"):
-            continue
-        if not is_local(value):
-            raise UserError(f"{value!r} ends with the driver; allowed: {_remote()}", field=key)
-        holder[place] = paths.path(value, key, written=key == "output.path")
+    for found in places_of(check_spec(deepcopy(result))):
+        if found.value.startswith("memory://"):
+            raise UserError(f"{found.value!r} ends with the driver; allowed: {_remote()}", field=found.key)
+        if found.is_here:
+            _put(result, found.keys, paths.path(found.value, found.key, written=found.key == "output.path"))
     return result
 
 
-Text = tuple[str, Any, str | int]
-"""The key of a text in a spec, the mapping or list that holds it, and its place there."""
-
-
-def _paths(data: dict[str, Any]) -> Iterator[Text]:
-    """Every path of a spec."""
-    yield from _texts(data, "input.path")
-    yield from _texts(data, "input.run")
-    yield from _texts(data, "prompt.examples.path")
-    for key in _CHECKPOINTS:
-        yield from filter(_is_path, _texts(data, key))
-    metrics = data.get("metrics")
-    for index, metric in enumerate(metrics if isinstance(metrics, list) else []):
-        if isinstance(metric, str) and metric.endswith(".py"):
-            yield f"metrics.{index}", metrics, index
-        elif isinstance(metric, dict) and metric.get("kind") == "file":
-            yield f"metrics.{index}.path", metric, "path"
-        yield from filter(_is_path, _texts(data, f"metrics.{index}.model"))
-    yield from _texts(data, "output.path")
-
-
-def _texts(data: Any, key: str) -> Iterator[Text]:
-    """The text at a key, or those of the list there; without names of builtin models and inputs."""
-    *sections, name = key.split(".")
-    for section in sections:
-        data = data[int(section)] if isinstance(data, list) else data.get(section) if isinstance(data, dict) else None
-    value = data.get(name) if isinstance(data, dict) else None
-    texts: list[Text] = [(key, data, name)]
-    if isinstance(value, list):
-        texts = [(f"{key}.{index}", value, index) for index in range(len(value))]
-    for path, holder, place in texts if value else []:
-        if isinstance(holder[place], str) and not holder[place].startswith("builtin:"):
-            yield path, holder, place
-
-
-def _is_path(text: Text) -> bool:
-    """Whether a checkpoint is a path or URL, not a model id of the hub or a word."""
-    key, holder, place = text
-    value = holder[place]
-    if value in {"auto", "none"} and key in {"model.tokenizer", "decoder.head"}:
-        return False
-    return (
-        not is_local(value)
-        or value.startswith(("/", "./", "../", "~"))
-        or value.endswith(".gguf")
-        or Path(value).exists()
-    )
+def _put(data: Any, keys: Sequence[str | int], value: str) -> None:
+    """Set a value in a spec's mapping, in which a metric may be written as its path alone, and a preset's keys are missing."""
+    for key in keys[:-1]:
+        inner: Any = data.setdefault(key, {}) if isinstance(data, dict) else data[key]
+        if isinstance(inner, str):
+            break
+        data = inner
+    else:
+        key = keys[-1]
+    data[key] = value
 
 
 # ---- the files that are shipped, as one zip file

@@ -35,7 +35,7 @@ from draftmill.jobs.exit_codes import (
     too_many_failed,
 )
 from draftmill.jobs.finished.measure import measure_units
-from draftmill.jobs.finished.passes import count_failed, passes_of, units_done
+from draftmill.jobs.finished.passes import count_failed, passes_of
 from draftmill.jobs.finished.summary import figure_text, metric_means, read_summary
 from draftmill.jobs.forecasting.trial import (
     SAMPLE_ROWS,
@@ -55,7 +55,7 @@ from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, changes_text, l
 from draftmill.jobs.sweeping.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.runs.commit import read_manifest
+from draftmill.storage.runs.commit import done_units, read_manifest
 from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.store import delete_strays, open_store, probe
 
@@ -113,12 +113,10 @@ def say_problems(problems: dict[str, str], count: int) -> None:
 def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
     """Plan and decode the cases that are not decoded yet, then measure what lacks metrics, under the sweep's lease."""
     stops = Stops()
-    conditional = probe(store)
+    probe(store)
     ready = in_order([case for case in cases if case.is_ready])
     with hold_lease(store, stops.lost), make_display(quiet=options.quiet) as display:
         delete_strays(store)
-        if not conditional:
-            display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
         with backend.opening_for(display, [case.prepared for case in ready]) as refusals:
             for case, error in zip(ready, refusals, strict=True):
                 if error is not None:
@@ -134,7 +132,7 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
                 display.heading = f"case {number} of {len(cases)}, {case.name}: "
                 display.note(f"case {number} of {len(cases)}: {case.name} ({changes_text(case.changes)})")
                 loads = "model" in names or "drafter" in names
-                decode_case(case, options, stops, display, backend, conditional=conditional, loads=loads)
+                decode_case(case, options, stops, display, backend, loads=loads)
             measure_cases(cases, options, stops, display, backend)
 
 
@@ -145,7 +143,6 @@ def decode_case(
     display: Display,
     backend: Backend,
     *,
-    conditional: bool,
     loads: bool,
 ) -> None:
     """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
@@ -158,7 +155,6 @@ def decode_case(
             case.prepared,
             case.store,
             case.plan,
-            conditional,
             lease,
             stop,
             display,
@@ -336,7 +332,7 @@ def _row(case: SweepCase) -> list[str]:
 def _progress(case: SweepCase) -> str:
     if case.plan is None:
         return "not planned"
-    done = len(units_done(case.store))
+    done = len(done_units(case.store))
     return f"{done:,} of {case.plan.units:,} units"
 
 
@@ -439,7 +435,7 @@ def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
                 sample = sample or take_sample(case.prepared)
                 works[case.name] = Work(sample.total, sample.new_tokens, sample.exact)
             else:
-                done = units_done(case.store)
+                done = done_units(case.store)
                 left = sum(size.rows for size in case.plan.sizes() if size.unit not in done)
                 tokens = case.plan.holes * ratio(left, case.plan.rows)
                 works[case.name] = Work(left, tokens, left == case.plan.rows)

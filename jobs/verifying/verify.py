@@ -255,11 +255,11 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
         problems.append("there is no _SUCCESS")
     elif _read_json(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
         problems.append("_SUCCESS is damaged or belongs to another job")
-    objects = DoneUnits()
-    for unit in manifest.units:
-        objects.add(unit.unit, unit.object)
+    listed = DoneUnits()
+    for unit in manifest.units.numbers().tolist():
+        listed.add(unit)
     names = (stat.name for stat in store.list("data/") if stat.name.endswith(".parquet"))
-    strangers = sorted(name for name in names if objects.get(unit_number(name) or 0) != name)
+    strangers = sorted(name for name in names if unit_number(name) not in listed)
     if strangers:
         problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
     return problems
@@ -360,7 +360,7 @@ Result = tuple[list[int], list[float] | None, float | None]
 
 def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
     """Decode `samples` stored samples alone; prints and returns the share with equal results."""
-    job = replace(make_job(plan.spec, plan, conditional=True), store_url=store.url, max_rows=1, trace=False)
+    job = replace(make_job(plan.spec, plan), store_url=store.url, max_rows=1, trace=False)
     decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
     scores = isinstance(plan.spec.task, Score)

@@ -5,6 +5,7 @@ Knows the places (local, S3, Hugging Face, the interpreter's own sources) and th
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import re
@@ -59,10 +60,11 @@ def list_inputs(
 ) -> list[InputFile]:
     """Return the inputs at `path`, sorted by name, never an empty list; for several paths one after the other.
 
-    A path is a file, a glob (`**` for any depth, `{a,b}` for either), a folder, the same under s3://, `hf://DATASET` or
-    `builtin:python-stdlib`. In a folder hidden files, names with a leading `_` and unknown endings are skipped. A file
-    found by several paths is listed once, and names are relative to the paths' common part. `delimiter` is stored with
-    each csv file. Raises UserError if nothing matches, or a file's format is unknown.
+    A path is a file, a folder, a glob (`**` for any depth, `{a,b}` for either), the same under s3://, `hf://DATASET` or
+    `builtin:python-stdlib`. A file or folder of exactly that name comes before the meaning as a glob. In a folder hidden files,
+    names with a leading `_` and unknown endings are skipped. A file found by several paths is listed once, and names are
+    relative to the paths' common part. `delimiter` is stored with each csv file. Raises UserError if nothing matches, or a
+    file's format is unknown.
     """
     paths = [path] if isinstance(path, str) else list(path)
     files = _join([_list_any(place, s3) for place in paths])
@@ -77,7 +79,7 @@ def list_inputs(
 def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
     """The files at one path; an existing file or folder with braces in its name takes precedence over expansion."""
     alternatives = expand_braces(path)
-    if len(alternatives) == 1 or (is_local(path) and os.path.exists(os.path.expanduser(path))):
+    if len(alternatives) == 1 or _exists(path, s3):
         return _list_one(path, s3)
     groups = []
     for alternative in alternatives:
@@ -89,6 +91,18 @@ def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
     if not groups:
         raise NothingThere(f"nothing is at {path!r}", field=FIELD)
     return sorted(_join(groups), key=lambda file: file.name)
+
+
+def _exists(path: str, s3: S3Options | None) -> bool:
+    """Whether a file or folder of exactly this name exists."""
+    if is_local(path):
+        return os.path.exists(os.path.expanduser(path))
+    bucket, _, key = path.removeprefix("s3://").partition("/")
+    if not path.startswith("s3://") or _BRACES.search(bucket):
+        return False
+    with about(FIELD):
+        found = open_store(f"s3://{bucket}", s3=s3).list(key.rstrip("/"))
+        return any(f"{stat.name}/".startswith(f"{key.rstrip('/')}/") for stat in found)
 
 
 def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
@@ -183,19 +197,27 @@ def _refuse(error: OSError) -> None:
 
 def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:
     bucket, _, key = path.removeprefix("s3://").partition("/")
-    root = key if not _WILD.search(key) else _fixed_part(key)
+    wild, folder = bool(_WILD.search(key)), f"{key.rstrip('/')}/" if key else ""
+    root = _fixed_part(key) if wild else key
     with about(FIELD):
-        store = open_store(f"s3://{bucket}", s3=s3)
-        objects = [stat for stat in store.list(root) if not stat.name.endswith("/")]
-    if _WILD.search(key):
-        pattern = glob_pattern(key)
-        return _sorted(path, [_s3_file(bucket, root, stat) for stat in objects if pattern.fullmatch(stat.name)])
-    exact = [stat for stat in objects if stat.name == key]
-    if exact:
+        objects = _without_markers(open_store(f"s3://{bucket}", s3=s3).list(root))
+    if exact := [stat for stat in objects if stat.name == key]:
         return _sorted(path, [_s3_file(bucket, os.path.dirname(key), stat) for stat in exact])
-    folder = f"{key.rstrip('/')}/" if key else ""
-    files = [_s3_file(bucket, folder, stat) for stat in objects if stat.name.startswith(folder)]
-    return _data_files(path, [file for file in files if not any(map(_is_hidden, file.name.split("/")))])
+    inside = [stat for stat in objects if stat.name.startswith(folder)]
+    if inside or not wild:
+        files = [_s3_file(bucket, folder, stat) for stat in inside]
+        return _data_files(path, [file for file in files if not any(map(_is_hidden, file.name.split("/")))])
+    pattern = glob_pattern(key)
+    return _sorted(path, [_s3_file(bucket, root, stat) for stat in objects if pattern.fullmatch(stat.name)])
+
+
+def _without_markers(objects: Iterable[Stat]) -> list[Stat]:
+    """The objects without those that only stand for a folder: `in/`, and empty ones named `in` or `in_$folder$`."""
+    files = [stat for stat in objects if not stat.name.endswith("/")]
+    empty = {stat.name for stat in files if not stat.size}
+    folders = {str(folder) for stat in files for folder in PurePosixPath(stat.name).parents} if empty else set()
+    empty = {name for name in empty if name in folders or name.endswith("_$folder$")}
+    return [stat for stat in files if stat.name not in empty]
 
 
 def _s3_file(bucket: str, root: str, stat: Stat) -> InputFile:
@@ -244,7 +266,8 @@ def _data_files(path: str, files: list[InputFile]) -> list[InputFile]:
 def _sorted(path: str, files: list[InputFile]) -> list[InputFile]:
     """The files by name; UserError if there are none, or if the format of one is unknown."""
     if not files:
-        raise NothingThere(f"nothing is at {path!r}", field=FIELD)
+        hint = "; in a glob, [[] stands for the character [" if "[" in path else ""
+        raise NothingThere(f"nothing is at {path!r}{hint}", field=FIELD)
     for file in files:
         if not file.format:
             raise UserError(f"{file.uri}: the format is not known by its ending; {_KNOWN}", field=FIELD)
@@ -267,17 +290,20 @@ def _fixed_part(pattern: str) -> str:
 
 
 def glob_pattern(pattern: str) -> re.Pattern[str]:
-    """A glob over whole object names as a regular expression: `*` and `?` stay inside a part, `**/` is any depth."""
-    out, rest = "", pattern
-    while rest:
-        bracket = re.match(r"\[(!?)([^\]]+)\]", rest)
-        if rest.startswith("**/"):
-            out, rest = f"{out}(?:.*/)?", rest[3:]
-        elif rest.startswith("**"):
-            out, rest = f"{out}.*", rest[2:]
-        elif bracket:
-            inside = bracket[2].replace("\\", "\\\\")
-            out, rest = f"{out}[{'^' if bracket[1] else ''}{inside}]", rest[bracket.end() :]
-        else:
-            out, rest = out + {"*": "[^/]*", "?": "[^/]"}.get(rest[0], re.escape(rest[0])), rest[1:]
-    return re.compile(out)
+    """A glob over whole object names as a regular expression; it matches what `glob.glob` finds on a disk.
+
+    `*`, `?` and `[a-z]` stay inside a part, `**` as a part is any depth, and none of them matches a hidden name.
+    """
+    *parts, last = pattern.split("/")
+    any_depth = r"(?:(?!\.)[^/]+/)*"
+    folders = [any_depth if part == "**" else f"{_part_pattern(part)}/" for part in parts]
+    return re.compile("".join(folders) + (rf"{any_depth}(?!\.)[^/]+" if last == "**" else _part_pattern(last)))
+
+
+def _part_pattern(part: str) -> str:
+    tokens = re.findall(r"\[!?\]?[^\]]*\]|.", part, re.DOTALL)
+    shown = "" if part.startswith(".") else r"(?!\.)"
+    special = {"*": "[^/]*", "?": "[^/]"}
+    # fnmatch knows what sets mean, among them such as [2024-11]; [:-2] removes its end of the text.
+    sets = (f"(?!/){fnmatch.translate(token)[:-2]}" if len(token) > 1 else special.get(token) for token in tokens)
+    return shown + "".join(found or re.escape(token) for found, token in zip(sets, tokens, strict=True))

@@ -4,8 +4,6 @@ A unit's file is built in memory, re-opened and checked, and then created once; 
 nothing of how rows were made. Names in a run directory:
 
     data/unit-00000017.parquet      traces/unit-00000017.parquet      _manifest.json      _SUCCESS
-    commits/unit-00000017.00000003a1b2c3d4.json     only on a store that ignores conditions: which of a unit's files
-                                    counts, recorded by a driver of epoch 3. Of several records the highest epoch's counts
 """
 
 from __future__ import annotations
@@ -13,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -43,7 +40,7 @@ MOST_BYTES_HELD: Final = 8 * 2**20
 
 _OPENS: Final = b', "units": ['
 _CLOSES: Final = b"]}"
-_UNIT_FILE = re.compile(r"(?:data|commits|traces)/unit-(\d{8,})(?:\.[0-9a-f]+)?\.(?:parquet|json)")
+_UNIT_FILE = re.compile(r"data/unit-(\d{8,})\.parquet")
 
 
 class ForeignUnit(StoreError):
@@ -63,7 +60,6 @@ def commit_unit(
     fingerprint: str,
     code_version: str,
     pass_: int = 1,
-    conditional: bool = True,
     attempt: int = 1,
     trace: pa.Table | None = None,
     exact: bool | None = None,
@@ -71,20 +67,18 @@ def commit_unit(
     """A unit is committed once: afterwards its file exists, whole and checked; returns that file's facts.
 
     If another attempt was first, its file stays and its facts are returned. Raises ForeignUnit if the name is held by
-    another job. `conditional=False` (a store that fails `probe`) writes to a name unique to this attempt; then the driver
-    decides with `record_commit`. The trace is written before the data, so that a committed unit has one.
+    another job. The trace is written before the data, so that a committed unit has one.
     """
     counts = _counts(table) | ({} if exact is None else {"exact": str(exact).lower()})
     identity = {"fingerprint": fingerprint, "unit": str(unit), "pass": str(pass_)}
     versions = {"schema_version": str(SCHEMA_VERSION), "code_version": code_version, "attempt": str(attempt)}
     data = _write_checked(table, identity | versions | counts)
-    ending = ".parquet" if conditional else f".{secrets.token_hex(8)}.parquet"
     if trace is not None:
         failpoint("commit.before_trace")
         trace_data = write_parquet(trace, identity | versions)
         with suppress(AlreadyExists):  # an earlier attempt's trace of the same tokens
-            store.create(trace_name(unit).replace(".parquet", ending), trace_data)
-    name = unit_name(unit).replace(".parquet", ending)
+            store.create(trace_name(unit), trace_data)
+    name = unit_name(unit)
     sha256 = hashlib.sha256(data).hexdigest()
     failpoint("commit.before_data")
     try:
@@ -116,45 +110,19 @@ def require_identity(store: Store, name: str, metadata: Mapping[str, str], expec
             raise ForeignUnit(f"{store.url}/{name} belongs to another job: {reason}")
 
 
-def done_units(store: Store, *, conditional: bool = True) -> DoneUnits:
-    """Return the committed units, from a single listing, with the names of the objects that commit them.
-
-    Of several records of a unit the last by name counts, which has the highest epoch.
-    """
+def done_units(store: Store) -> DoneUnits:
+    """Return the committed units, from a single listing."""
     done = DoneUnits()
-    for stat in store.list("data/" if conditional else "commits/"):
-        if match := _UNIT_FILE.fullmatch(stat.name):
-            done.add(int(match[1]), stat.name)
+    for stat in store.list("data/"):
+        if (unit := unit_number(stat.name)) is not None:
+            done.add(unit)
     return done
-
-
-def record_commit(store: Store, committed: CommittedUnit, *, epoch: int = 0) -> CommittedUnit:
-    """The first record of a unit under an epoch stays; returns the recorded facts. Only the driver calls it.
-
-    For a store that ignores conditions: a unit may have several files, and the record says which one counts. No record is
-    ever overwritten: a driver that wakes up after its lease was taken over adds one of a lower epoch, which is ignored.
-    """
-    unit = f"commits/unit-{committed.unit:08d}"
-    records = [stat.name for stat in store.list(f"{unit}.")]
-    if not records or records[-1] < f"{unit}.{epoch:08x}":
-        failpoint("commit.before_record")
-        store.put(f"{unit}.{epoch:08x}{secrets.token_hex(4)}.json", _json(asdict(committed)))
-        return committed
-    return read_record(store, records[-1])
 
 
 def unit_number(name: str) -> int | None:
     """The unit in the name of a unit's file; None for other names."""
     match = _UNIT_FILE.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def read_record(store: Store, name: str) -> CommittedUnit:
-    """The facts of a unit that `record_commit` wrote; DamagedRun if they are damaged."""
-    try:
-        return CommittedUnit(**json.loads(store.get(name)))
-    except (ValueError, TypeError) as error:
-        raise DamagedRun(f"{store.url}/{name}", error, "delete it, and the next run repeats its unit") from None
+    return int(match[1]) if match and name == unit_name(int(match[1])) else None
 
 
 def _counts(table: pa.Table) -> dict[str, str]:

@@ -12,18 +12,22 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
 import psutil
 
-from draftmill.storage.errors import AnotherDriver, DamagedRun, StoreError
+from draftmill.storage.errors import AnotherDriver, DamagedRun, StoreError, printable
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
 
 LEASE = "_lease.json"
+
+LATEST_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+TRIES = 4
+"""Attempts to acquire a free lease that others take and give back meanwhile."""
 
 
 class LeaseHeld(AnotherDriver):
@@ -36,8 +40,8 @@ class LeaseHeld(AnotherDriver):
         self.owner, self.expires_at_s, self.what, self.store = owner, expires_at_s, what, store
 
     def __str__(self) -> str:
-        until = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%H:%M:%S UTC")
-        return f"another driver holds {self.what}: {self.owner}, until {until} if it does not renew"
+        until = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"another driver holds {self.what}: {printable(self.owner)}, until {until} if it does not renew"
 
 
 class LeaseLost(AnotherDriver):
@@ -79,25 +83,29 @@ class Lease:
         return self.epoch == 1 and [stat.name for stat in islice(self.store.list(), 2)] == [LEASE]
 
     def check(self) -> None:
-        """Return if the store's current lease is ours and has not expired; else raise LeaseLost."""
-        if self.clock() >= self.expires_at_s or not self._is_ours():
-            raise self._lost("is no longer ours")
+        """Return if the store's current lease is ours; else raise LeaseLost. One that has expired, and is ours, is renewed."""
+        self.etag = self._own_etag()
+        if self.clock() >= self.expires_at_s:
+            self.renew()
 
-    def _is_ours(self) -> bool:
-        content, _ = _read(self.store)
-        return content is not None and (content.owner, content.epoch) == (self.owner, self.epoch)
+    def _own_etag(self) -> str:
+        content, stat = _read(self.store)
+        if content is None or stat is None or (content.owner, content.epoch) != (self.owner, self.epoch):
+            raise self._lost()
+        return stat.etag
 
-    def _lost(self, reason: str) -> LeaseLost:
-        return LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) {reason}")
+    def _lost(self) -> LeaseLost:
+        return LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) was taken over")
 
     def _write(self, expires_at_s: float) -> None:
-        if not self._is_ours():  # a store that ignores conditions would not report a conflict
-            raise self._lost("was taken over")
-        content = _Content(self.owner, self.epoch, expires_at_s)
+        data = _Content(self.owner, self.epoch, expires_at_s).json()
         try:
-            stat = self.store.replace(LEASE, content.json(), etag=self.etag)
-        except Conflict:
-            raise self._lost("was taken over") from None
+            stat = self.store.replace(LEASE, data, etag=self.etag)
+        except Conflict:  # of another driver, or of a write of our own whose answer was lost
+            try:
+                stat = self.store.replace(LEASE, data, etag=self._own_etag())
+            except Conflict:
+                raise self._lost() from None
         self.etag, self.expires_at_s = stat.etag, expires_at_s
 
 
@@ -117,20 +125,27 @@ def acquire(store: Store, owner: str, ttl_s: float, clock: Callable[[], float] =
     A lease that has expired, was released, or whose owner is a dead process of this machine is taken over with a
     higher epoch. Call `renew` well within `ttl_s` (seconds).
     """
-    before, stat = _read(store)
-    if held := _holder(before, clock):
-        raise held
-    content = _Content(owner, before.epoch + 1 if before else 1, clock() + ttl_s)
-    failpoint("lease.before_acquire")
-    try:
-        if stat is None:
-            stat = store.create(LEASE, content.json())
-        else:
-            stat = store.replace(LEASE, content.json(), etag=stat.etag)
-    except (AlreadyExists, Conflict):
-        other, _ = _read(store)
-        raise (LeaseHeld(other.owner, other.expires_at_s) if other else LeaseHeld("unknown", 0.0)) from None
-    return Lease(store, owner, content.epoch, content.expires_at_s, ttl_s, clock, stat.etag)
+    for _ in range(TRIES):
+        before, stat = _read(store)
+        if held := _holder(before, clock):
+            raise held
+        content = _Content(owner, before.epoch + 1 if before else 1, clock() + ttl_s)
+        failpoint("lease.before_acquire")
+        with suppress(AlreadyExists, Conflict):
+            if stat is None:
+                stat = store.create(LEASE, content.json())
+            else:
+                stat = store.replace(LEASE, content.json(), etag=stat.etag)
+            return Lease(store, owner, content.epoch, content.expires_at_s, ttl_s, clock, stat.etag)
+    raise LeaseHeld("unknown", clock())
+
+
+def take_away(store: Store, held: LeaseHeld) -> None:
+    """Let the lease expire if it is still as it was in `held`."""
+    content, stat = _read(store)
+    if stat and content and content == _Content(held.owner, content.epoch, held.expires_at_s):
+        with suppress(Conflict):
+            store.replace(LEASE, replace(content, expires_at_s=0.0).json(), etag=stat.etag)
 
 
 def holder(store: Store, clock: Callable[[], float] = time.time) -> LeaseHeld | None:
@@ -193,9 +208,12 @@ def _read(store: Store) -> tuple[_Content | None, Stat | None]:
     if stat is None:
         return None, None
     try:
-        fields = json.loads(store.get(LEASE))
-        return _Content(fields["owner"], fields["epoch"], fields["expires_at_s"]), stat
+        content = _Content(**json.loads(store.get(LEASE)))
+        is_plain = type(content.owner) is str and type(content.epoch) is int and 0 < content.epoch < 2**53
+        if is_plain and 0 <= content.expires_at_s <= LATEST_S:
+            return content, stat
+        raise ValueError
     except NotFound:  # deleted between the two reads
         return None, None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise DamagedRun(f"{store.url}/{LEASE}", "it is not a lease", "if no job runs here, delete it") from None

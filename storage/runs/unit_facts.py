@@ -10,18 +10,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.storage.stores.interface import MOST_ETAG, is_short_etag
+
 BLOCK: Final = 2**14
 """Units of a block of columns."""
 
 _COUNTS: Final = ("rows", "ok", "failed", "skipped", "bytes")
-_ETAG_BYTES: Final = 40
 _COLUMNS: Final = np.dtype(
     [
         ("unit", "<i8"),
         *((name, "<i4") for name in _COUNTS[:-1]),
         ("bytes", "<i8"),
         ("exact", "i1"),
-        ("etag", f"S{_ETAG_BYTES}"),
+        ("etag", f"S{MOST_ETAG}"),
         ("sha256", "u1", 32),
     ]
 )
@@ -54,29 +55,27 @@ def unit_name(unit: int) -> str:
 class UnitFacts(Collection[CommittedUnit]):
     """Committed units in the order in which they were added.
 
-    The facts lie in columns; a CommittedUnit is made of them when it is asked for. Texts of an unusual form are kept as they are.
+    The facts lie in columns; a CommittedUnit is made of them when it is asked for.
     """
 
     def __init__(self, units: Iterable[CommittedUnit] = ()) -> None:
         self._blocks: list[NDArray[np.void]] = []
         self._count = 0
-        self._odd: dict[int, tuple[str, str, str]] = {}  # object, etag and SHA-256 by place
         self._order: NDArray[np.int64] | None = None  # places in the blocks, of a sorted view
         for unit in units:
             self.add(unit)
 
     def add(self, unit: CommittedUnit) -> None:
-        """Add a unit."""
+        """Add a unit; ValueError if its name, its etag or its SHA-256 is not of the usual form."""
         assert self._order is None, "a sorted view is complete"
         if self._count % BLOCK == 0:
             self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
-        etag, sha256 = unit.etag.encode(), _digest(unit.sha256)
-        is_plain = len(etag) <= _ETAG_BYTES and not etag.endswith(b"\0") and etag.isascii()
-        if unit.object != unit_name(unit.unit) or sha256 is None or not is_plain:
-            self._odd[self._count] = (unit.object, unit.etag, unit.sha256)
+        sha256 = bytes.fromhex(unit.sha256)
+        if unit.object != unit_name(unit.unit) or len(sha256) != 32 or not is_short_etag(unit.etag):
+            raise ValueError(f"unit {unit.unit}: {unit.object!r}, {unit.etag!r}, {unit.sha256!r}")
         counts = (unit.rows, unit.ok, unit.failed, unit.skipped, unit.bytes)
         exact = _EXACT[unit.exact]
-        row = (unit.unit, *counts, exact, etag[:_ETAG_BYTES], np.frombuffer(sha256 or bytes(32), dtype=np.uint8))
+        row = (unit.unit, *counts, exact, unit.etag.encode(), np.frombuffer(sha256, dtype=np.uint8))
         self._blocks[-1][self._count % BLOCK] = row
         self._count += 1
 
@@ -89,11 +88,8 @@ class UnitFacts(Collection[CommittedUnit]):
         place = index if self._order is None else int(self._order[index])
         row = self._blocks[place // BLOCK][place % BLOCK]
         unit, rows, ok, failed, skipped, size, exact = row.item()[:7]
-        if place in self._odd:
-            name, etag, sha256 = self._odd[place]
-        else:
-            name, etag, sha256 = unit_name(unit), row["etag"].decode(), row["sha256"].tobytes().hex()
-        return CommittedUnit(unit, name, etag, rows, ok, failed, skipped, size, sha256, _IS_EXACT[exact])
+        etag, sha256 = row["etag"].decode(), row["sha256"].tobytes().hex()
+        return CommittedUnit(unit, unit_name(unit), etag, rows, ok, failed, skipped, size, sha256, _IS_EXACT[exact])
 
     def __iter__(self) -> Iterator[CommittedUnit]:
         return map(self.__getitem__, range(self._count))
@@ -122,7 +118,7 @@ class UnitFacts(Collection[CommittedUnit]):
     def in_order(self) -> UnitFacts:
         """The same units, sorted by number: a view of them, to which nothing can be added."""
         view = UnitFacts()
-        view._blocks, view._count, view._odd = self._blocks, self._count, self._odd
+        view._blocks, view._count = self._blocks, self._count
         view._order = np.argsort(view.numbers(), kind="stable")
         return view
 
@@ -165,31 +161,20 @@ class CommittedUnits(Mapping[int, CommittedUnit]):
         return len(self.facts)
 
 
-class DoneUnits(Mapping[int, str]):
-    """The committed units, each with the name of the object that commits it, which is stored only if it is not `unit_name`."""
+class DoneUnits(Collection[int]):
+    """The numbers of the committed units, in order."""
 
     def __init__(self) -> None:
         self._there: dict[int, bytearray] = {}
-        self._names: dict[int, str] = {}
         self._count = 0
 
-    def add(self, unit: int, name: str) -> None:
-        """Add a unit; of several names the last counts."""
+    def add(self, unit: int) -> None:
+        """Add a unit."""
         self._count += unit not in self
-        if unit // BLOCK not in self._there:
-            self._there[unit // BLOCK] = bytearray(BLOCK)
-        self._there[unit // BLOCK][unit % BLOCK] = 1
-        self._names.pop(unit, None)
-        if name != unit_name(unit):
-            self._names[unit] = name
+        self._there.setdefault(unit // BLOCK, bytearray(BLOCK))[unit % BLOCK] = 1
 
     def __contains__(self, unit: object) -> bool:
         return isinstance(unit, int) and unit // BLOCK in self._there and bool(self._there[unit // BLOCK][unit % BLOCK])
-
-    def __getitem__(self, unit: int) -> str:
-        if unit not in self:
-            raise KeyError(unit)
-        return self._names.get(unit) or unit_name(unit)
 
     def __iter__(self) -> Iterator[int]:
         for block in sorted(self._there):
@@ -197,12 +182,3 @@ class DoneUnits(Mapping[int, str]):
 
     def __len__(self) -> int:
         return self._count
-
-
-def _digest(text: str) -> bytes | None:
-    """The bytes of 64 lower-case hexadecimal digits; None for any other text."""
-    try:
-        digest = bytes.fromhex(text)
-    except ValueError:
-        return None
-    return digest if len(digest) == 32 and digest.hex() == text else None

@@ -10,12 +10,12 @@ A worker reads a part's footer once and then one row group per unit. Knows nothi
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -96,11 +96,11 @@ def part_bytes(units: Iterable[pa.Table]) -> bytes:
 
 
 class PlanTable:
-    """Reads single units of the plan in `store`, NotFound if it has none; caches a few parts' footers, but no rows."""
+    """Reads single units of the plan in `store`; caches a few parts' footers, but no rows."""
 
-    def __init__(self, store: Store, parts: Iterable[PlanPart] | None = None) -> None:
+    def __init__(self, store: Store, parts: Iterable[PlanPart]) -> None:
         self._store = store
-        self._parts = tuple(parts) if parts is not None else parts_of(json.loads(store.get(PLAN)))
+        self._parts = tuple(parts)
         self._firsts = [part.first for part in self._parts]
 
     def unit_rows(self, unit: int) -> list[PlannedRow]:
@@ -128,10 +128,8 @@ class PlanTable:
                 raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
 
 
-def parts_of(plan: dict[str, object]) -> tuple[PlanPart, ...]:
-    """The parts in the content of `_plan.json`."""
-    listed = plan["parts"]
-    assert isinstance(listed, list)
+def parts_of(listed: Iterable[Mapping[str, Any]]) -> tuple[PlanPart, ...]:
+    """The parts as `_plan.json` lists them."""
     return tuple(PlanPart(part["name"], part["first"], part["units"], part["rows"]) for part in listed)
 
 

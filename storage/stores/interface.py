@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Protocol, runtime_checkable
+from typing import IO, Final, Protocol, runtime_checkable
 
-from draftmill.storage.errors import ChangedInput, StoreError, StoreRefused, UserError
+from draftmill.storage.errors import ChangedInput, StoreError, StoreFull, StoreRefused, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,15 @@ Body = bytes | FileBody
 """What `create` and `replace` write."""
 
 
+MOST_ETAG: Final = 48
+"""Characters of an etag, at most: those of local disk have up to 42, those of S3 mostly 32."""
+
+
+def is_short_etag(etag: str) -> bool:
+    """Whether an etag is ASCII text of at most MOST_ETAG characters, as all facts of units need it."""
+    return etag.isascii() and len(etag) <= MOST_ETAG and not etag.endswith("\0")
+
+
 def is_local(place: str) -> bool:
     """Whether a place is a path on a local disk, as all places without a scheme (`s3://`, `memory://`, `hf://`)."""
     return "://" not in place
@@ -105,8 +114,8 @@ def about(field: str) -> Iterator[None]:
         raise UserError(str(error), field=field) from None
     except Conflict as error:
         raise ChangedInput(f"{field}: {error}") from None
-    except StoreRefused as error:
-        raise StoreRefused(f"{field}: {error}") from None
+    except (StoreRefused, StoreFull) as error:
+        raise type(error)(f"{field}: {error}") from None
     except StoreError as error:
         raise StoreError(f"{field}: {error}") from None
 

@@ -9,16 +9,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Level, NotFound, Stat, check_name
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where `replace` is then not safe between processes
-    fcntl = None  # type: ignore[assignment]
 
 _REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -65,11 +59,26 @@ class LocalStore:
             return self._stat(name, path)
 
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
-        """A lock, which the system releases when its holder dies, serialises replacements."""
+        """Of the writers that replace one version, one gets the link that is named after it, and renames that link.
+
+        So it needs no locks, which some file systems of clusters lack. If that writer is killed in between, the next one renames
+        its link.
+        """
         path = self._path(name)
-        with suppress(NotFound), translate_errors(path), _hold_lock(path):
-            if self._stat(name, path).etag == etag:
-                return self.put(name, data)
+        link = path.with_name(f"{TEMPORARY}{path.name}-{etag}")
+        with suppress(NotFound), translate_errors(path):
+            if _version(path) == etag:
+                with self._temporary(path, data) as temporary:
+                    is_ours = link_new(temporary, link)
+                    if _version(path) == etag:
+                        failpoint("local.before_rename")
+                        with suppress(FileNotFoundError):  # another writer has renamed it
+                            os.replace(link, path)
+                        sync_folder(path.parent)
+                        if is_ours and os.path.samefile(temporary, path):
+                            return self._stat(name, path)
+                    elif is_ours:
+                        link.unlink(missing_ok=True)
         raise Conflict(f"{path} has changed")
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
@@ -175,6 +184,12 @@ def _etag(stat: os.stat_result) -> str:
     return f"{stat.st_mtime_ns:x}-{stat.st_ino:x}-{stat.st_size:x}"
 
 
+def _version(path: Path) -> str:
+    """The etag of a file; to open it makes a network file system ask the server again."""
+    with path.open("rb") as file:
+        return _etag(os.fstat(file.fileno()))
+
+
 def link_new(temporary: Path, path: Path) -> bool:
     """Give the file its name; False if the name is taken."""
     try:
@@ -207,23 +222,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def lock_file(file: IO[Any]) -> None:
-    """Wait for the lock of an open file, where the system has such locks; OSError if the file system has none."""
-    if fcntl is not None:
-        fcntl.flock(file, fcntl.LOCK_EX)
-
-
-@contextmanager
-def _hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of the file that has this name now; a file that was replaced in the meantime has another lock."""
-    while True:
-        with path.open("r+b") as file:
-            lock_file(file)
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                yield
-                return
 
 
 @contextmanager

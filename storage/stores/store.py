@@ -6,10 +6,11 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from threading import Lock
 from typing import ClassVar
 
-from draftmill.storage.errors import UserError
+from draftmill.storage.errors import StoreRefused, UserError
 from draftmill.storage.stores.interface import (
     AlreadyExists,
     Body,
@@ -20,6 +21,7 @@ from draftmill.storage.stores.interface import (
     Store,
     about,
     check_name,
+    is_short_etag,
 )
 from draftmill.storage.stores.local import LocalStore
 
@@ -126,18 +128,24 @@ def remove_empty_folders(store: Store) -> None:
         store.remove_empty_folders()
 
 
-def probe(store: Store) -> bool:
-    """True if the store honours conditional creation: of two creates of one name, the second is refused.
+def probe(store: Store) -> None:
+    """Raise StoreRefused if the store can't be written or ignores conditions: then two writers could both win.
 
-    Leaves nothing behind. Raises StoreRefused if the store can't be written, another StoreError if it can't be reached.
+    It needs `create` to refuse a taken name, and `replace` another version than the current one. Leaves nothing behind.
+    Raises another StoreError if the store can't be reached, or is full.
     """
     name = f"_probe-{secrets.token_hex(8)}"
     with about("output.path"):
-        store.create(name, b"first")
+        first = store.create(name, b"first")
         try:
-            store.create(name, b"second")
-        except AlreadyExists:
-            return True
+            if not is_short_etag(store.replace(name, b"second", etag=first.etag).etag):
+                raise StoreRefused(f"{store.url}: etags of this store are too long, or not ASCII: {first.etag!r}")
+            for write in (lambda: store.create(name, b"third"), lambda: store.replace(name, b"4th", etag=first.etag)):
+                with suppress(AlreadyExists, Conflict):
+                    write()
+                    raise StoreRefused(
+                        f"{store.url}: this store ignores conditional writes (If-None-Match, If-Match), so that two writers "
+                        "may overwrite each other; use a store that honours them (Amazon S3, Ceph, MinIO), or a folder"
+                    )
         finally:
             store.delete(name)
-    return False

@@ -107,14 +107,14 @@ def test_every_product_and_norm_of_a_network_is_fixed(operations, tmp_path, name
     assert operations.num_fixed > 4 and not operations.found
 
 
-def test_products_and_norms_of_torch_are_found(operations):
+def test_products_of_torch_are_found(operations):
     """The test above can fail."""
     with pretending():
         backbone: Any = load_backbone(FAMILIES["blocks of experts (LLaDA2)"], dtype="float32", device="cuda")
         backbone.allocate(3, 32)
         operations.clear()
         backbone.logits(backbone.forward(on_device(token_step([5, 3, 4], [0, 0, 0]))))
-    assert not backbone.exact and {"mean", "mm"} <= set(operations.found)
+    assert not backbone.exact and "mm" in operations.found
 
 
 @pytest.mark.one_in(5)

@@ -53,7 +53,6 @@ LOCAL = (
 """Point or point:hit, in the order of the kills. The first creations of a process are those of the probe."""
 
 S3 = ("s3.before_put", "s3.before_create:4", "s3.after_create:3", "s3.before_replace")
-CARELESS = ("commit.before_record", "commit.before_record:2", "s3.before_put:4")
 
 
 def run_here(spec: str, points: str, log: str) -> None:
@@ -132,16 +131,6 @@ def test_killed_at_every_side_effect_on_s3_the_rows_are_the_same(
     matrix.check(store, "--s3-endpoint", s3_server.endpoint)
 
 
-@pytest.mark.s3
-def test_killed_between_a_file_and_its_record_where_conditions_are_ignored_the_rows_are_the_same(
-    matrix: Matrix, s3_server: S3Server, s3_options: S3Options
-):
-    s3_server.fail("ignore_conditions", times=10**9)
-    spec, store = matrix.on_s3("chain-careless", s3_server.new_bucket(), s3_options)
-    matrix.kill_at(spec, CARELESS)
-    matrix.check(store, "--s3-endpoint", s3_server.endpoint)
-
-
 @pytest.mark.parametrize("point", ["plan.before_plan", "commit.before_manifest"])
 def test_sigterm_outside_of_decoding_ends_with_4_too_and_gives_the_lease_back(matrix: Matrix, point: str):
     spec, run = matrix.spec(f"term-{point}"), matrix.folder / f"term-{point}"
@@ -180,7 +169,7 @@ def test_the_matrix_has_every_failpoint_of_the_source():
         for path in (ROOT / package).rglob("*.py"):
             named |= set(re.findall(r'\bfailpoint\("([\w.]+)"\)', path.read_text()))
     elsewhere = (*POINTS, *KILLS, *RECURRING)
-    assert named == {point.partition(":")[0] for point in (*LOCAL, *S3, *CARELESS, *elsewhere)}
+    assert named == {point.partition(":")[0] for point in (*LOCAL, *S3, *elsewhere)}
 
 
 @pytest.mark.parametrize("point", ["plan.before_plan", "commit.before_manifest"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from benchmarks import device, device_right
 from benchmarks.device_models import AR, LLAMA_8B, Bench, Case, decoder_of, first_difference, requests_of, stream
 from tests.decoders.replaying import use_graphs
+from tests.device import steps
 from tests.device.steps import CASES, run_on_cpu
 from tests.runs.jobs_of_tests import soak
 
@@ -35,7 +37,7 @@ def rows(name: str, *found: str, done: bool = True) -> dict[str, Any]:
 def report_of(cases: list[Case], tmp_path: Any, *, seconds: float = 60.0, together: int = 1) -> str:
     output = tmp_path / "found" / "device.md"
     report = device.Report("right", cases, output)
-    device.run_all(cases, report, seconds=seconds, rehearse=True, at_once=2, together=together)
+    device.run_all(cases, report, seconds=seconds, options=["--rehearse"], at_once=2, together=together)
     assert output.read_text() == str(report)
     return str(report)
 
@@ -96,7 +98,7 @@ def test_cases_of_one_process_that_come_after_one_that_fails_run_in_another(tmp_
     cases = [replace(printing(name), command=("sh", "-c", script)) for name in "abc"]
     report = device.Report("right", cases, tmp_path / "device.md")
     report.add = lambda case, rows, note="", failures=(): seen.append((case.name, note))  # type: ignore[method-assign]
-    device.run_all(cases, report, seconds=60, rehearse=True, together=3)
+    device.run_all(cases, report, seconds=60, options=["--rehearse"], together=3)
     again = "failed: RuntimeError: b; with CUDA_LAUNCH_BLOCKING=1: RuntimeError: b"
     assert seen == [("a", ""), ("b", again), ("c", "")]
 
@@ -140,6 +142,38 @@ def test_a_long_run_is_compared_where_steps_are_captured(monkeypatch):
     found = [cells for _, cells in device_right._long("any_subset", "two engines", Bench(rehearse=True))]
     assert [cells[1:3] for cells in found] == [["two engines", "equal"], ["the second engine", "equal"]]
     assert all(re.fullmatch(r"[1-9]\d* replayed, [1-9]\d* captured", cells[-1]) for cells in found)
+
+
+def test_texts_of_the_cpu_are_read_from_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "expected.json"
+    device.main(["expect", "--rehearse", "--expected", str(path), "--case", "autoregressive"])
+    bench = Bench(rehearse=True, expected=path)
+    compared = partial(device_right._usual, "autoregressive", device_right._WAYS)
+    assert [cells[2] for _, cells in compared(bench)] == ["equal"] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(device_right, "_decode", lambda decoder, requests: pytest.fail("decoded on the CPU"))
+        assert (
+            len(device_right._on_cpu(bench, "autoregressive", "float64", steps.toy_canvases(2, "autoregressive"))) == 2
+        )
+    texts = {key: [[7], *more] for key, (_, *more) in json.loads(path.read_text()).items()}
+    (other := tmp_path / "other.json").write_text(json.dumps(texts))
+    found = [cells[2] for _, cells in compared(Bench(rehearse=True, expected=other))]
+    assert all(text.startswith("differs at token 0 of request 0: ") for text in found)
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "assd"])
+def test_prompts_join_texts_in_a_wide_cache(name, monkeypatch):
+    use_graphs(monkeypatch)
+    (_, cells), *_ = device_right._wide(name, Bench(rehearse=True))
+    assert cells[:3] == [name, "51 columns", "equal"]
+    longest = max(len(one.canvas) for one in device_right._wide_requests(name, Bench(rehearse=False)))
+    assert longest > 1024 + steps.LENGTH
+
+
+def test_a_file_of_texts_that_is_not_there_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        device.parse(["right", "--rehearse", "--expected", str(tmp_path / "none.json")])
+    assert "none.json is not there; `python -m benchmarks.device expect` writes it" in capsys.readouterr().err
 
 
 def test_every_decoder_is_compared_and_names_are_given_once():

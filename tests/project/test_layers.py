@@ -150,6 +150,7 @@ def test_wheel_holds_one_package_with_the_five_folders(wheel_names: set[str]) ->
     assert {name.split("/")[1] for name in wheel_names if name.startswith("draftmill/")} == {
         *FOLDERS,
         "__init__.py",
+        "constraints.txt",
         "py.typed",
     }
     assert {f"draftmill/{folder}/__init__.py" for folder in FOLDERS} <= wheel_names

@@ -93,7 +93,7 @@ def run_here(spec: JobSpec, *, only: int | None = None) -> dict[str, dict[str, A
     store = open_store(spec.output.path)
     prepared = prepare(spec, store)
     plan = make_plan(prepared, store, Silence())
-    runner = build_runner(make_job(prepared.spec, plan, conditional=True), name="w", node="n", threads=1)
+    runner = build_runner(make_job(prepared.spec, plan), name="w", node="n", threads=1)
     for size in (size for size in plan.sizes() if only in {None, size.unit}):
         runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))
         while runner.held:

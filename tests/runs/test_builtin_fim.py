@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.rows.fim import Template, template_of
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.jobs.spec.job_spec import load_spec
+from recipes import causal
 from tests.runs.causal_jobs import run_here
 
 FOLDER = BUILTIN / "fim-tiny"
@@ -42,8 +42,7 @@ def hidden_lines() -> list[tuple[str, str, str]]:
 @cache
 def model() -> Any:
     torch.set_num_threads(1)
-    found: Any = transformers.Qwen2ForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-    return found.eval()
+    return causal.load_model(FOLDER, torch.device("cpu"))
 
 
 @cache

@@ -25,6 +25,7 @@ from draftmill.storage.inputs import reader, sources, tables
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
 from draftmill.storage.inputs.tables import BatchCache
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores import block_cache
 from draftmill.storage.stores.block_cache import BlockCache
 from draftmill.storage.stores.interface import S3Options
@@ -69,7 +70,7 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
     reader._seekable.cache_clear()
     tables._open_parquet.cache_clear()
     tables._BATCHES = BatchCache()
-    runner = build_runner(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
+    runner = build_runner(make_job(spec, plan), name="w", node="n", threads=1)
     failures = []
     for size in plan.sizes():
         runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))
@@ -77,6 +78,17 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
             failures += [news for news in runner.step() if isinstance(news, Failure)]
     runner.close()
     return failures
+
+
+def test_a_worker_opens_units_without_reading_the_plan(folder: Path) -> None:
+    spec, plan, _ = planned(folder)
+    job = make_job(spec, plan)
+    (Path(spec.output.path) / PLAN).unlink()  # with many inputs it is hundreds of megabytes
+    runner = build_runner(job, name="w", node="n", threads=1)
+    runner.add(WorkUnit(0, 0, 8, 0, 1, 1, 0, 8))
+    while runner.held:
+        assert not [news for news in runner.step() if isinstance(news, Failure)]
+    runner.close()
 
 
 @pytest.mark.one_in(5)

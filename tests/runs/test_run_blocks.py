@@ -13,6 +13,7 @@ import pytest
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store
+from tests.golden_data import read_json
 from tests.runs.causal_jobs import job_spec, run_here
 
 MASK, ROOM = 95, 11
@@ -87,7 +88,7 @@ def test_a_drafter_that_is_no_block_diffusion_model_is_refused_at_the_start(worl
 
 def test_a_job_that_names_the_family_of_d2f_gives_the_public_codes_text(golden: Path, tmp_path: Path) -> None:
     """config.json says `llada`, whose decoders are others."""
-    cases = json.loads((golden / "d2f" / "cases.json").read_text())["cases"]
+    cases = read_json(golden / "d2f" / "cases.json")["cases"]
     case = next(case for case in cases if case.get("nfe") == 15)
     options = case["settings"]
     model = {"path": str(golden / "llada"), "device": "cpu", "tokenizer": "none"}
@@ -138,7 +139,7 @@ def test_a_job_gives_the_public_codes_runs(world: Path, golden: Path) -> None:
         ),
     ]
     for file, name, decoder in runs:
-        (case,) = [case for case in json.loads((golden / file).read_text())["cases"] if case["name"] == name]
+        (case,) = [case for case in read_json(golden / file)["cases"] if case["name"] == name]
         decoder["kind"] = "s2d2" if case["kind"] == "s2d2" else "block_diffusion"
         text, kinds = wrote(world, case, decoder)
         theirs = case["nfe"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def test_a_run_on_a_ray_of_its_own_says_only_what_matters_whatever_stands_beside
     done = subprocess.run(
         [sys.executable, "-m", "draftmill.jobs.cli", "run", str(spec)],
         cwd=tmp_path,
+        env={**os.environ, "DRAFTMILL_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         timeout=200,

@@ -19,10 +19,10 @@ from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSize
-from draftmill.storage.runs.commit import commit_unit, done_units, record_commit
+from draftmill.storage.runs.commit import commit_unit, done_units
 from draftmill.storage.runs.records import read_results, table_from_rows
-from draftmill.storage.stores.interface import Body, Stat, Store
-from draftmill.storage.stores.store import MemoryStore, open_store, probe
+from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder
 from tests.jobs.driving.test_cost import log_in
 
@@ -32,11 +32,10 @@ ROWS = 4
 class StoreClerk(FakeClerk):
     """Commits real unit files with the fewest columns; `poison(unit, row)` kills the worker that opens such a row."""
 
-    def __init__(self, store: Store, units: int, poison: Callable[[int, int], bool], conditional: bool) -> None:
+    def __init__(self, store: Store, units: int, poison: Callable[[int, int], bool]) -> None:
         super().__init__({unit: [1 + (unit + row) % 3 for row in range(ROWS)] for unit in range(units)})
         self.store = store
         self.poison = poison
-        self.conditional = conditional
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
         spared = {row for verdict in unit.verdicts for row in range(verdict.start, verdict.stop)}
@@ -65,7 +64,6 @@ class StoreClerk(FakeClerk):
                 table=table,
                 fingerprint="f",
                 code_version="0",
-                conditional=self.conditional,
             )
         return Receipt(unit.lease, unit.unit, "w", "n", committed, tally_of(samples))
 
@@ -114,14 +112,13 @@ def driver(
     units: int = 6,
     workers: int = 2,
     poison: Callable[[int, int], bool] = lambda unit, row: False,
-    conditional: bool = True,
     log: RunLog | None = None,
 ) -> Driver:
-    done = done_units(store, conditional=conditional)
+    done = done_units(store)
     left = [UnitSize(unit, ROWS, 10 - unit) for unit in range(units) if unit not in done]
     return Driver(
         scheduler=Scheduler(left, workers=workers, limits=Limits(rest_s=0.0)),
-        pool=FakePool(lambda: StoreClerk(store, units, poison, conditional)),
+        pool=FakePool(lambda: StoreClerk(store, units, poison)),
         display=LoggedDisplay(LineDisplay(io.StringIO()), log or RunLog()),
         totals=Totals(units=units, rows=units * ROWS, units_before=len(done), rows_before=len(done) * ROWS),
         stop=StopFlag(),
@@ -239,26 +236,6 @@ def test_a_job_of_which_too_much_has_failed_is_drained_and_says_so(store: Store)
     job.hopeless = lambda failed: len(job.committed) > 3
     assert job.run() == Finish("hopeless", TOO_MANY)
     assert 4 < len(done_units(store)) < 10
-
-
-class CarelessStore(MemoryStore):
-    """Ignores the condition of a conditional write, as some S3 look-alikes do."""
-
-    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
-        assert isinstance(data, bytes)
-        return self.put(name, data)
-
-
-def test_on_a_store_that_ignores_conditions_the_driver_records_which_file_counts():
-    store = CarelessStore(str(uuid.uuid4()))
-    assert not probe(store)
-    job = driver(store, conditional=False)
-    job.record = lambda unit: record_commit(store, unit)
-    assert job.run() == Finish("done")
-    on_record = dict(done_units(store, conditional=False))
-    assert sorted(on_record) == list(range(6))
-    objects = {committed.object for committed in job.committed.values()}
-    assert len(objects) == 6 and objects <= {stat.name for stat in store.list("data/")}
 
 
 def test_what_happened_is_in_the_log_and_the_sessions_add_up(store: Store):

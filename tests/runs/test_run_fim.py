@@ -109,7 +109,7 @@ def test_a_hole_sees_the_fills_before_it_and_has_noise_of_its_own(
     store = open_store(spec.output.path)
     plan = load_plan(store)
     assert plan is not None
-    decoder, _ = build_parts(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
+    decoder, _ = build_parts(make_job(spec, plan), name="w", node="n", threads=1)
     ids, names = tokenizer().encode, tokenizer().vocabulary()
     for row in ROWS:
         parts = re.split(r"<mask(:\d+)?>", row["text"])
@@ -155,7 +155,7 @@ def test_a_sample_decoded_alone_is_the_same(sequential: tuple[JobSpec, dict[str,
     spec, rows = sequential
     plan = load_plan(open_store(spec.output.path))
     assert plan is not None
-    job = make_job(spec, plan, conditional=True)
+    job = make_job(spec, plan)
     decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     for index, planned in enumerate(plan.unit_rows(0)):
         (sample,) = unit_io.open_unit(WorkUnit(0, 0, 8, 0, 1, 1, index, index + 1, probe=True))

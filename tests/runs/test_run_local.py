@@ -19,8 +19,10 @@ from draftmill.jobs.driving import ray_session
 from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.running import session
 from draftmill.jobs.running.session import Run
+from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
-from draftmill.storage.runs.unit_facts import CommittedUnit
+from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
+from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
@@ -87,6 +89,27 @@ def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path:
     with without_ray():
         assert main(["run", str(spec), "--quiet"]) == 0
     assert rows_of(tmp_path / "run").num_rows == 48
+
+
+def test_a_file_that_appears_late_in_a_shared_folder_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "APPEARS_S", 0.5)
+    store = open_store(str(tmp_path))
+    unit = CommittedUnit(0, unit_name(0), "", 1, 1, 0, 0, 1, "0" * 64)
+    late = iter([False, False])
+    monkeypatch.setattr(store, "exists", lambda name: next(late, True))
+    files = session.FilesHere(store)
+    files.look("w0", unit)
+    files.wait()
+    monkeypatch.setattr(store, "exists", lambda name: False)
+    files.look("w0", unit)
+    files.wait()
+    files.look("w1", unit)
+    with pytest.raises(StoreError, match=r"a worker wrote data/unit-00000000\.parquet, but not here"):
+        files.wait()
+    with pytest.raises(StoreError, match=r"output\.path must be a shared folder"):
+        files.look("w0", unit)
 
 
 def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units, read_manifest
+from draftmill.storage.runs.commit import SUCCESS, read_manifest
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import ATTEMPTS, S3Store
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
@@ -84,7 +84,7 @@ def test_a_run_on_s3_is_complete_and_has_the_rows_of_a_run_on_disk(
     _, store = finished
     assert rows_of(store).equals(job.expected)
     assert names(store, "data/") == unit_files("data") and names(store, "traces/") == unit_files("traces")
-    assert store.exists(SUCCESS) and not names(store, "_probe") and not names(store, "commits/")
+    assert store.exists(SUCCESS) and not names(store, "_probe")
     assert job.verify(store) == 0
     assert "all promises hold" in capsys.readouterr().out
     assert main(["status", store.url, "--s3-endpoint", s3_server.endpoint]) == 0
@@ -150,35 +150,9 @@ def test_lost_answers_slow_downs_and_broken_bodies_spoil_nothing(job: Job, s3_se
     assert job.verify(store) == 0
 
 
-def test_where_conditions_are_ignored_the_driver_records_which_files_count_and_says_so(
-    job: Job, s3_server: S3Server, capsys: pytest.CaptureFixture[str]
-):
+def test_a_store_that_ignores_conditions_is_refused(job: Job, s3_server: S3Server, capsys: pytest.CaptureFixture[str]):
     s3_server.fail("ignore_conditions", times=ALWAYS)
     spec, store = job.spec("careless")
-    assert main(["run", str(spec)]) == 0
-    assert f"{store.url} ignores conditional writes: the driver records" in capsys.readouterr().err
-    assert rows_of(store).equals(job.expected)
-    assert sorted(done_units(store, conditional=False)) == list(range(UNITS))
-    assert len(names(store, "data/")) == UNITS and not set(names(store, "data/")) & set(unit_files("data"))
-    assert job.verify(store) == 0
-
-    # A driver that died between a unit's file and its record: the unit is done again, and one file of it is left.
-    before = set(names(store))
-    kept = {name: store.get(name) for name in before if name.startswith("commits/")}
-    (record,) = names(store, "commits/unit-00000003")
-    for name in (MANIFEST, SUCCESS, record):
-        store.delete(name)
-    assert main(["run", str(spec)]) == 0
-    assert f"resuming: {UNITS - 1} of {UNITS} units are done" in capsys.readouterr().err
-    assert rows_of(store).equals(job.expected)
-    assert {name for name, data in kept.items() if store.exists(name) and store.get(name) == data} == {*kept} - {record}
-    assert len(names(store, "commits/unit-00000003")) == 1
-    for folder in ("data/", "traces/"):
-        files = set(names(store, folder))
-        assert len(files) == len({name.split(".")[0] for name in files}) == UNITS and len(files - before) == 1
-    assert job.verify(store) == 0
-
-    # A late twin's file beside the one that counts would be read twice by a reader of the whole folder.
-    store.put("data/unit-00000000.0.parquet", store.get(names(store, "data/")[0]))
-    assert job.verify(store) == 1
-    assert "not in the manifest, first data/unit-00000000.0.parquet" in capsys.readouterr().out
+    assert main(["run", str(spec)]) == 2
+    assert f"output.path: {store.url}: this store ignores conditional writes" in capsys.readouterr().err
+    assert not names(store)

@@ -13,7 +13,7 @@ from draftmill.jobs.forecasting.validate import validate
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.verifying.verify import check_invariance
 from draftmill.storage.runs.commit import Manifest, done_units, read_unit
-from draftmill.storage.runs.unit_facts import UnitFacts
+from draftmill.storage.runs.unit_facts import UnitFacts, unit_name
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import World, job_spec, make_world, run_here
 
@@ -86,7 +86,7 @@ def test_a_text_is_scored_alike_alone(
     store = open_store(str(scored[0] / "run"))
     plan = load_plan(store)
     assert plan is not None
-    committed = [read_unit(store, name) for name in done_units(store).values()]
+    committed = [read_unit(store, unit_name(unit)) for unit in done_units(store)]
     assert check_invariance(store, plan, Manifest(plan.fingerprint, 2, UnitFacts(committed)), samples=len(TEXTS)) == 1.0
     assert "3 equal (100.0%)" in capsys.readouterr().out
 

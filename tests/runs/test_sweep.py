@@ -196,7 +196,7 @@ def canvases(run: Path) -> dict[str, tuple[int, list[int]]]:
     folder = GOLDEN if spec.model.tokenizer == "none" else Path("decoders/builtin/asarm-tiny").absolute()
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
-    job = make_job(spec, plan, conditional=True)
+    job = make_job(spec, plan)
     unit_io = RowUnitIO(
         job, tokenizer=load_tokenizer(folder, spec.model.tokenizer), info=inspect_model(folder), worker="w", node="n"
     )

@@ -43,7 +43,6 @@ class Job:
     poison: dict[tuple[int, int], str]
     workers: int
     attempts: int
-    conditional: bool = True
 
     def sizes(self) -> Iterator[UnitSize]:
         """As a plan gives them."""
@@ -107,6 +106,8 @@ class Process:
     is_driver: bool
     epoch: int = 0
     alive: bool = True
+    busy_s: float = 0.0
+    """Until when a worker waits for the store."""
 
     def die(self) -> None:
         """End it."""
@@ -126,6 +127,7 @@ class Handle:
         """One access: what may go wrong before and after it."""
         if not self.process.alive:
             raise Crash(self.process.name)
+        self.world.wait_for_answer(self.process, verb, name)
         fate = self.world.fate(self.process, verb, name)
         if fate == "crash before":
             self.process.die()
@@ -182,12 +184,12 @@ class Handle:
         return self.disk.objects[name]
 
     def _create(self, name: str, data: bytes, metadata: dict[str, str] | None) -> Stat:
-        if self.disk.job.conditional and name in self.disk.objects:
+        if name in self.disk.objects:
             raise AlreadyExists(self.disk.objects[name][1])
         return self._write(name, data, metadata)
 
     def _replace(self, name: str, data: bytes, etag: str) -> Stat:
-        if self.disk.job.conditional and (name not in self.disk.objects or self.disk.objects[name][1].etag != etag):
+        if name not in self.disk.objects or self.disk.objects[name][1].etag != etag:
             raise Conflict(name)
         return self._write(name, data, None)
 
@@ -203,7 +205,7 @@ def check_promise(disk: Disk, *, disturbed: bool) -> None:
     units = json.loads(disk.objects[MANIFEST][0])["units"]
     listed = {unit["object"] for unit in units}
     there = {name for name in disk.objects if name.startswith("data/")}
-    hold(listed == there if disk.job.conditional else listed <= there, "files that the manifest does not list")
+    hold(listed == there, "files that the manifest does not list")
     for unit in units:
         _check_unit(disk.job, unit, json.loads(disk.objects[unit["object"]][0])["rows"], disturbed)
 

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from draftmill.jobs.driving import run_log
 from draftmill.jobs.driving.driver import Driver
 from draftmill.jobs.driving.run_log import RunLog
 from draftmill.jobs.running import session
 from draftmill.storage.runs import commit as committer
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
-from tests.simulation.world import TTL_S, World
+from tests.simulation.world import TTL_S, SimThread, World
 
 
 @contextmanager
@@ -25,15 +26,15 @@ def simulated() -> Iterator[dict[str, Any]]:
     at_work: dict[str, Any] = {}
     clock = lambda: at_work["world"].now_s  # noqa: E731
     fakes: dict[str, Any] = {
-        "make_job": lambda spec, plan, conditional, inputs: spec.process,
+        "make_job": lambda spec, plan, inputs: spec.process,
         "Driver": partial(Driver, clock=clock),
         "RunLog": partial(RunLog, clock=clock),
     }
-    sleeps = SimpleNamespace(sleep=lambda seconds: at_work["world"].haunt())
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(session, name, fake))
-        stack.enter_context(patch.object(session, "time", sleeps))
+        threads = SimpleNamespace(Thread=lambda target, args, **_: SimThread(at_work["world"], lambda: target(*args)))
+        stack.enter_context(patch.object(run_log, "threading", threads))
         stack.enter_context(patch.object(committer, "_write_checked", unit_file))
         stack.enter_context(
             patch("draftmill.jobs.driving.events.presentable", str)
@@ -41,7 +42,7 @@ def simulated() -> Iterator[dict[str, Any]]:
         yield at_work
 
 
-def drawn_job(seed: int, *, conditional: bool) -> Job:
+def drawn_job(seed: int) -> Job:
     """A small job drawn from a seed."""
     rng = random.Random(seed)
     rows = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
@@ -49,7 +50,7 @@ def drawn_job(seed: int, *, conditional: bool) -> Job:
     poison = {
         cell: rng.choice(("kill", "raise")) for cell in rng.sample(cells, min(len(cells), rng.choice((0, 0, 1, 2))))
     }
-    return Job(rows, poison, workers=rng.randint(1, 3), attempts=rng.randint(1, 3), conditional=conditional)
+    return Job(rows, poison, workers=rng.randint(1, 3), attempts=rng.randint(1, 3))
 
 
 def play(world: World, at_work: dict[str, Any]) -> World:

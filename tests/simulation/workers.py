@@ -171,6 +171,5 @@ def commit(store: Handle, job: Job, unit: WorkUnit, quarantined: dict[int, str])
         table=Table(rows),
         fingerprint=FINGERPRINT,
         code_version="0",
-        conditional=job.conditional,
         attempt=unit.attempt,
     )

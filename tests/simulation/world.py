@@ -7,6 +7,7 @@ A schedule is drawn from one seed, or has one fault at one numbered access of th
     denied      the same, with an error that says that the user may not
     lost        the store has done it and answers with an error all the same
     pause       the driver stands still beyond its lease, another one runs, and then it goes on
+    slow        every answer of one kind takes SLOW_S; who asks waits so long, be it a driver, a thread of it or a worker
 
 and beside them: workers that die, fail or fall silent, nodes that are taken away with a notice, reports that come late or twice,
 revoked leases that are decoded all the same, clocks that jump, stops, and workers of ended drivers that write long afterwards.
@@ -18,7 +19,7 @@ Everything is deterministic: no thread, no real time. Nothing here knows Ray or 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,11 @@ STALL_S = 20.0
 MOST_TURNS = 5000
 """Turns of all drivers in a schedule, which take some hundred."""
 
+SLOW_S = 30.0
+
+Kind = tuple[bool, str, str]
+"""A kind of access: of a driver or not, the verb, and the folder or the file."""
+
 MOST_PAUSED = 2
 """Drivers that may stand still at once."""
 
@@ -63,10 +69,33 @@ class Fault:
     fate: str
 
 
-class World:
-    """One schedule. `seed` draws everything; `fault` replaces the random faults by one that is given."""
+class SimThread:
+    """A thread of a driver: what it does happens at once, and it is busy for as long as the store takes."""
 
-    def __init__(self, job: Job, seed: int, *, faults: int = 0, fault: Fault | None = None) -> None:
+    def __init__(self, world: World, target: Callable[[], object]) -> None:
+        self.world, self.target = world, target
+        self.until_s = world.now_s
+
+    def start(self) -> None:
+        before, self.world.thread = self.world.thread, self
+        try:
+            self.target()
+        finally:
+            self.world.thread = before
+
+    def is_alive(self) -> bool:
+        return self.world.now_s < self.until_s
+
+    def join(self, timeout_s: float) -> None:
+        self.world.now_s = max(self.world.now_s, min(self.until_s, self.world.now_s + timeout_s))
+
+
+class World:
+    """One schedule. `seed` draws everything; `fault` replaces the random faults by one that is given; `slow` is what is slow."""
+
+    def __init__(
+        self, job: Job, seed: int, *, faults: int = 0, fault: Fault | None = None, slow: Kind | None = None
+    ) -> None:
         self.job, self.rng = job, random.Random(seed)
         self.disk = Disk(job)
         self.now_s = 1000.0
@@ -82,6 +111,9 @@ class World:
         self.stops: list[StopFlag] = []
         self.lease: Lease | None = None
         self.fair = False
+        self.slow, self.kinds = slow, set[Kind]()
+        self.keeper = SimThread(self, self.renew)
+        self.thread: SimThread | None = None
 
     # ---- chance
 
@@ -100,6 +132,21 @@ class World:
     def cpus(self) -> int:
         """How many CPUs the cluster has just now: machines come and go."""
         return 8 if self.fair else self.rng.randint(1, 4)
+
+    def wait_for_answer(self, process: Process, verb: str, name: str) -> None:
+        """Note the kind of an access; if it is slow, let whoever asks wait for SLOW_S."""
+        kind = process.is_driver, verb, name.partition("/")[0]
+        self.kinds.add(kind)
+        if kind != self.slow:
+            return
+        if not process.is_driver:
+            process.busy_s = max(process.busy_s, self.now_s) + SLOW_S
+        elif self.thread is not None:
+            self.thread.until_s = max(self.thread.until_s, self.now_s) + SLOW_S
+        else:
+            for _ in range(int(SLOW_S)):
+                self.now_s += 1.0
+                self.keep()
 
     def fate(self, process: Process, verb: str, name: str) -> str:
         """What becomes of this access of the store."""
@@ -121,9 +168,6 @@ class World:
             fate = fate.replace("pause", "crash")
         if reads and fate == "lost":
             fate = "refused"
-        if fate.startswith("pause") and not self.job.conditional:
-            # Nothing keeps the world still between a look and the write that follows it where conditions are ignored.
-            fate = "pause before" if reads else "pause after"
         self.left = max(0, self.left - 1)
         self.struck.append(f"{process.name}(epoch {process.epoch}): {fate} {verb} {name}")
         return fate
@@ -158,6 +202,7 @@ class World:
             return session.decode(self.run_of(process, store, lease, stop)).how
         finally:
             self.stops = [other for other in self.stops if other is not stop]
+            self.lease = None  # the keeper has ended
             if process.alive:
                 give_back(lease)
 
@@ -165,7 +210,7 @@ class World:
         """What `draftmill.jobs.running.session.decode` wants to know."""
         spec = SimpleNamespace(
             name="simulated",
-            shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S),),
+            shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S if self.slow is None else 600.0),),
             errors=ErrorSettings(attempts=self.job.attempts),
             model=SimpleNamespace(device="cpu"),
             input=SimpleNamespace(run=None),
@@ -187,7 +232,6 @@ class World:
             options=options,
             store=store,
             plan=plan,
-            conditional=self.job.conditional,
             lease=lease,
             stop=stop,
             display=Silence(),
@@ -208,8 +252,14 @@ class World:
 
     def keep(self) -> None:
         """What the keeper's thread does, once in a while."""
-        if self.lease is not None and self.now_s > self.lease.expires_at_s - 0.75 * self.lease.ttl_s:
-            keep_once(self.lease, self.stops[-1].set)
+        is_due = self.lease is not None and self.now_s > self.lease.expires_at_s - 0.75 * self.lease.ttl_s
+        if is_due and not self.keeper.is_alive():
+            self.keeper.start()
+
+    def renew(self) -> None:
+        """What it does then."""
+        assert self.lease is not None
+        keep_once(self.lease, self.stops[-1].set)
 
     # ---- workers
 
@@ -244,6 +294,8 @@ class World:
         """One thing that a worker does."""
         if worker.silent:
             return
+        if worker.process.busy_s > self.now_s:
+            return
         if not worker.up:
             worker.up = not self.chance(0.2)
             worker.mail += [Up(worker.name, "node", 1)] if worker.up else []
@@ -276,6 +328,8 @@ class World:
 
     def delivered(self, worker: Worker) -> list[PoolEvent]:
         """The reports that arrive now; a worker's come in order, some of them late."""
+        if worker.process.busy_s > self.now_s:  # the store has not answered: what is asked of it is in no report yet
+            return [reported(worker)]
         if self.chance(0.2) and not (worker.mail and isinstance(worker.mail[-1], Died)):
             return []
         mail, worker.mail = worker.mail, []

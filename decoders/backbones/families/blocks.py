@@ -1,5 +1,4 @@
-"""The block-diffusion families: SDAR and Fast-dLLM v2 (on transformers' Qwen3 and Qwen2), Nemotron-Labs-Diffusion (on Llama), and
-LLaDA2 (on llada2.py).
+"""The block-diffusion families: SDAR (a Qwen3), Fast-dLLM v2 (a Qwen2), Nemotron-Labs-Diffusion (a Llama), and LLaDA2.
 
 Pure tables and checks over a config dict; reads no weights and imports no torch. Qwen3 may have experts. A model of these
 families sees every finished block and, in both directions, the current block; the decoder decides what a row sees. Remote code
@@ -73,29 +72,6 @@ def _full_attention_moe(config: Config) -> Config:
     return {key: value for key, value in _full_attention(config).items() if key != "output_router_logits"}
 
 
-def own_experts(model: Any) -> Any:
-    """Replace transformers' mixtures by ours: theirs depend on the batch, and name the experts' weights differently."""
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    from draftmill.decoders.backbones.moe import SoftmaxMixture
-
-    config = model.config
-    if not 1 <= config.num_experts_per_tok <= config.num_experts:
-        raise ValueError(
-            f"num_experts_per_tok = {config.num_experts_per_tok} of {config.num_experts} experts; allowed: 1 to all"
-        )
-    for layer in model.model.layers:
-        if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
-            layer.mlp = SoftmaxMixture(
-                config.hidden_size,
-                config.moe_intermediate_size,
-                num_experts=config.num_experts,
-                num_chosen=config.num_experts_per_tok,
-                normalise=config.norm_topk_prob,
-            )
-    return model
-
-
 _SDAR: Final = BlockFacts(
     mask_token="<|MASK|>", mask_id=151669, block_keys=("block_size", "block_length"), block_size=4, ends=("<|im_end|>",)
 )
@@ -109,7 +85,7 @@ _FAST_DLLM_V2: Final = BlockFacts(
 )
 QWEN_FAMILIES: Final = (
     (rotary_family("sdar", "Qwen3", translate=_full_attention), _SDAR),
-    (rotary_family("sdar_moe", "Qwen3Moe", translate=_full_attention_moe, adapt=own_experts), _SDAR),
+    (rotary_family("sdar_moe", "Qwen3Moe", translate=_full_attention_moe), _SDAR),
     (rotary_family("fast_dllm_v2", "Qwen2", translate=_full_attention), _FAST_DLLM_V2),
 )
 

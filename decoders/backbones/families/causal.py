@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from draftmill.decoders.backbones.families.config_fields import fitting, read_fields
+from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,8 +71,7 @@ class CausalFamily:
     `buffers` are tensors that checkpoints may hold and no module reads, `{}` standing for the layer. `position_table` says
     that positions are learned, so texts cannot be longer than the table. `windows` says how many positions back each layer
     sees, its own included, None for all. Where the module that runs the weights is not the
-    family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out;
-    `adapt` puts parts of ours into the empty module.
+    family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out.
     `translate` maps config.json to the fields of `config_class`, if the family names them differently.
     """
 
@@ -84,7 +84,6 @@ class CausalFamily:
     module_class: str = ""
     runs_as: Callable[[Any], Any] = lambda config: config
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
-    adapt: Callable[[Any], Any] = lambda module: module
     windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
     translate: Callable[[Config], Config] = lambda config: config
 
@@ -235,10 +234,48 @@ def vocab_size(family: CausalFamily, config: Config) -> int:
     return int(read_config(family, config).vocab_size)
 
 
+def rotary_shape(family: CausalFamily, config: Config) -> RotaryShape:
+    """The sizes of the network of a family with rotary positions; ValueError as read_config."""
+    parsed = read_config(family, config)
+    with fitting(family.name):
+        return _rotary_shape(family, parsed)
+
+
+def _rotary_shape(family: CausalFamily, parsed: Any) -> RotaryShape:
+    mixture, dense = None, frozenset[int]()
+    if family.config_class == "Qwen3MoeConfig":
+        layers = range(parsed.num_hidden_layers)
+        dense = frozenset(layer for layer in layers if _is_dense(family.model_class, parsed, layer))
+        mixture = MixtureShape(
+            num_experts=parsed.num_experts,
+            num_chosen=parsed.num_experts_per_tok,
+            inner=parsed.moe_intermediate_size,
+            normalise=parsed.norm_topk_prob,
+        )
+    return RotaryShape(
+        vocab_size=parsed.vocab_size,
+        hidden_size=parsed.hidden_size,
+        intermediate_size=parsed.intermediate_size,
+        num_hidden_layers=parsed.num_hidden_layers,
+        num_attention_heads=parsed.num_attention_heads,
+        num_key_value_heads=key_value_heads(parsed),
+        head_dim=head_width(parsed),
+        rotary_dim=head_width(parsed),
+        rms_norm_eps=parsed.rms_norm_eps,
+        rope=parsed.rope_parameters,
+        max_position_embeddings=parsed.max_position_embeddings,
+        windows=family.windows(parsed),
+        hidden_act=parsed.hidden_act,
+        tied=parsed.tie_word_embeddings,
+        mixture=mixture,
+        dense=dense,
+    )
+
+
 # ---- its tensors -------------------------------------------------------------------------------------------------
 
 
-def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> Any:
+def empty_model(model_class: str, parsed: Any) -> Any:
     """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
     import torch
     import transformers
@@ -246,7 +283,7 @@ def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> A
     module_class = getattr(transformers, model_class)
     try:
         with torch.device("meta"):
-            return adapt(module_class(parsed))
+            return module_class(parsed)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"model.path: {model_class} rejects config.json: {type(error).__name__}: {error}") from error
 
@@ -314,13 +351,17 @@ def _attention(model_class: str, parsed: Any) -> Shapes:
 def _inner(model_class: str, parsed: Any, layer: int) -> Shapes:
     """The feed-forward network: dense, or the experts of decoders/backbones/moe.py."""
     width = parsed.hidden_size
-    is_dense = model_class != "Qwen3MoeForCausalLM" or layer in parsed.mlp_only_layers
-    if is_dense or (layer + 1) % parsed.decoder_sparse_step:
+    if _is_dense(model_class, parsed, layer):
         return gated_shapes("mlp", width, parsed.intermediate_size, bias=getattr(parsed, "mlp_bias", False) is True)
     shapes: Shapes = {"mlp.gate.weight": (parsed.num_experts, width)}
     for expert in range(parsed.num_experts):
         shapes |= gated_shapes(f"mlp.experts.{expert}", width, parsed.moe_intermediate_size)
     return shapes
+
+
+def _is_dense(model_class: str, parsed: Any, layer: int) -> bool:
+    has_experts = model_class == "Qwen3MoeForCausalLM" and layer not in parsed.mlp_only_layers
+    return not has_experts or (layer + 1) % parsed.decoder_sparse_step > 0
 
 
 def gated_shapes(prefix: str, width: int, inner: int, *, bias: bool = False) -> Shapes:

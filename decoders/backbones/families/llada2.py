@@ -1,65 +1,29 @@
 """The sizes of a LLaDA2 network from config.json, and the tensors of its checkpoints.
 
+A row sees exactly what the caller allows. The released code adds a mask of zeros and ones to the scores, which hides nothing.
+
 Pure tables and checks over a config dict; reads no weights and imports no torch. Source: the model file and the configs of the
 checkpoints of LLaDA2.0 (Bie et al., 2025) and 2.1.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from draftmill.decoders.backbones.families.causal import Config, Shapes, gated_shapes
 from draftmill.decoders.backbones.families.config_fields import demand, fitting, numbers
+from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LLaDA2Shape:
-    """The sizes of a LLaDA2 network, named as in config.json. The first `rotary_dim` dimensions of a head are rotated. Of the
-    `n_group` groups of experts a row keeps `topk_group`, and chooses `num_experts_per_tok` experts in them.
-    `num_shared_experts` may be 0."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rotary_dim: int
-    num_experts: int
-    num_experts_per_tok: int
-    n_group: int
-    topk_group: int
-    moe_intermediate_size: int
-    max_position_embeddings: int
-    num_shared_experts: int
-    first_k_dense_replace: int
-    rms_norm_eps: float
-    rope_theta: float
-    routed_scaling_factor: float
-
-    def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} heads and {self.num_key_value_heads} key heads do not divide evenly"
-            )
-        each = self.num_experts // self.n_group
-        if self.num_experts % self.n_group or each < 2 or self.topk_group > self.n_group:
-            raise ValueError(
-                f"{self.num_experts} experts in n_group = {self.n_group}, of which topk_group = {self.topk_group} are kept; "
-                "allowed: equal groups of at least 2, no more kept than there are"
-            )
-        if self.num_experts_per_tok > self.topk_group * each:
-            raise ValueError(
-                f"num_experts_per_tok = {self.num_experts_per_tok}; {self.topk_group} groups of {each} have fewer experts"
-            )
-
-
-_COUNTS: Final = (
+_SAME: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "num_experts", "num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size", "max_position_embeddings",
+    "max_position_embeddings",
 )  # fmt: skip
+_COUNTS: Final = (*_SAME, "num_experts", "num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size")
 _BUILT: Final[dict[str, tuple[Any, ...]]] = {
     "hidden_act": ("silu",),
     "use_qk_norm": (True,),
@@ -80,7 +44,7 @@ _BUILT: Final[dict[str, tuple[Any, ...]]] = {
 _TURNED: Final = 0.5
 
 
-def llada2_shape(config: Config) -> LLaDA2Shape:
+def llada2_shape(config: Config) -> RotaryShape:
     """Read a LLaDA2 config; ValueError names the first missing, invalid or unsupported field."""
     counts = numbers(config, {key: key for key in _COUNTS}, "llada2")
     heads, width = counts["num_attention_heads"], counts["hidden_size"]
@@ -89,16 +53,38 @@ def llada2_shape(config: Config) -> LLaDA2Shape:
     with fitting("llada2"):
         demand(config, _BUILT)
         config = _with_rope_parameters(config)
-        return LLaDA2Shape(
-            **counts,
+        return RotaryShape(
+            **{key: counts[key] for key in _SAME},
             head_dim=head_dim,
             rotary_dim=_rotary_dim(config, head_dim),
-            num_shared_experts=_from_zero(config, "num_shared_experts"),
-            first_k_dense_replace=_from_zero(config, "first_k_dense_replace"),
             rms_norm_eps=_positive(config, "rms_norm_eps"),
-            rope_theta=_positive(config, "rope_theta"),
-            routed_scaling_factor=_positive(config, "routed_scaling_factor"),
+            rope={"rope_theta": _positive(config, "rope_theta")},
+            windows=(None,) * counts["num_hidden_layers"],
+            mixture=_mixture(config, counts),
+            dense=frozenset(range(_from_zero(config, "first_k_dense_replace"))),
         )
+
+
+def _mixture(config: Config, counts: Mapping[str, int]) -> MixtureShape:
+    count, chosen = counts["num_experts"], counts["num_experts_per_tok"]
+    groups, kept = counts["n_group"], counts["topk_group"]
+    each = count // groups
+    if count % groups or each < 2 or kept > groups:
+        raise ValueError(
+            f"{count} experts in n_group = {groups}, of which topk_group = {kept} are kept; allowed: equal groups of at least 2, "
+            "no more kept than there are"
+        )
+    if chosen > kept * each:
+        raise ValueError(f"num_experts_per_tok = {chosen}; {kept} groups of {each} have fewer experts")
+    inner = counts["moe_intermediate_size"]
+    return MixtureShape(
+        num_experts=count,
+        num_chosen=chosen,
+        inner=inner,
+        groups=(groups, kept),
+        scale=_positive(config, "routed_scaling_factor"),
+        shared=_from_zero(config, "num_shared_experts") * inner,
+    )
 
 
 def _with_rope_parameters(config: Config) -> Config:
@@ -154,18 +140,35 @@ def llada2_shapes(config: Config) -> Shapes:
         shapes |= {f"{block}attention.{norm}_layernorm.weight": (shape.head_dim,) for norm in ("query", "key")}
         shapes[block + "attention.query_key_value.weight"] = (joined, width)
         shapes[block + "attention.dense.weight"] = (width, heads)
-        if layer < shape.first_k_dense_replace:
+        if layer in shape.dense:
             shapes |= gated_shapes(block + "mlp", width, shape.intermediate_size)
         else:
-            shapes |= _mixture(block + "mlp.", shape)
+            assert shape.mixture is not None, "its layers have experts"
+            shapes |= _mixture_shapes(block + "mlp.", width, shape.mixture)
     return shapes
 
 
-def _mixture(prefix: str, shape: LLaDA2Shape) -> Shapes:
-    width, inner, count = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
-    shapes: Shapes = {prefix + "gate.weight": (count, width)}
-    shapes[prefix + "gate.expert_bias"] = (count,)
+def _mixture_shapes(prefix: str, width: int, mixture: MixtureShape) -> Shapes:
+    count = mixture.num_experts
+    shapes: Shapes = {prefix + "gate.weight": (count, width), prefix + "gate.expert_bias": (count,)}
     for expert in range(count):
-        shapes |= gated_shapes(f"{prefix}experts.{expert}", width, inner)
-    shared = shape.num_shared_experts * inner
-    return shapes | (gated_shapes(f"{prefix}shared_experts", width, shared) if shared else {})
+        shapes |= gated_shapes(f"{prefix}experts.{expert}", width, mixture.inner)
+    return shapes | (gated_shapes(f"{prefix}shared_experts", width, mixture.shared) if mixture.shared else {})
+
+
+_NAMES: Final = {
+    "word_embeddings": "embed_tokens",
+    "attention.query_key_value": "self_attn.qkv_proj",
+    "attention.dense": "self_attn.o_proj",
+    "attention.query_layernorm": "self_attn.q_norm",
+    "attention.key_layernorm": "self_attn.k_norm",
+}
+
+
+def llada2_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give LLaDA2's weights the names of transformers' Llama."""
+    ready: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        theirs = next((theirs for theirs in _NAMES if f".{theirs}." in name), "")
+        ready[name.replace(f".{theirs}.", f".{_NAMES[theirs]}.") if theirs else name] = tensor
+    return ready

@@ -1,5 +1,5 @@
-"""The masked-diffusion families: LLaDA, LLaDA-MoE and Dream, which run on transformers' Llama, Qwen3-MoE and Qwen2, and MDLM and
-SEDD on ddit.py.
+"""The masked-diffusion families: LLaDA, LLaDA-MoE and Dream, which are a Llama, a Qwen3-MoE and a Qwen2, and MDLM and SEDD
+on ddit.py.
 
 Pure tables and checks over a config dict; reads no weights and imports no torch. Differences from the public code's
 loading: remote code is never run, and no tensor is ever left out or filled in silently.
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families import causal as causal_families
-from draftmill.decoders.backbones.families.blocks import own_experts
 from draftmill.decoders.backbones.families.causal import CausalFamily, Config, Shapes, product_shapes, rotary_family
 from draftmill.decoders.backbones.families.config_fields import demand, fitting, numbers
 
@@ -155,7 +154,7 @@ def _llada_moe_as_qwen3_moe(config: Config) -> Config:
     }
 
 
-LLADA_MOE: Final = rotary_family("llada_moe", "Qwen3Moe", translate=_llada_moe_as_qwen3_moe, adapt=own_experts)
+LLADA_MOE: Final = rotary_family("llada_moe", "Qwen3Moe", translate=_llada_moe_as_qwen3_moe)
 
 
 # ---- Dream: a Qwen2 that sees everything and still predicts the next token -----------------------------------------------

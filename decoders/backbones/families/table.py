@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from draftmill.decoders.backbones.families import any_causal
 from draftmill.decoders.backbones.families import blocks as block_families
@@ -20,10 +20,14 @@ from draftmill.decoders.backbones.families import masked as masked_families
 from draftmill.decoders.backbones.families.blocks import BlockFacts
 from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
 from draftmill.decoders.backbones.families.config_fields import numbers, token_id
-from draftmill.decoders.backbones.families.llada2 import LLaDA2Shape, llada2_shape, llada2_shapes
+from draftmill.decoders.backbones.families.llada2 import llada2_names, llada2_shape, llada2_shapes
 from draftmill.decoders.backbones.families.masked import DDiTShape
+from draftmill.decoders.backbones.families.rotary import RotaryShape
 from draftmill.decoders.backbones.families.xlnet import xlnet_optional, xlnet_shape, xlnet_shapes
 from draftmill.decoders.base import ModelInfo, ModelKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # More than any published model has; memory is allocated by this number.
 _MOST_POSITIONS: Final = 1 << 24
@@ -40,8 +44,9 @@ class Family:
     name in a tokenizer, used if config.json has no id; `max_length` reads the longest text from config.json. `shift`,
     `left_shift`, `prompt_block` and `block_size`, and `ends`, the special tokens that end a turn of a chat, are as in ModelInfo
     and `stop_ids`.
-    `causal` is set for the families that run on transformers' causal models, `ddit` and `llada2` for those that run on ddit.py
-    and llada2.py, and `any_causal` for those that are not in the table. Texts are at most `max_length` tokens if `is_bounded`.
+    `rotary` is set for the families that run on network.py, `ddit` for those on ddit.py, `causal` alone for those on modules of
+    transformers, and `any_causal` for those that are not in the table. `convert` gives weights the names that these have.
+    Texts are at most `max_length` tokens if `is_bounded`.
     """
 
     name: str
@@ -65,13 +70,14 @@ class Family:
     ends: tuple[str, ...] = ()
     causal: CausalFamily | None = None
     ddit: Callable[[Config], DDiTShape] | None = None
-    llada2: Callable[[Config], LLaDA2Shape] | None = None
+    rotary: Callable[[Config], RotaryShape] | None = None
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
     any_causal: bool = False
 
     @property
     def rows_are_tokens(self) -> bool:
         """Whether every row carries a token; two-stream models have rows that don't."""
-        return any((self.causal, self.ddit, self.llada2, self.any_causal))
+        return any((self.causal, self.ddit, self.rotary, self.any_causal))
 
 
 def _causal(family: CausalFamily) -> Family:
@@ -89,6 +95,8 @@ def _causal(family: CausalFamily) -> Family:
         is_bounded=lambda config: family.position_table,
         shift=1,
         causal=family,
+        rotary=None if family.position_table else partial(causal_families.rotary_shape, family),
+        convert=family.convert,
     )
 
 
@@ -132,7 +140,8 @@ _LLADA2 = Family(
     optional=lambda config: set(),
     check=llada2_shape,
     max_length=lambda config: llada2_shape(config).max_position_embeddings,
-    llada2=llada2_shape,
+    rotary=llada2_shape,
+    convert=llada2_names,
 )
 
 FAMILIES: dict[str, Family] = {

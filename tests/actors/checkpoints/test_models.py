@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,51 @@ def test_the_hash_is_of_the_content(checkpoint: Path, tmp_path: Path) -> None:
     assert model_hash(moved) == before
     (moved / "draft_head.json").write_text("{}")
     assert model_hash(moved) != before
+
+
+def age(folder: Path, *, seconds: float = 60.0) -> None:
+    """Set the files' modification times to some seconds ago, all to the same."""
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_a_model_is_hashed_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
+    age(checkpoint)
+    read: list[int] = []
+    first = model_hash(checkpoint, read.append)
+    assert sum(read) > 1000
+    read.clear()
+    assert model_hash(checkpoint, read.append) == first and not read
+
+
+@pytest.mark.parametrize("how", ["size", "time", "inode", "at once"])
+def test_a_changed_model_is_hashed_again(
+    how: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
+    weights = checkpoint / "model.safetensors"
+    if how != "at once":
+        age(checkpoint)
+    before, first = weights.stat(), model_hash(checkpoint)
+    data = bytearray(weights.read_bytes() + b" " * (how == "size"))
+    data[-1] ^= 1
+    if how == "inode":
+        (tmp_path / "other").write_bytes(data)
+        (tmp_path / "other").rename(weights)
+    else:
+        weights.write_bytes(data)
+    if how != "time":
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert model_hash(checkpoint) != first
+
+
+def test_a_hash_needs_no_cache(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    age(checkpoint)
+    first = model_hash(checkpoint)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "file"))
+    assert model_hash(checkpoint) == first
 
 
 def test_tokenizers_have_a_hash_and_none_has_none() -> None:

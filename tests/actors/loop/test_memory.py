@@ -18,7 +18,10 @@ from draftmill.actors.loop import memory
 from draftmill.actors.loop.memory import fit, free_bytes, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import build_runner
+from draftmill.actors.measuring.measure import MeasureJob
 from draftmill.actors.messages import Failure, Receipt
+from draftmill.actors.metrics.registry import ReadyMetric
+from draftmill.actors.metrics.settings import Judge
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone, pick_device
@@ -28,11 +31,14 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.driving.allocation import NodeRoom, allocate
+from draftmill.jobs.driving.backend import LocalBackend
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job, place_of
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
+from draftmill.storage.runs.metric_files import MeasuredMetric
+from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 from tests.decoders.references.token_table import TokenTable
@@ -237,7 +243,7 @@ def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: 
             tmp_path, rows, model={"path": "builtin:ar-tiny"}, batching={"prompt_rows": given}, output=output
         )
         store = open_store(spec.output.path)
-        job = make_job(spec, make_plan(prepare(spec, store), store, Silence()), conditional=True)
+        job = make_job(spec, make_plan(prepare(spec, store), store, Silence()))
         runner = build_runner(job, name="w", node="n", threads=1)
         runner.add(work(0, len(rows)))
         while not runner.step():
@@ -305,12 +311,16 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     """Raylets may show all GPUs to a worker that asked for none; one that has a GPU must not decode on its CPU."""
     spec = job_spec(tmp_path, [{"id": "a", "prompt": "def"}], model={"path": "builtin:ar-tiny"})
     store = open_store(spec.output.path)
-    auto = make_job(spec, make_plan(prepare(spec, store), store, Silence()), conditional=True)
+    auto = make_job(spec, make_plan(prepare(spec, store), store, Silence()))
     fixed = replace(auto, model=replace(auto.model, device="cuda:0"))
     assert auto.model.device == "auto"
     found = [WorkerResources(1.0, gpus, 1).job_on_ray(auto).model.device for gpus in (0.0, 0.5, 2.0)]
     assert found == ["cpu", "cuda", "cuda"]
     assert WorkerResources(1.0, 1.0, 1).job_on_ray(fixed).model.device == "cuda:0"
+    judge = ReadyMetric(Judge(kind="judge", model="m"), MeasuredMetric({}, ("judge",)), "metrics.0", place=auto.model)
+    judging = MeasureJob("run", S3Options(), "f", "0", (judge,), {}, 1.0)
+    devices = [judging.on_ray(WorkerResources(1.0, gpus, 1)).metrics[0].place for gpus in (0.0, 0.5)]
+    assert [place and place.device for place in devices] == ["cpu", "auto"]
     without = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny"}, workers={"gpus": 0})
     assert place_of(without).device == "cpu", "--local and validate, too"
 
@@ -326,3 +336,14 @@ def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.Monke
         with pytest.raises(KeyError):
             load_backbone(fetch_model("builtin:ar-tiny"), device=device)
     assert chosen == ["cuda:1"]
+
+
+@pytest.mark.parametrize(("gpus", "device", "notes"), [(8, "auto", 1), (8, "cpu", 0), (1, "auto", 0), (0, "auto", 0)])
+def test_a_job_in_one_process_names_the_gpus_it_leaves_idle(
+    gpus: int, device: str, notes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    spec = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny", "device": device})
+    backend = LocalBackend()
+    found = backend.lacking(spec, backend.allocate(spec, units=1))
+    assert found == ["7 GPUs idle: --local uses one; without it each GPU has a worker"] * notes

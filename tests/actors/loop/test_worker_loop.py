@@ -104,7 +104,7 @@ def test_a_unit_without_a_sample_to_decode_is_closed_all_the_same():
     assert [type(item) for item in run_all(runner)] == [Receipt]
 
 
-def test_the_sample_that_makes_the_decoder_raise_is_found_and_its_neighbours_are_fine():
+def test_the_sample_that_makes_the_decoder_raise_is_found_and_its_neighbours_are_fine(caplog):
     def trouble(requests: list[Request]) -> None:
         if any(len(request.canvas) == 7 for request in requests):
             raise RuntimeError("bad luck")
@@ -114,6 +114,9 @@ def test_the_sample_that_makes_the_decoder_raise_is_found_and_its_neighbours_are
     runner.add(work(0, 3))
     runner.add(work(1, 2))
     run_all(runner)
+    # With its neighbours, then alone.
+    assert runner.take_effort()[0].engine.raised == 2
+    assert [record.exc_info[0] for record in caplog.records] == [RuntimeError] and "bad luck" in caplog.text
     errors = {(unit, s.index): s.error.kind for unit, samples in unit_io.closed.items() for s in samples if s.error}
     assert errors == {(0, 1): "decode_error"}
 

@@ -31,7 +31,7 @@ ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 def planned(spec: JobSpec) -> tuple[Job, Plan]:
     store = open_store(spec.output.path)
     plan = make_plan(prepare(spec, store), store, Silence())
-    return make_job(spec, plan, conditional=True), plan
+    return make_job(spec, plan), plan
 
 
 def units_of(plan: Plan) -> list[WorkUnit]:

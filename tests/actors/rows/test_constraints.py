@@ -95,12 +95,51 @@ def test_markers_name_the_constraints_of_their_holes(marker, text, lengths):
 
 
 def test_a_name_that_no_constraint_has_fails_the_row():
-    assert refusal("<hole:float>", {"int": DIGITS}) == "bad_setting constraint: a marker names 'float'; allowed: int"
+    assert refusal("<hole:float>", {"int": DIGITS}) == (
+        "bad_mask a marker says ':float'; allowed: a length, such as :12, :4-12 or :auto, and a name: 'int'"
+    )
     assert "side by side" in refusal("<hole:int><hole:int>", {"int": DIGITS})
 
 
-def test_without_names_a_marker_with_one_is_text_as_before():
-    assert "marker_absent" in refusal("<hole:int>", DIGITS)
+def test_a_label_that_names_a_constraint_is_that_constraint():
+    canvas = made("{[[int]]} is [[age:int:3]] or [[age]]", {"int": DIGITS}, marker="[[...]]")
+    assert [end - start for start, end in canvas.holes] == [2, 3, 2]
+    assert canvas.rules == (DIGITS, DIGITS, None) and matching(canvas, "ab", "ab", "ab") == [False, False, True]
+    found = made("x = [[auto]]", {"int": DIGITS}, marker="[[...]]").lengths
+    assert found is not None and found.choices == (tuple(range(1, 33)),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[[3-8]]", "[[int", "a [[int]] b [[", "[[ int ]]", "[[age:int:int]]", "[[age:3:4]]", "[[age:float]]", "[[age:]]",
+     "[[age:0]]", "[[age:4-2]]", "[[age:99999999999]]", "[[a\nb]]"],
+)  # fmt: skip
+def test_what_begins_like_a_marker_and_is_none_fails_the_row(text):
+    assert refusal(text, {"int": DIGITS}, marker="[[...]]").startswith("bad_mask")
+    assert refusal(text.replace("[[age", "<hole").replace("]]", ">"), DIGITS).split()[0] in (
+        "bad_mask",
+        "marker_absent",
+    )
+
+
+def test_a_marker_without_names_in_the_spec_fails_its_row():
+    assert refusal("<hole:int>", DIGITS).startswith("bad_mask a marker says ':int'; allowed: a length")
+    assert refusal("<hole:int", None).startswith("bad_mask '<hole:int' begins like a marker")
+    assert "marker_absent" in refusal("a < b", None)
+
+
+def test_dots_that_stand_alone_are_a_marker_of_their_own():
+    assert [made(f"a {marker} b", None, marker=marker).holes for marker in ("...", "[[...", "...]]")] == [((2, 4),)] * 3
+
+
+def test_names_of_a_rows_own_constraints_are_read():
+    task = Infill(kind="infill", mask=Marker(kind="marker", marker="<hole>", length=2))
+    columns = Columns(constraint="c")
+    rules = RowRules(task, columns, "assd", Sampling(), byte_level())
+    own = CanvasMaker(task, columns, byte_level(), model_info(), rules=rules)
+    canvas = own.make({"text": "<hole:n> <hole>", "c": {"n": {"regex": "[0-9]+"}}}, 0)
+    assert canvas.rules == (DIGITS, None) and canvas.size.is_constrained
+    assert not own.make({"text": "<hole>", "c": None}, 0).size.is_constrained
 
 
 def test_lengths_that_no_text_has_fail_the_row():
@@ -246,4 +285,4 @@ def test_a_job_says_why_it_can_not_keep_a_constraint():
 
 def test_holes_of_a_canvas_without_markers_take_the_constraint_too():
     canvas = made("x = <hole>", DIGITS)
-    assert np.count_nonzero(canvas.tokens == HOLE) == 2 and canvas.rules == (None,)
+    assert np.count_nonzero(canvas.tokens == HOLE) == 2 and canvas.rules == (DIGITS,)

@@ -16,6 +16,7 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import decoded_columns
 from draftmill.actors.task import Complete, Infill, Score
 from draftmill.decoders.base import HOLE, Outcome, Request
+from draftmill.decoders.common_settings import Sampling
 from draftmill.storage.runs.records import SCHEMA, table_from_rows
 from tests.actors.fakes import outcome
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
@@ -40,7 +41,7 @@ def completion(
     canvas = completable()
     tokens = np.asarray([*tokenizer.encode(text), *extra], dtype=np.int32)
     found = replace(outcome(Request(0, 0, canvas.tokens), 0.0), tokens=tokens, finish=finish)
-    return decoded_columns(task, canvas, found, tokenizer, stop_strings(task, tokenizer))
+    return decoded_columns(task, canvas, found, tokenizer, stop_strings(task, Sampling(), tokenizer))
 
 
 def completable() -> Canvas:
@@ -73,7 +74,7 @@ def test_stop_strings_are_looked_for_in_the_text_as_it_is_shown() -> None:
     tokens = [*byte_level().encode("a"), EOS, *byte_level().encode("b"), *byte_level().encode("c")]
     for skip, kept in ((True, len(tokens) - 1), (False, None)):
         task = Complete(kind="complete", stop=("ab",), skip_special_tokens=skip)
-        stops = stop_strings(task, byte_level())
+        stops = stop_strings(task, Sampling(), byte_level())
         assert stops is not None and stops.find(tokens, 0) == kept
     assert completion("a", "stop", extra=(EOS, *byte_level().encode("b")), stop=("ab",))["text"] == ""
 

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models
 
+from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.task import Columns, Complete
+from draftmill.decoders.common_settings import Sampling
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
 
 
@@ -177,3 +180,32 @@ def test_the_token_found_is_that_of_the_definition(
     if expected is not None:
         kept = finder.cut(tokenizer.continuation(tokens[:expected]))
         assert not any(stop in kept for stop in stops)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_stop_string_among_the_first_tokens_is_ordinary_text(data: st.DataObject) -> None:
+    text = data.draw(st.text("abé日", min_size=1, max_size=12))
+    stops = data.draw(st.lists(st.sampled_from(["a", "ab", "é", "日", "b日"]), min_size=1, max_size=2, unique=True))
+    min_new, tokens = data.draw(st.integers(0, 8)), in_bytes(text)
+    finder = StopStrings(byte_level(), stops, min_new=min_new)
+    size, ends = 0, list[tuple[int, int]]()  # by definition: (bytes up to its end, characters before it)
+    for stop in stops:
+        for start in range(len(text)):
+            size = len(text[: start + len(stop)].encode())
+            if text.startswith(stop, start) and size > min_new:
+                ends.append((size, start))
+    expected = min(ends)[0] if ends else None
+    assert in_blocks(finder, tokens, data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))) == expected
+    if expected is not None:
+        kept = byte_level().decode(tokens[:expected])
+        assert finder.cut(kept, tokens[:expected]) == text[: min(ends)[1]]
+
+
+def test_min_tokens_of_a_row_hold_for_the_stop_strings_of_the_job() -> None:
+    task = Complete(kind="complete", stop=("x",))
+    rules = RowRules(task, Columns(), "autoregressive", Sampling(), byte_level())
+    for body, expected in (({}, None), ({"min_tokens": 2}, 3), ({"min_tokens": 2, "stop": "b"}, None)):
+        own = rules.own_settings({"custom_id": "a", "body": {"prompt": "p", **body}})
+        finder = rules.settings(own)[1]
+        assert (finder and finder.find(in_bytes("axx"), 0)) == expected

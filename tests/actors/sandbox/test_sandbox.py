@@ -359,7 +359,7 @@ def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     problem.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     try:
-        with pytest.raises(UserError, match="only Linux on x86_64 and aarch64"):
+        with pytest.raises(UserError, match="only Linux on x86_64 and aarch64 is supported"):
             find_sandbox()
     finally:
         problem.cache_clear()

@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
 from draftmill.decoders.backbones.transformer import TransformerBackbone
 
@@ -68,7 +69,7 @@ def save_random(folder, name="qwen2", *, seed=0, std=0.25, **changes):
 def load(folder, dtype="float32", **more):
     """Load saved weights on the CPU."""
     backbone = load_backbone(folder, dtype=dtype, device="cpu", **more)
-    assert isinstance(backbone, TransformerBackbone)
+    assert isinstance(backbone, RotaryBackbone | TransformerBackbone)
     return backbone
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.models.qwen3 import modeling_qwen3
 
 from draftmill.decoders.backbones import moe
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.network import Norm
 from draftmill.decoders.backbones.packed import pack_products
 from draftmill.decoders.backbones.self_test import check_masking
 from tests.decoders.backbones.causal_models import in_a_row, play, random_tokens
@@ -35,7 +35,7 @@ def in_blocks(tokens, block_size, first=0):
 
 
 def exact_norm(norm, rows):
-    return norm.weight * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
+    return norm.weight * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps))
 
 
 # ---- against the public code -------------------------------------------------------------------------------------------
@@ -58,9 +58,9 @@ def test_logits_under_block_causal_masks_are_those_of_the_public_code(golden, fa
 
 @pytest.mark.parametrize("family", ["sdar", "fast_dllm_v2"])
 def test_in_float64_logits_are_the_public_code_s_to_the_last_digits(golden, monkeypatch, family):
-    """SDAR's own norm keeps float64, transformers' computes in float32 whatever comes; without that nothing is left."""
+    """SDAR's own norm keeps float64, ours computes in float32 as transformers'; without that nothing is left."""
     if family == "sdar":
-        monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", exact_norm)
+        monkeypatch.setattr(Norm, "forward", exact_norm)
     backbone, arrays = load(golden / family, "float64"), load_file(golden / family / "logits.safetensors")
     backbone.allocate(1, 64)
     for index, case in enumerate(cases_of(golden / family, "logits", "logits")):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from transformers.activations import ACT2FN
+from transformers.core_model_loading import revert_weight_conversion
 
 from draftmill.decoders.backbones.families import causal as causal_families
 from draftmill.decoders.backbones.families import config_fields
@@ -98,9 +99,10 @@ def module_shapes(family, config):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parsed = getattr(transformers, family.config_class).from_dict(fields)
-        model = empty_model(family.model_class, parsed, family.adapt)
+        model = empty_model(family.model_class, parsed)
     tied = {"lm_head.weight"} if parsed.tie_word_embeddings else set()
-    return parsed, {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    held = revert_weight_conversion(model, model.state_dict())  # experts one by one, as checkpoints have them
+    return parsed, {name: tuple(t.shape) for name, t in held.items() if name not in tied}
 
 
 @pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in FAMILIES), *VARIATIONS])
@@ -158,18 +160,13 @@ def test_a_meta_module_costs_no_memory():
 
 
 @pytest.mark.slow
-def test_loading_a_model_imports_no_compilers():
-    """They cost as much time as torch itself, and nothing of a decode comes to them; afterwards they are there as ever."""
-    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "sklearn", "scipy", "pandas")
+@pytest.mark.parametrize("name", ["ar-micro", "mdm-tiny", "block-tiny"])
+def test_a_network_loads_without_transformers_or_compilers(name):
     code = (
         "import sys; from pathlib import Path; from draftmill.decoders.backbones.load import load_backbone;"
-        f"load_backbone(Path(sys.argv[1]), device='cpu'); found = sorted(set({heavy!r}) & set(sys.modules));"
-        "import torch, torch._dynamo; assert torch.distributed.is_available() and torch._dynamo.__file__;"
-        "assert 'transformers.models' not in sys.modules; import transformers.models.llama as llama;"
-        "assert llama.LlamaConfig is __import__('transformers').LlamaConfig;"
-        "assert torch.arange(3, device='cpu').tolist() == [0, 1, 2] and torch.nn.Linear(2, 2).weight.abs().sum() > 0;"
-        "sys.exit(', '.join(found) or 0)"
+        "load_backbone(Path(sys.argv[1]), device='cpu');"
+        "sys.exit(', '.join({'transformers', 'torch._dynamo', 'sympy'} & set(sys.modules)) or 0)"
     )
-    builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / "ar-micro"
+    builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / name
     result = subprocess.run([sys.executable, "-c", code, str(builtin)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -91,14 +91,10 @@ def test_a_head_of_blocks_gives_the_references_logits_of_a_block(name):
         torch.testing.assert_close(found_BV, logits_BV, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("is_lean", [True, False])
-def test_a_head_reads_the_states_after_its_layers(is_lean):
+def test_a_head_reads_the_states_after_its_layers():
     from transformers import Qwen2ForCausalLM
 
     model, tokens_N, noted = target(), torch.tensor([3, 9, 27, 1, 30]), []
-    if not is_lean:  # the lean form has taken the products apart
-        model.base = type(model.base).from_pretrained(DATA / "target", attn_implementation="draftmill_slots").eval()
-        model.lean = None
     reader = SimpleNamespace(
         speculator=SimpleNamespace(layer_ids=(1, 2, 4)), read=lambda states_NF, rows: noted.append(states_NF)
     )

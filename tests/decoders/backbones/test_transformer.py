@@ -1,6 +1,7 @@
 """transformers' causal models over our slot cache: against their own forwards, and against themselves in other company."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftmill.decoders.backbones import attention, transformer
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
+from draftmill.decoders.backbones.network import Norm
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.self_test import check_masking
 from tests.decoders.backbones.causal_models import (
@@ -27,6 +29,7 @@ from tests.decoders.backbones.causal_models import (
     save_random,
     theirs,
 )
+from tests.golden_data import read_json
 
 TEXTS = {0: random_tokens(14, seed=1), 1: random_tokens(9, seed=2), 2: random_tokens(21, seed=3)}
 PROMPTS = {0: 6, 1: 1, 2: 11}
@@ -34,12 +37,13 @@ PROMPTS = {0: 6, 1: 1, 2: 11}
 
 @pytest.fixture
 def norms_in_float64(monkeypatch):
-    """transformers' norms pass through float32, which turns a last bit into 1e-8: equality to 1e-10 needs them in float64."""
+    """Norms pass through float32, which turns a last bit into 1e-8: equality to 1e-10 needs them in float64."""
 
     def forward(self, rows):
-        return self.weight * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        eps = self.eps if isinstance(self, Norm) else self.variance_epsilon
+        return self.weight * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
 
-    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, Norm):
         monkeypatch.setattr(norm, "forward", forward)
 
 
@@ -123,7 +127,7 @@ def test_candidates_for_one_position_see_their_own_branch_alone(tmp_path, norms_
 def test_the_golden_checkpoint_decodes_as_the_public_code_did(golden):
     folder = golden / "jacobi"
     backbone, arrays = load(folder), load_file(folder / "arrays.safetensors")
-    cases = json.loads((folder / "cases.json").read_text())["cases"]
+    cases = read_json(folder / "cases.json")["cases"]
     for case in (case for case in cases if case["kind"] == "logits"):
         backbone.allocate(1, 32)
         ours = backbone.logits(play(backbone, {0: in_a_row(case["input_ids"])})[0])
@@ -457,3 +461,49 @@ def test_transformers_is_imported_for_its_own_families_alone(tmp_path):
     builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / "asarm-tiny"
     result = subprocess.run([sys.executable, "-c", code, str(builtin)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+STAND_IN = {
+    "__init__.py": "import torch._dynamo.utils\n",
+    "transforms/__init__.py": "class InterpolationMode: NEAREST_EXACT, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS = range(6)\n",
+    "io.py": "",
+    "transforms/functional.py": "def pil_to_tensor(image): ...\n",
+}
+JOB = """
+import sys
+from draftmill.jobs.cli import main
+assert main(["run", sys.argv[1], "--local"]) == 0
+loaded = {name for name in ("transformers", "torch._dynamo", "torchvision") if name in sys.modules}
+sys.exit(f"imported {loaded}" if loaded != set(sys.argv[2:]) else 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_a_job_runs_where_torchvision_imports_the_compilers(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "model", name)
+    for file, text in STAND_IN.items():
+        path = tmp_path / "packages" / "torchvision" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    info = tmp_path / "packages" / "torchvision-0.28.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "tokens": [1, 2, 3]}\n')
+    spec = {
+        "task": {"kind": "complete", "max_new_tokens": 2},
+        "input": {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}},
+        "model": {"path": str(tmp_path / "model"), "device": "cpu", "tokenizer": "none"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(spec))
+    expected = {"gpt2": ["transformers", "torch._dynamo", "torchvision"], "qwen2": []}[name]
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(tmp_path / "job.json"), *expected],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path / 'packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

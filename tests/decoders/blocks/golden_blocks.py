@@ -4,7 +4,6 @@ The public code doesn't suppress the mask, so neither is it suppressed here. Whe
 prefills of Fast-dLLM v2 are among it.
 """
 
-import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,6 +25,7 @@ from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import algorithm_of
 from tests.decoders.support import run_all
+from tests.golden_data import read_json
 
 MASK = 95
 SCHEDULES = {
@@ -54,7 +54,7 @@ ROUTERS = {
 
 
 def cases_of(folder, *kinds, file="cases.json"):
-    return [case for case in json.loads((folder / file).read_text())["cases"] if case["kind"] in kinds]
+    return [case for case in read_json(folder / file)["cases"] if case["kind"] in kinds]
 
 
 @cache

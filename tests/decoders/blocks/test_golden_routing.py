@@ -6,7 +6,6 @@ paper describes; drafts over a stale block cache; and where the public code lose
 half-causal drafting mask for what it stores.
 """
 
-import json
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from draftmill.decoders.blocks.verifier import (
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
 from draftmill.decoders.kernels.sampling_reference import measure
+from tests.golden_data import read_json
 
 ESTIMATORS, ROUTERS = TypeAdapter(Estimator), TypeAdapter(Router)
 SCORE = ScoreRouter(kind="score")
@@ -47,7 +47,7 @@ NAMES = {
 
 
 def cases_of(folder, kind="s2d2"):
-    return [case for case in json.loads((folder / "cases.json").read_text())["cases"] if case["kind"] == kind]
+    return [case for case in read_json(folder / "cases.json")["cases"] if case["kind"] == kind]
 
 
 def estimator_of(name, options):

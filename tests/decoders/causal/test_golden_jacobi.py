@@ -8,7 +8,6 @@ where there are two, and not for the first token of a call. Its iterations leave
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import run_all
+from tests.golden_data import read_json
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -38,7 +38,7 @@ class Golden:
     def __init__(self, folder):
         self.backbone = load_backbone(folder, dtype="float32", device="cpu")
         self.info = inspect_model(folder)
-        self.cases = json.loads((folder / "cases.json").read_text())["cases"]
+        self.cases = read_json(folder / "cases.json")["cases"]
 
     def of_kind(self, kind):
         return [case for case in self.cases if case["kind"] == kind]

@@ -27,6 +27,7 @@ VOCAB = 40
 INFO = token_info(VOCAB)
 AR = AutoregressiveSettings(kind="autoregressive")
 DRAFTER = HeadDrafterSettings(kind="head", path="head")
+OF_THE_BATCH = {"batch_rows", "pad_fraction", "index"}
 HEADS = ("eagle3_llama", "eagle3_qwen3", "dflash", "dflash_anchor", "dspark", "dspark_gated")
 
 
@@ -89,27 +90,42 @@ def test_no_draft_depends_on_the_batch(name, acceptance):
         assert counts == (other.nfe, other.nfe_draft, other.proposed, other.accepted)
 
 
-@pytest.mark.parametrize("name", ["eagle3_llama", "dflash"])
-def test_prompts_that_are_shared_or_run_in_chunks_change_no_draft(name):
-    requests, sampling = requests_of(8, seed=5, shared=24), Sampling(temperature=0.5)
-    alone = speculate(name, requests, sampling=sampling, rows=1)
+@pytest.mark.parametrize("name", ["eagle3_llama", "dflash", "dspark"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("prompt_rows", [None, 7])
+def test_prompts_that_are_shared_or_cut_change_no_result(name, acceptance, prompt_rows):
+    """Whether a prompt's columns are in place before a sample's first forward depends on the batch; its drafts do not."""
+    prompt = np.random.default_rng(5).integers(0, VOCAB, 24)
+    requests = [Request(index, index, np.append(prompt, [-1] * 14).astype(np.int32)) for index in range(6)]
+    requests += requests_of(3, seed=5, shared=20)[:2]
+    requests = [replace(request, index=index) for index, request in enumerate(requests)]
     model, head = pair(name)
-    chunked = build_decoder(
-        Setup(
-            backbone=model,
-            info=INFO,
-            sampling=sampling,
-            max_rows=4,
-            max_tokens=1 << 20,
-            drafter=head,
-            prompt_rows=7,
-        ),
-        spec(3),
+    setup = Setup(
+        backbone=model,
+        info=INFO,
+        sampling=Sampling(acceptance=acceptance),
+        max_rows=8,
+        max_tokens=1 << 20,
+        drafter=head,
+        heads=head.heads,
+        trace=True,
     )
-    among = run_all(chunked, requests)
-    assert texts(alone) == texts(among)
-    assert [outcome.accepted for outcome in alone.values()] == [among[index].accepted for index in alone]
-    assert chunked.stats.prompt_rows_shared > 0
+    alone = {one.index: run_all(build_decoder(setup, spec(3)), [one])[one.index] for one in requests}
+    together = build_decoder(replace(setup, prompt_rows=prompt_rows), spec(3))
+    found = run_all(together, requests)
+    assert {index: what_is_exact(one) for index, one in found.items()} == {
+        index: what_is_exact(one) for index, one in alone.items()
+    }
+    assert together.stats.prompt_rows_shared > 0
+
+
+def what_is_exact(outcome):
+    """All fields of an outcome but times and what its batches were."""
+    names = [name for name in outcome.__dataclass_fields__ if name not in OF_THE_BATCH and not name.endswith("_s")]
+    return {
+        name: np.asarray(getattr(outcome, name)).tolist() if name == "tokens" else getattr(outcome, name)
+        for name in names
+    }
 
 
 @pytest.mark.parametrize("name", ["eagle3_llama", "dflash", "dspark", "dspark_gated"])

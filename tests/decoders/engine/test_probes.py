@@ -93,8 +93,10 @@ def test_rows_in_parts_score_what_they_are_asked_for_under_the_rejection_rule():
         StepwiseSettings(kind="stepwise", cache="dual_strict", block_length=2),
         ThresholdSettings(kind="threshold", confidence="margin"),
         SelfSpeculativeSettings(kind="ssd", draft_length=2),
+        SelfSpeculativeSettings(kind="ssd", draft_length=2, cache="dual_strict", block_length=2, tree="mixed"),
+        SelfSpeculativeSettings(kind="ssd", draft_length=2, cache="prefix", block_length=2),
     ],
-    ids=lambda settings: settings.kind,
+    ids=lambda settings: f"{settings.kind}, {settings.cache}",
 )
 def test_a_masked_models_probe_is_the_mean_confidence_of_the_masks_it_names(golden, settings):
     backbone = load(golden / "llada")
@@ -119,7 +121,8 @@ def test_a_masked_models_probe_is_the_mean_confidence_of_the_masks_it_names(gold
     outcomes = run_all(decoder, [request for pair in zip(texts, asked, strict=True) for request in pair])
     alone = run_all(built(), texts)
     for request in texts:
-        assert outcomes[request.index].tokens.tolist() == alone[request.index].tokens.tolist()
+        found, other = outcomes[request.index], alone[request.index]
+        assert (found.tokens.tolist(), found.nfe, found.logprob) == (other.tokens.tolist(), other.nfe, other.logprob)
     for number, canvas in enumerate(canvases):
         hidden = look_alone(backbone, np.where(canvas == HOLE, info.mask_id or 0, canvas).tolist())
         logits = backbone.logits(hidden).double()

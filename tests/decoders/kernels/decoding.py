@@ -13,8 +13,8 @@ import draftmill.decoders.builtin
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.invariance import NO_RULES
 from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.packed import FixedLinear, fix_products
-from draftmill.decoders.backbones.rotary import KernelLayers
 from draftmill.decoders.base import Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
@@ -103,7 +103,6 @@ def made_exact(folder, attend, product, layers=None):
     """A model as it is on a GPU if it must be exact, but for the device; a rotary one with the kernels between its products."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
-        patch.setattr("draftmill.decoders.backbones.transformer.TransformerBackbone.may_be_lean", False)
         patch.setattr("draftmill.decoders.backbones.packed.find_fixed_product", lambda *_: product)
         backbone = made_usual(folder, attend)
         backbone.rules, backbone.min_rows = replace(NO_RULES, exact=True), 1
@@ -111,9 +110,9 @@ def made_exact(folder, attend, product, layers=None):
         if hasattr(backbone, "base"):
             fix_products(backbone.base)
             backbone.head = FixedLinear(backbone.head.weight, backbone.head.bias)
-            if layers is not None:
-                backbone.lean = KernelLayers(backbone.base, layers)
-                backbone.lean.join()
+            if isinstance(backbone, RotaryBackbone):
+                backbone.bind()
+                backbone.base.kernels = layers
         else:
             backbone._product = product
     return backbone

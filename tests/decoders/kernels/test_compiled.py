@@ -40,9 +40,11 @@ def attend(
     shares=1,
     cap=None,
     sinks=False,
+    skip=0,
+    columns=256,
 ):
     def call(module):
-        rows, columns = 64, 256
+        rows = 64
         group, line_N = heads // key_heads, torch.arange(rows) % rows_at_once
         seen = Seen(
             torch.arange(rows) // rows_at_once,
@@ -53,12 +55,14 @@ def attend(
             tables=Tiling.of(torch.device("cpu"), dtype, group=group, width=width, relative=relative).tables(line_N),
         )
         module.attend(
-            torch.zeros(rows, heads, width, dtype=dtype),
+            torch.zeros(rows - skip, heads, width, dtype=dtype),
             torch.zeros(2, rows, key_heads, columns, width, dtype=dtype),
-            seen,
+            seen.after(skip),
             scaling=0.1,
             window=window,
-            relative_NHP=torch.zeros(rows, heads, 2 * columns, dtype=dtype) if relative else None,
+            relative_NHP=torch.zeros(heads, rows - skip, 2 * columns, dtype=dtype).transpose(0, 1)
+            if relative
+            else None,
             cap=cap,
             sink_H=torch.zeros(heads, dtype=dtype) if sinks else None,
             shares=shares,
@@ -187,6 +191,15 @@ def test_the_largest_tile_of_a_prompt_fits_into_the_least_shared_memory(launches
 def test_a_launch_has_a_program_for_each_tile_and_key_head(launches):
     _, one = launches(*CASES["attention, an 8B Llama"])
     assert one[0] == (16, 8, 1)
+
+
+def test_content_rows_and_distances_make_no_variants_of_attention(launches):
+    """Query rows follow any number of content rows, and the longest canvas says how many distances there are."""
+    made = [
+        variant(*launches("attention", ATTENTION, "attend_tiles", attend(HALF, 12, 12, 64, relative=True, **options)))
+        for options in ({"skip": 16}, {"skip": 1}, {"skip": 2}, {"columns": 200}, {"columns": 253})
+    ]
+    assert all(one == made[0] for one in made)
 
 
 @pytest.mark.parametrize(("name", "options"), [("sample_rows", {"top_k": 20}), ("sample_rows", {}), ("read_parts", {})])

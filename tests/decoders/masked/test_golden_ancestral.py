@@ -5,8 +5,6 @@ at its own share of masks here; the public code draws by a race of float32 numbe
 race and its numbers, and our chances and laws.
 """
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +13,7 @@ from draftmill.decoders.draws.schedule import LAST_TIME, log_scale, total_noise
 from draftmill.decoders.masked.ancestral import chances
 from tests.decoders.backbones.masked_models import copy_changed, load, look_alone
 from tests.decoders.references.absorbing import masked_share
+from tests.golden_data import read_arrays, read_json
 
 MASK = 64
 MDLM_RUNS = (
@@ -25,8 +24,8 @@ SEDD_RUNS = ("run.analytic.uncond", "run.analytic.cond", "run.euler.uncond", "ru
 
 
 def cases_of(folder):
-    arrays = load_file(folder / "laws.safetensors") | load_file(folder / "steps.safetensors")
-    return json.loads((folder / "cases.json").read_text()), arrays
+    arrays = load_file(folder / "laws.safetensors") | read_arrays(folder / "steps.safetensors")
+    return read_json(folder / "cases.json"), arrays
 
 
 def law_of(logits_RV):

@@ -112,11 +112,11 @@ def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: 
     write_manifest(store, done, fingerprint=fingerprint, units=units, rows=len(rows))
 
 
-def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2) -> None:
-    """Metrics files of such a run: for each metric a value per row."""
+def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2, kind: str = "made up") -> None:
+    """Metrics files of such a run: for each metric of this kind a value per row."""
     store = open_store(str(place))
     fingerprint = json.loads(store.get("_plan.json"))["fingerprint"]
-    found = MetricSet((MeasuredMetric({"kind": "made up"}, tuple(values)),))
+    found = MetricSet((MeasuredMetric({"kind": kind}, tuple(values)),))
     record_set(store, found)
     start = 0
     for unit in range(units):

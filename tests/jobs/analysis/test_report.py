@@ -278,6 +278,13 @@ def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
     assert sum(case.course.active) * case.course.edges_s[1] == pytest.approx(resident, rel=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "low"), [("exact_match", 0.7225), ("length", 1.0), ("file", 1.0)])
+def test_only_proportions_have_intervals_of_proportions(kind: str, low: float, tmp_path: Path) -> None:
+    place = write_run(tmp_path / "run", [row(number) for number in range(10)])
+    write_metrics(place, {"words": [1.0] * 10}, kind=kind)
+    assert read_statistics(open_run(str(place))).metrics["words"].low == pytest.approx(low, abs=1e-4)
+
+
 def test_histograms_of_lists_add_up_position_by_position() -> None:
     column = pa.chunked_array([[[0, 2], None, []], [[1, 0, 5], [7]]], type=pa.list_(pa.int32()))
     assert _add_histograms(np.array([1, 1], np.int64), column).tolist() == [9, 3, 5]

@@ -170,7 +170,6 @@ def job(folder: Path, units: int) -> dict[str, float]:
         prepared=SimpleNamespace(folder=folder, info=SimpleNamespace(num_parameters=1), inputs=[]),
         store=store,
         plan=plan,
-        conditional=True,
         lease=SimpleNamespace(epoch=1, check=lambda: None),
         stop=StopFlag(),
         display=Silence(),

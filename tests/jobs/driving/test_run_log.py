@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from draftmill.jobs.driving import run_log
 from draftmill.jobs.driving.events import JsonStream, event_line, json_streams, say_in_events
 from draftmill.jobs.driving.progress import EventDisplay, LineDisplay, make_display
 from draftmill.jobs.driving.run_log import LINES_PER_FILE, LoggedDisplay, RunLog
@@ -147,9 +148,42 @@ def test_a_store_that_refuses_the_log_fails_no_run_and_gets_the_lines_later(erro
     assert [event["message"] for event in events] == ["one", "two"]
 
 
-def notes_in(store: Store, part: int) -> list[str]:
+class Hanging(MemoryStore):
+    """A store that answers no put until it is released."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.released = threading.Event()
+
+    def put(self, name: str, data: bytes) -> Stat:
+        assert self.released.wait(60)
+        return super().put(name, data)
+
+
+def test_nobody_waits_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "MOST_LINES", 50)
+    clock, store = Hand(), Hanging("run-log-hangs")
+    log = log_in(store, clock=clock)
+    totals = Totals(units=1, rows=10, clock=clock)
+    for number in range(100):
+        clock.now_s += 5.0
+        log.add("note", str(number))
+        log.show(totals)
+    log.patience_s = 0.1
+    log.flush(totals)
+    log.flush(totals)
+    assert [thread.name for thread in threading.enumerate()].count("log") == 1
+    store.released.set()
+    log.patience_s = 60.0
+    log.flush(totals)
+    messages = notes_in(store, 0)
+    assert messages[:3] == ["0", "1", "2"] and 40 < len(messages) <= 60, "later ones are only counted"
+    assert "events are not here: the store took too long" in " ".join(map(str, messages))
+
+
+def notes_in(store: Store, part: int) -> list[str | None]:
     events = lines_of(store.get(f"attempts/epoch-0001-part-{part:04d}.jsonl").decode())
-    return [event["message"] for event in events]
+    return [event.get("message") for event in events]
 
 
 def test_a_full_file_is_followed_by_another_and_not_written_again() -> None:

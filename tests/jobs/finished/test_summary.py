@@ -52,6 +52,13 @@ def test_the_table_names_the_first_failed_samples_of_each_kind_and_why() -> None
     assert said[5].startswith("bad_row odd\\x1b[2J: xxx") and said[5].endswith("...") and len(said) == 6
 
 
+def test_the_table_says_how_many_steps_raised() -> None:
+    for raised in (0, 3):
+        sessions = Sessions(5.0, 5.0, Tally(rows=3, ok=3), Effort(EngineStats(raised=raised), 5.0, 1.0))
+        lines = table(Results(Tally(rows=3, ok=3)), sessions)
+        assert any("steps that raised" in line and " 3 " in line for line in lines) == bool(raised)
+
+
 def test_the_table_says_how_much_was_cut_to_fit() -> None:
     store = open_store("memory://cut")
     rows = [row(str(cut)) | {"truncated_tokens": cut} for cut in (0, 5, 70)]

@@ -31,6 +31,7 @@ from draftmill.jobs.forecasting.trial import (
 )
 from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, quantized_lines, trial_lines, validate
 from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
 
@@ -260,6 +261,30 @@ def test_prompts_that_will_be_cut_are_counted() -> None:
     lines = list(canvas_lines(prepared, rows))
     assert lines[-1] == "  cut     2 of the first 3 prompts do not fit: 16 of their tokens"
     assert not any("cut" in line for line in canvas_lines(prepared, rows[:1]))
+
+
+def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    text = {"text": "[[int]] of [[x:3-8]], [[a:word:2]]"}
+    spec = {
+        "task": {
+            "kind": "infill",
+            "mask": {"kind": "marker", "marker": "[[...]]", "length": 4},
+            "constraint": {"int": {"regex": "[0-9]+"}, "word": {"regex": "[a-z ]+"}},
+        },
+        "input": {"path": str(file)},
+        "model": {"path": "builtin:asarm-tiny"},
+        "decoder": {"kind": "any_subset"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    file.write_text(json.dumps(text))
+    assert validate(check_spec(spec)) == 0
+    assert "\n  holes   4 tokens int, 3-8 tokens, 2 tokens word\n" in capsys.readouterr().out
+    file.write_text(json.dumps({"text": "[[age]]"}))
+    with pytest.raises(UserError, match="no marker of any row names one of them"):
+        validate(check_spec(spec))
 
 
 def test_samples_that_were_cut_are_said_to_be() -> None:

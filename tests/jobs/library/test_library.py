@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import yaml
 
 import draftmill
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving import driver
+from draftmill.jobs.driving import driver, ray_session
 from draftmill.jobs.driving.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
+from draftmill.jobs.library import _as_a_guest
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.interface import S3Options
 from tests.conftest import ROOT
@@ -85,16 +87,17 @@ def test_what_the_package_lacks_is_an_attribute_error() -> None:
 
 def test_rows_are_those_of_an_export_in_both_orders(finished: tuple[draftmill.RunResults, Path]) -> None:
     run, folder = finished
-    assert list(run.rows()) == exported(folder / "run")
-    assert list(run.rows(order="input")) == exported(folder / "run", "--order", "input")
+    results = [name for name in run.columns if name != "level"]
+    assert list(run.rows(results)) == exported(folder / "run")
+    assert list(run.rows(results, order="input")) == exported(folder / "run", "--order", "input")
     assert list(run.rows(["id", "level"])) == exported(folder / "run", "--columns", "id,level")
     assert [row["id"] for row in run.rows(order="input")] == ["0", "1", "2", "3"]
 
 
 def test_tables_have_every_row_and_column(finished: tuple[draftmill.RunResults, Path]) -> None:
     run, _ = finished
-    rows = list(run.rows(order="input"))
-    table = run.to_arrow(order="input")
+    rows = list(run.rows(run.columns, order="input"))
+    table = run.to_arrow(run.columns, order="input")
     assert table.column_names == list(rows[0])
     for name in ("id", "status", "text", "tokens", "key", "keep", "decoder", "error_kind"):
         assert table[name].to_pylist() == [row[name] for row in rows], name
@@ -102,10 +105,31 @@ def test_tables_have_every_row_and_column(finished: tuple[draftmill.RunResults, 
     assert isinstance(frame, pd.DataFrame) and frame["level"].tolist() == [0, 1, 2, 3]
 
 
+def test_rows_have_one_shape_and_few_columns(finished: tuple[draftmill.RunResults, Path]) -> None:
+    run, _ = finished
+    usual = ["id", "level", "status", "error_kind", "error", "text", "finish", "new_tokens", "nfe", "logprob"]
+    rows = list(run.rows())
+    assert list(rows[0]) == run.to_arrow().column_names == list(run.to_pandas().columns) == usual
+    assert rows == list(run.rows(usual)) and rows[0].items() <= next(run.rows(run.columns)).items()
+
+
+def test_texts_of_a_schema_are_parsed_in_rows(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    task = TASK | {"max_new_tokens": 24, "constraint": {"json_schema": schema}}
+    run = draftmill.run(job_of(tmp_path, task=task), local=True, quiet=True)
+    rows = list(run.rows())
+    assert [row["json"] for row in rows] == [json.loads(row["text"]) for row in rows]
+    assert all(isinstance(row["json"]["n"], int) for row in rows)
+    assert list(run.rows(["json", "id"]))[2] == {"json": rows[2]["json"], "id": rows[2]["id"]}
+    assert next(run.rows(["json"])) == {"json": rows[0]["json"]}
+    with pytest.raises(UserError, match="'json' is not a column"):
+        run.to_arrow(["json"])
+
+
 def test_a_dataset_has_the_rows_with_plain_strings(finished: tuple[draftmill.RunResults, Path]) -> None:
     run, _ = finished
     dataset = run.to_dataset(order="input")
-    assert dataset.num_rows == 4 and dataset[0]["decoder"] == "autoregressive"
+    assert dataset.num_rows == 4 and run.to_dataset(["decoder"])[0]["decoder"] == "autoregressive"
     assert dataset["text"][:3] == [row["text"] for row in run.rows(order="input")][:3]
 
 
@@ -147,7 +171,7 @@ def test_a_row_that_a_rerun_mended_is_read_and_shown_mended(tmp_path: Path, caps
     mended = draftmill.open_run(first.path)
     summary = mended.summary
     assert (summary["samples"]["ok"], summary["passes"], summary["errors"]) == (4, 2, {}) and mended.failures() == []
-    assert {row["id"]: row["pass"] for row in mended.rows()} == {"0": 1, "1": 1, "2": 2, "3": 1}
+    assert {row["id"]: row["pass"] for row in mended.rows(["id", "pass"])} == {"0": 1, "1": 1, "2": 2, "3": 1}
     assert main(["show", first.path]) == 0
     [text] = [row["text"] for row in mended.rows() if row["id"] == "2"]
     assert f"\nclass Point:⌈{text}⌋\n" in capsys.readouterr().out
@@ -194,9 +218,11 @@ def test_errors_have_the_text_of_the_command_line(
 def test_too_many_failures_raise_and_the_results_can_be_opened(tmp_path: Path) -> None:
     rows = [{"id": str(number), "prompt": "x = 1\n" * 2000, "level": 0} for number in range(3)]
     rows.append({"id": "good", "prompt": "import", "level": 0})
-    with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)$"):
+    with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)\n") as caught:
         draftmill.run(job_of(tmp_path, rows), local=True, quiet=True)
-    assert len(draftmill.open_run(tmp_path / "run").failures()) == 3
+    failures = draftmill.open_run(tmp_path / "run").failures()
+    lines = [f"  {row['error_kind']}: {row['id']}: {row['error']}" for row in failures]
+    assert len(lines) == 3 and str(caught.value).splitlines()[1:] == lines
 
 
 def test_local_and_an_address_exclude_each_other(tmp_path: Path) -> None:
@@ -280,3 +306,15 @@ def test_torchs_threads_and_loggers_are_left_as_they_were(tmp_path: Path) -> Non
     draftmill.run(job_of(tmp_path), local=True, quiet=True)
     assert torch.get_num_threads() == 1
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
+
+
+def test_environment_variables_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setattr(ray_session, "_init", lambda **_: os.environ.update(RAY_CLIENT_MODE="0"))
+    before = dict(os.environ)
+    with pytest.raises(StoreError), _as_a_guest():
+        ray_session._start_local(1, print)
+        assert os.environ["RAY_AUTH_MODE"] == "disabled"
+        raise StoreError("stops")
+    assert dict(os.environ) == before

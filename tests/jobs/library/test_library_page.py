@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+import draftmill
 from tests.conftest import ROOT
 
 PROMPTS = "id,question,level\na,def is_prime(n):,1\nb,import os,2\n"
@@ -37,3 +38,27 @@ def test_the_examples_of_a_page_run(
         out = capsys.readouterr().out
         assert "<draftmill run job: 2 of 2 samples ok, runs/first>" in out
         assert "\ndecoder.kind: 'assd' " in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "file"), [("extraction", "orders.csv"), ("holes", "snippets.jsonl")])
+def test_the_job_of_a_tutorial_runs(
+    page: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    before, job = text.split("```yaml\n", 1)
+    (tmp_path / file).write_text("\n".join(re.findall(r"^    (.*)$", before, re.MULTILINE)) + "\n")
+    monkeypatch.chdir(tmp_path)
+    run = draftmill.run(yaml.safe_load(job.partition("```")[0]), local=True, quiet=True)
+    rows = list(run.rows())
+    assert {row["status"] for row in rows} == {"ok"} and len(rows) == before.count("\n    ") - (page == "extraction")
+    names: dict[str, Any] = {}
+    exec(compile(text.partition("```python\n")[2].partition("```")[0], page, "exec"), names)
+    printed, shown = (part.split() for part in (capsys.readouterr().out, text.rpartition("```text\n")[2]))
+    assert printed[:2] == shown[:2]
+    if page == "extraction":
+        schema = yaml.safe_load(job.partition("```")[0])["task"]["constraint"]["json_schema"]
+        assert list(names["records"].columns) == schema["required"]
+    else:
+        assert "".join(fill["text"] for fill in rows[1]["fills"]).isprintable()
+        assert re.fullmatch(r"timeout = \d+\nverbose = (True|False)\nretries = \d+\n", rows[1]["text"])

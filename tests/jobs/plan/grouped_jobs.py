@@ -69,7 +69,7 @@ def planned(spec: JobSpec, *, by_length: bool = False) -> Plan:
 
 def decoded_apart(spec: JobSpec, plan: Plan) -> tuple[EngineStats, dict[str, float | None]]:
     """Decode all units, each by a worker that has seen nothing before: what they cost together, and the rows' scores."""
-    decoder, unit_io = build_parts(make_job(spec, plan, conditional=True), name="alone", node="here", threads=1)
+    decoder, unit_io = build_parts(make_job(spec, plan), name="alone", node="here", threads=1)
     assert isinstance(decoder, Engine)
     scores: dict[str, float | None] = {}
     for size in plan.sizes():

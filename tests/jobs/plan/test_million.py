@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits, unit_name
+from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits
 
 CODE = """
 import json, resource
@@ -79,17 +79,10 @@ def test_listing_a_million_units_keeps_a_byte_of_each(taken: dict[str, float]) -
     assert taken["list_mb"] < 16, taken
 
 
-def test_the_done_units_are_a_mapping_of_names() -> None:
+def test_the_done_units_are_known_by_number() -> None:
     done = DoneUnits()
     units = [0, 5, BLOCK - 1, BLOCK, 7 * BLOCK + 3, 10**12]
-    for unit in reversed(units):
-        done.add(unit, unit_name(unit))
+    for unit in [*reversed(units), 5]:
+        done.add(unit)
     assert list(done) == units and len(done) == len(units)
-    assert all(done[unit] == unit_name(unit) for unit in units)
     assert [unit in done for unit in (1, 5, BLOCK + 1, "5", -1)] == [False, True, False, False, False]
-    with pytest.raises(KeyError):
-        done[1]
-    done.add(5, "data/unit-00000005.00ff.parquet")
-    assert done[5] == "data/unit-00000005.00ff.parquet" and len(done) == len(units)
-    done.add(5, unit_name(5))
-    assert dict(done) == {unit: unit_name(unit) for unit in units}

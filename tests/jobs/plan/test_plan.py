@@ -282,6 +282,8 @@ def test_limit_counts_rows_over_all_files(rows: Path) -> None:
         ('{"bo\n{"body": "x"}\n[1]', {}, "input.columns.text", "no row has a value in a column 'text'; the first row has 'body'"),
         ('{"id": "a", "text": 3}\n{"id": "b"}', {}, "input.columns.text",
          "no row has a text in a column 'text'; the first one that has it holds int there"),
+        ('{"n": 3}\n{"ids": [5, 6]}', {"tokens": "ids", "seed": "n"}, "input.columns.tokens",
+         "rows have no value in a column 'ids', and those that have one can't be read for other reasons"),
         ('{"id": 0.5, "text": "x"}\n{"id": "b"}', {"id": "id"}, "input.columns.text",
          "rows have no value in a column 'text', and those that have one can't be read for other reasons"),
     ],
@@ -498,3 +500,18 @@ def test_an_interrupt_while_planning_is_no_rows_error(
     monkeypatch.setattr(Tokenizer, "encode_batch", interrupted)
     with pytest.raises(stop):
         plan(spec_for(rows), open_store("memory://interrupted"))
+
+
+def test_names_of_constraints_that_no_marker_has_are_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    spec = spec_for(
+        rows,
+        task__mask={"kind": "marker", "marker": "[[...]]"},
+        task__constraint={"int": {"regex": "[0-9]+"}, "word": {"regex": "[a-z]+"}},
+    )
+    rows.write_text('{"text": "x [[age]]"}\n{"text": "[[]]"}\n')
+    with pytest.raises(UserError, match=r"task\.constraint: no marker of any row names one of them: 'int', 'word'"):
+        plan(spec, open_store(str(tmp_path / "run")))
+    assert not list(open_store(str(tmp_path / "run")).list())
+    rows.write_text('{"text": "x [[age]]"}\n{"text": "[[word]]"}\n')
+    assert plan(spec, open_store(str(tmp_path / "run"))).rows == 2

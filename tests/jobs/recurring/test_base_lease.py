@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from draftmill.jobs.driving import leases as module
 from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.leases import base_lease, hold_lease, wait_until_free
+from draftmill.jobs.driving.leases import IfRunning, base_lease, hold_lease, wait_until_free
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
-from draftmill.storage.runs.lease import LEASE, LeaseHeld, acquire
+from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.s3 import S3Store
 from tests.jobs.recurring.recurring_jobs import DATED, driver, nightly, run, units_decoded
@@ -20,6 +22,19 @@ from tests.runs.jobs_of_tests import rows_of
 
 OVERLAP = "plan.before_plan=sleep:1:1.5"
 """The driver that works still plans while the others start."""
+
+
+@dataclass
+class DayAhead:
+    """The clock of a machine that is a day ahead and stands still."""
+
+    ahead_s: float = 86_400.0
+
+    def __call__(self) -> float:
+        return NOW_S + self.ahead_s
+
+
+NOW_S = time.time()
 
 
 def held_elsewhere(base: Path, seconds: float) -> None:
@@ -30,7 +45,7 @@ def held_elsewhere(base: Path, seconds: float) -> None:
 
 
 def test_the_lease_of_a_name_is_held_once_and_free_afterwards(store: Store) -> None:
-    lost, job = StopFlag().set, r"another driver holds the job .*, until \d\d:\d\d:\d\d UTC"
+    lost, job = StopFlag().set, r"another driver holds the job .*, until 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
     with base_lease(store, lost), pytest.raises(LeaseHeld, match=job), base_lease(store, lost):
         pass
     with base_lease(store, lost), pytest.raises(LeaseHeld, match="this run directory"), hold_lease(store, lost):
@@ -60,12 +75,8 @@ def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, caps
 
     with pytest.raises(LeaseHeld, match="elsewhere:boot-1:77"):
         wait_until_free(work, "fail")
-    assert wait_until_free(work, "skip") == OK
-    said = capsys.readouterr()
-    assert said.out.startswith("draftmill: skipped: another driver holds the job ") and said.out.count("\n") == 1
-    assert "elsewhere:boot-1:77" in said.out
     assert wait_until_free(work, "wait", sleep=sleep) == OK
-    assert (len(calls), sleeps) == (4, [module.POLL_S] * 3)
+    assert (len(calls), sleeps) == (3, [module.POLL_S] * 3)
     assert capsys.readouterr().err.count("draftmill: waiting") == 1
 
 
@@ -107,8 +118,6 @@ def test_what_a_run_does_where_another_machine_holds_the_job(
     held_elsewhere(tmp_path / "nightly", 3600)
     assert run(spec) == INTERRUPTED, "a run typed by hand"
     assert "elsewhere:boot-1:77" in capsys.readouterr().err
-    assert run(spec, "--if-running", "skip") == OK
-    assert "draftmill: skipped" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "nightly").iterdir()] == [LEASE]
     held_elsewhere(tmp_path / "nightly", 0.5)  # it was killed, and does not renew
     assert run(spec, "--if-running", "wait", "--logical-date", "2026-11-21") == OK
@@ -124,8 +133,37 @@ def test_without_a_date_the_option_means_the_lease_of_the_run_directory(
     held_elsewhere(tmp_path / "one", 3600)
     assert run(spec) == INTERRUPTED
     assert "another driver holds this run directory: elsewhere:boot-1:77" in capsys.readouterr().err
-    assert run(spec, "--if-running", "skip") == OK
-    assert "skipped: another driver holds this run directory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("if_running", ["skip", "wait"])
+def test_a_lease_of_a_wrong_clock_is_taken_over_unless_renewed(
+    store: Store, if_running: IfRunning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    day_ahead = DayAhead()
+    other = acquire(store, "elsewhere:boot-1:77", 60.0, day_ahead)
+    sleeps = []
+
+    def work() -> int:
+        with base_lease(store, StopFlag().set):
+            return TOO_MANY_FAILED
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 20:
+            day_ahead.ahead_s += 15
+            other.renew()
+
+    if if_running == "skip":
+        assert wait_until_free(work, "skip", sleep=sleep) == OK
+        assert "skipped" in capsys.readouterr().out and len(sleeps) == 20
+    assert wait_until_free(work, if_running, sleep=sleep) == TOO_MANY_FAILED
+    assert module.TTL_S < sum(sleeps) < 3 * module.TTL_S
+    date = datetime.fromtimestamp(other.expires_at_s, UTC).strftime("until %Y-%m-%d %H:%M:%S UTC")
+    assert (
+        f"taken over: another driver holds the job {store.url}: elsewhere:boot-1:77, {date}" in capsys.readouterr().err
+    )
+    with pytest.raises(LeaseLost):
+        other.renew()
 
 
 def test_a_run_directory_is_no_base_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import draftmill
 from draftmill.jobs.cli import main
 from draftmill.jobs.recurring import pruning
 from draftmill.jobs.recurring.pruning import Keep, candidates, prune_run
@@ -234,7 +235,7 @@ def test_a_prune_that_was_suspended_over_its_lease_deletes_nothing_of_the_driver
 
     monkeypatch.setattr(pruning, "failpoint", suspended)
     assert main(["prune", str(base), "--keep", "0", "--yes", "--unfinished"]) == 4
-    assert "is no longer ours" in capsys.readouterr().err
+    assert "was taken over" in capsys.readouterr().err
     assert len(left) == 4 and len(list(run_dir.rglob("*.*"))) == left[-1]
 
 
@@ -331,6 +332,26 @@ def test_catchup_lists_missed_dates_and_runs_them(tmp_path: Path, capsys: pytest
         main(["catchup", str(spec), "--from", "2026-11-04", "--to", "2026-11-05", "--run", "--local", "--quiet"]) == 2
     )
     assert "input.path" in capsys.readouterr().err
+
+
+def test_catchup_takes_the_dates_that_have_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for day in (3, 4, 6):
+        land(tmp_path, day).rename(tmp_path / "landing" / f"2026-11-0{day}.jsonl")
+    spec = nightly(tmp_path, input={"path": f"{tmp_path}/landing/{{date:%F}}.jsonl", "columns": INPUT["columns"]})
+    span = ["--from", "2026-11-01", "--to", "2026-11-06"]
+    assert main(["catchup", str(spec), *span, "--run", "--local", "--quiet"]) == 0
+    assert "4 dates, 3 to run" in capsys.readouterr().out
+    assert on(spec, 4) == 0 and "already finished" in capsys.readouterr().out
+    with pytest.raises(UserError, match="nothing is at"):
+        draftmill.run(spec, local=True, quiet=True, changes={"output.logical_date": "2026-11-05"})
+    assert main(["catchup", str(spec), *span]) == 0
+    states = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
+    days = {3: "finished", 4: "finished", 5: "no", 6: "finished"}
+    assert states == [[f"2026-11-0{day}", state] for day, state in days.items()]
+    rows = [
+        {row["id"] for row in draftmill.open_run(tmp_path / "nightly" / f"2026-11-0{day}").rows()} for day in (3, 6)
+    ]
+    assert [len(ids) for ids in rows] == [4, 4] and not rows[0] & rows[1]
 
 
 def test_with_since_no_date_is_missed_and_what_a_later_run_has_done_is_superseded(

@@ -139,6 +139,35 @@ def test_a_spec_is_dated_once_by_its_logical_date_or_the_clock() -> None:
     assert check_spec(again).output == at_date(spec, NOW).output, "a plan's spec is read back"
 
 
+def test_inputs_have_the_date_of_their_run() -> None:
+    paths = ["landing/{date:%Y/%m/%d}/*.{jsonl,csv}", "{date,time}/rows.csv"]
+    dated = at_date(check_spec(spec_of("runs/{date:%F}", input={"path": paths})), NOW).input
+    assert dated.path == ("landing/2026/11/22/*.{jsonl,csv}", "{date,time}/rows.csv")
+    one = spec_of("runs/{date:%F}", input={"path": "in/{date:%j}.csv"})
+    assert at_date(check_spec(one), NOW).input.path == "in/326.csv"
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "message"),
+    [
+        ("runs/one", {"path": "in/{date:%F}"}, "input.path: .* has a date, but output.path has none"),
+        ("runs/one", {"run": "other/{date:%F}"}, "input.run: .* has a date, but output.path has none"),
+        ("runs/{date:%F}", {"path": ["a", "in/{date:%Y-%m-%dT%H}"]}, "input.path.1: .*'%H' is finer than the day"),
+        ("runs/{date:%Y-%m}", {"path": "in/{date:%j}"}, "input.path: .*'%j' is finer than the month"),
+        ("runs/{date:%F}", {"run": "in/{date:%Q}"}, "input.run: .*'%Q' is not a field"),
+        ("runs/{date:%F}", {"path": "in/{date}"}, "input.path: .* is not a date"),
+        ("runs/{date:%F}", {"path": "in/{date:%F}", "since": "last_success"}, "input.since: input.path has a date"),
+        ("runs/{date:%F}", {"path": "in/{date:%F}", "dedupe": "ids"}, "input.dedupe: .*input.columns.id"),
+        ("in/{date:%F}", {"path": "in/{date:%F}"}, "output.path: .* is inside the inputs"),
+    ],
+)
+def test_a_date_in_an_input_that_its_run_does_not_give_is_refused(
+    path: str, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_spec(spec_of(path, input=given))
+
+
 def test_sweeps_and_evaluations_take_no_dates(tmp_path: Path) -> None:
     base = spec_of("runs/{date:%F}", input={"path": "in.jsonl", "since": "last_success"})
     sweep = {"base": base, "grid": {"seed": [1, 2]}, "output": {"path": "sweeps/one"}}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from draftmill.jobs.spec.job_spec import check_spec, load_spec
-from draftmill.jobs.spec.places import SCHEMES, path_problem
+from draftmill.decoders.common_settings import Place
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec, load_spec
+from draftmill.jobs.spec.places import path_problem
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 
@@ -25,6 +30,10 @@ SPEC: dict[str, Any] = {
 
 def refusal(key: str, value: Any) -> str:
     data = copy.deepcopy(SPEC)
+    if key == "input.run":
+        del data["input"]["path"]
+    if key == "prompt.examples.path":
+        data["prompt"] = {"examples": {"k": 1}}
     if key == "decoder.head":
         data |= {"task": {"kind": "infill", "mask": {"kind": "random"}}, "decoder": {"kind": "assd"}}
     *sections, name = key.split(".")
@@ -37,7 +46,39 @@ def refusal(key: str, value: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key", SCHEMES)
+PLACES = [
+    *("input.path", "input.run", "prompt.examples.path", "model.path", "model.adapter", "model.tokenizer"),
+    *("decoder.head", "decoder.drafter.path", "output.path", "task.constraint.json_schema"),
+]
+
+
+def settings_below(kind: Any, *keys: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of a settings class, with its dotted key, and of all settings in it."""
+    for name, info in kind.model_fields.items():
+        yield ".".join([*keys, name]), info
+        waiting = [info.annotation]
+        while waiting:
+            inner = waiting.pop()
+            waiting += get_args(inner)
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from settings_below(inner, *keys, name)
+
+
+NO_PLACES = {"name", "input.columns.id"}
+"""Keys whose descriptions speak of files and folders, though they name none that a job reads or writes by itself."""
+
+
+def test_every_key_that_names_a_file_is_in_the_list_of_places() -> None:
+    found = dict(settings_below(JobSpec))
+    named = re.compile(r"\b(file|folder|path|bucket|hub id|finished run)\b|model\.path|s3://")
+    texts = {key: info for key, info in found.items() if str in {info.annotation, *get_args(info.annotation)}}
+    speaks = {key for key, info in texts.items() if named.search(info.description or "") or key.endswith("path")}
+    marked = {key for key, info in found.items() if any(isinstance(mark, Place) for mark in info.metadata)}
+    assert speaks - marked <= NO_PLACES
+    assert marked >= {*PLACES, "metrics.path", "metrics.model"}
+
+
+@pytest.mark.parametrize("key", PLACES)
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -67,6 +108,8 @@ def test_what_is_no_place_is_refused_without_repeating_secrets(key: str, value: 
         ("data/**/*.parquet", "data/run", True),
         ("s3://b/data", "s3://b/data/run", True),
         ("s3://b/data/*/data/*", "s3://b/data/run", True),
+        ("in [a]", "in [a]/run", True),
+        ("x[2024-11].jsonl", "run", False),
         ("data", "data-run", False),
         ("data/rows.jsonl", "data/run", False),
         ("data/*.jsonl", "data/run", False),

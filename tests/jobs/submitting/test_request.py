@@ -73,12 +73,12 @@ def test_paths_in_the_shipped_folder_become_relative_to_it(folder: Path, monkeyp
     data = spec(
         input={"path": ["rows/*.jsonl", str(folder / "rows" / "a.jsonl")]},
         model={"path": "./model"},
-        metrics=["my_metric.py", {"kind": "file", "path": str(folder / "my_metric.py")}],
+        metrics=["my_metric.py", {"kind": "file", "name": "again", "path": str(folder / "my_metric.py")}],
     )
     found = shipped_spec(request_of(data, SubmitOptions(working_dir=".")))
     assert found["input"]["path"] == ["rows/*.jsonl", "rows/a.jsonl"]
     assert found["model"]["path"] == "model"
-    assert found["metrics"] == ["my_metric.py", {"kind": "file", "path": "my_metric.py"}]
+    assert found["metrics"] == ["my_metric.py", {"kind": "file", "name": "again", "path": "my_metric.py"}]
     monkeypatch.chdir(folder / "rows")
     inside = request_of(spec(input={"path": "a.jsonl"}), SubmitOptions(working_dir=str(folder)))
     assert shipped_spec(inside)["input"]["path"] == "rows/a.jsonl"
@@ -106,7 +106,12 @@ def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder: Path):
         ({"model": {"path": "./other"}}, {"working_dir": "."}, "model.path"),
         ({"model": {"path": "model"}}, {"shared": ("/nowhere",)}, "model.path|input.path"),
         ({"model": {"path": "org/m", "tokenizer": "/tok"}}, {"working_dir": "."}, "model.tokenizer"),
-        ({"metrics": ["other.py"]}, {"working_dir": "."}, "metrics.0"),
+        ({"metrics": ["other.py"]}, {"working_dir": "."}, "metrics.0.path"),
+        (
+            {"task": {"kind": "complete", "constraint": {"json_schema": "schema.json"}}},
+            {"working_dir": "."},
+            "task.constraint.json_schema",
+        ),
         ({"output": {"path": "runs/one"}}, {"working_dir": "."}, "output.path"),
         ({"output": {"path": "memory://x"}}, {"working_dir": "."}, "output.path"),
         ({}, {"working_dir": "nowhere"}, "--working-dir"),

@@ -26,7 +26,6 @@ from draftmill.storage.runs.commit import (
     done_units,
     read_manifest,
     read_unit,
-    record_commit,
     trace_name,
     write_manifest,
 )
@@ -142,17 +141,6 @@ def test_on_s3_the_facts_come_without_reading_the_file(s3_store: S3Store, s3_ser
     s3_server.calm()
     assert read_unit(s3_store, committed.object) == committed
     assert [method for method, _ in s3_server.app.requests] == ["HEAD"]
-
-
-@pytest.mark.s3
-def test_a_store_without_conditions_gets_names_of_each_attempts_own(s3_store: S3Store, s3_server: S3Server) -> None:
-    s3_server.fail("ignore_conditions", times=1000)
-    first, second = commit(s3_store, conditional=False), commit(s3_store, conditional=False)
-    assert first.object != second.object
-    assert record_commit(s3_store, second) == second
-    assert record_commit(s3_store, first) == second
-    assert set(done_units(s3_store, conditional=False)) == {17}
-    assert len(list(read_results(s3_store, objects=[second.object]))) == 1
 
 
 def test_the_manifest_and_success_come_when_nothing_is_missing(store: Store) -> None:

@@ -9,8 +9,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from draftmill.storage.errors import StoreError
-from draftmill.storage.runs.lease import LEASE, Lease, LeaseHeld, LeaseLost, acquire, process_is_dead, this_process
+from draftmill.storage.errors import DamagedRun
+from draftmill.storage.runs.lease import (
+    LEASE,
+    Lease,
+    LeaseHeld,
+    LeaseLost,
+    acquire,
+    holder,
+    process_is_dead,
+    this_process,
+)
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.s3 import S3Store
 from tests.storage.stores.s3_server import S3Server
@@ -64,12 +73,23 @@ def test_releasing_a_lost_lease_harms_nobody(store: Store) -> None:
     second.check()
 
 
-def test_a_paused_driver_knows_that_its_time_is_over(store: Store) -> None:
+def test_a_paused_driver_renews_a_lease_that_is_still_its_own(store: Store) -> None:
     clock = Clock()
     lease = acquire(store, "first", 30, clock)
-    clock.now += 30
-    with pytest.raises(LeaseLost):
-        lease.check()
+    clock.now += 3600
+    lease.check()
+    assert lease.expires_at_s == clock.now + 30
+    with pytest.raises(LeaseHeld):
+        acquire(store, "second", 30, clock)
+
+
+def test_a_renewal_that_raised_and_was_written_is_one(store: Store) -> None:
+    lease = acquire(store, "first", 30)
+    stat = store.stat(LEASE)
+    assert stat is not None
+    store.replace(LEASE, store.get(LEASE), etag=stat.etag)  # as a write of its own, whose answer was lost, leaves it
+    lease.renew()
+    lease.check()
 
 
 def test_of_many_drivers_one_gets_the_expired_lease(store: Store) -> None:
@@ -103,10 +123,25 @@ def test_an_owner_elsewhere_is_never_taken_for_dead(owner: str) -> None:
     assert not process_is_dead(owner)
 
 
-def test_a_file_that_is_no_lease_is_named(store: Store) -> None:
-    store.put(LEASE, b"{")
-    with pytest.raises(StoreError, match=r"_lease\.json"):
-        acquire(store, "first", 30)
+LEASE_TEXT = '{"owner": "a:b:1", "epoch": 3, "expires_at_s": 5.0}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "null", "3", "[]", "{}", '"text"', "[" * 100_000, "\xff\xfe", "\0"),
+        *(LEASE_TEXT.replace("5.0", value) for value in ("NaN", "Infinity", "1e300", "-1", '"5"', "null", "[]", "{}")),
+        *(LEASE_TEXT.replace("3", value) for value in ("1.5", "-1", "0", "1" * 400, "true", "null", '"3"')),
+        *(LEASE_TEXT.replace('"a:b:1"', value) for value in ("null", "1", "[]", "{}", "[" * 900 + "]" * 900)),
+        LEASE_TEXT.replace("epoch", "epoc"),
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_damaged_lease_is_named_with_a_remedy(store: Store, text: str) -> None:
+    store.put(LEASE, text.encode("latin-1"))
+    for use in (lambda: acquire(store, "first", 30), lambda: holder(store)):
+        with pytest.raises(DamagedRun, match=r"_lease\.json is damaged: .*; if no job runs here, delete it"):
+            use()
 
 
 @pytest.mark.s3

@@ -99,8 +99,12 @@ class FaultyApp:
     requests: list[tuple[str, str]] = field(default_factory=list)
     lock: Any = field(default_factory=Lock)
     one_at_a_time: Any = field(default_factory=Lock)
+    hangs: bool = False
+    """No answer to any request."""
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        while self.hangs:
+            time.sleep(0.05)
         query = environ.get("QUERY_STRING")
         fault = self._next_fault(environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else ""))
         if fault in _ANSWERS:
@@ -178,7 +182,7 @@ class S3Server:
     def calm(self) -> None:
         """Forget faults and counted requests."""
         self.app.faults.clear()
-        self.app.storm = None
+        self.app.storm, self.app.hangs = None, False
         self.app.requests.clear()
 
     def stop(self) -> None:

@@ -64,7 +64,8 @@ def test_retries_are_logged_once_and_without_secrets(
 
 def test_the_probe_notices_a_store_that_ignores_conditions(s3_store: S3Store, s3_server: S3Server) -> None:
     s3_server.fail("ignore_conditions", times=1000)
-    assert not probe(s3_store)
+    with pytest.raises(StoreRefused, match="ignores conditional writes"):
+        probe(s3_store)
     assert list(s3_store.list()) == []
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from draftmill.storage.errors import StoreError, StoreRefused, UserError
+from draftmill.storage.errors import StoreError, StoreFull, StoreRefused, UserError
 from draftmill.storage.failpoints import FailpointError
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, open_object
 from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
-from draftmill.storage.stores.store import delete_strays, open_store, probe
+from draftmill.storage.stores.store import MemoryStore, delete_strays, open_store, probe
 
 
 def test_what_is_created_is_read_back(store: Store) -> None:
@@ -88,6 +91,42 @@ def test_of_many_replacers_of_one_version_exactly_one_wins(store: Store) -> None
     assert [stat.name for stat in store.list()] == ["lease"]
 
 
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, as some clusters have."""
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_disk_without_locks_replaces_too(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    probe(store)
+    test_replace_needs_the_version_that_was_read(store)
+    store.delete("lease")
+    test_of_many_replacers_of_one_version_exactly_one_wins(store)
+    assert [path.name for path in tmp_path.iterdir()] == ["lease"]
+
+
+def test_a_replacer_killed_before_it_renamed_leaves_a_version_to_replace(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    first = store.create("lease", b"1")
+    code = "import sys\nfrom draftmill.storage.stores.store import open_store\n"
+    code += "open_store(sys.argv[1]).replace('lease', b'killed', etag=sys.argv[2])"
+    environment = os.environ | {"DRAFTMILL_FAILPOINTS": "local.before_rename=kill"}
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path), first.etag], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL and store.get("lease") == b"1"
+    with pytest.raises(Conflict):
+        store.replace("lease", b"2", etag=first.etag)
+    version = store.stat("lease")
+    assert version is not None and store.get("lease") == b"killed", "the other one has won, a little later"
+    store.replace("lease", b"3", etag=version.etag)
+    assert store.get("lease") == b"3"
+
+
 def test_list_gives_finished_objects_in_order_of_names(store: Store) -> None:
     for name in ("data/b", "data/a", "data/c/d", "data-x", "other"):
         store.create(name, b"x" * len(name))
@@ -112,7 +151,16 @@ def test_deleting_frees_the_name(store: Store) -> None:
 
 
 def test_the_probe_trusts_these_stores_and_leaves_nothing(store: Store) -> None:
-    assert probe(store)
+    probe(store)
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("verb", ["create", "replace"])
+def test_the_probe_refuses_a_store_that_ignores_either_condition(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(f"ignores-{verb}")
+    monkeypatch.setattr(store, verb, lambda name, data, **_: store.put(name, data))
+    with pytest.raises(StoreRefused, match=r"^output\.path: memory://.* ignores conditional writes .*; use a store"):
+        probe(store)
     assert list(store.list()) == []
 
 
@@ -170,6 +218,8 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, monkeypa
     with pytest.raises(StoreError, match="No space left"):
         store.create("data/b", b"x")
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
+    with pytest.raises(StoreFull, match=r"^output\.path: .*No space left"):
+        probe(store)
 
 
 def test_a_link_whose_answer_was_lost_is_a_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

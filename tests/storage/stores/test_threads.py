@@ -36,11 +36,11 @@ before = psutil.Process().num_threads()
 READS = {
     "a unit's file": "assert read_parquet((folder / 'unit').read_bytes()).num_rows == 300",
     "a unit of the plan": """
-table = PlanTable(open_store(str(folder)), parts_of(json.loads((folder / "parts").read_text())))
+table = PlanTable(open_store(str(folder)), parts_of(json.loads((folder / "parts").read_text())["parts"]))
 assert len(table.unit_rows(3)) == 4
 """,
     "the plan": """
-table = PlanTable(open_store(str(folder)), parts_of(json.loads((folder / "parts").read_text())))
+table = PlanTable(open_store(str(folder)), parts_of(json.loads((folder / "parts").read_text())["parts"]))
 assert sum(table.num_rows for table in table.tables()) == 100
 """,
     "an input in Parquet": """

@@ -6,6 +6,7 @@ its place in the tile, which they do on no GPU: there each number is added up in
 
 import numpy as np
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,3 +28,12 @@ def mended_dot():
     patch.setattr(InterpreterBuilder, "create_dot", mended)
     yield
     patch.undo()
+
+
+@pytest.fixture
+def poisoned():
+    """New memory holds NaN until somebody writes it."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

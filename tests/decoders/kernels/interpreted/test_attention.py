@@ -110,6 +110,22 @@ def test_rows_of_few_and_of_many_tiles_and_dead_ones():
     assert torch.equal(check(query[9:], layer, after), found[9:])
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("shares", [(1, 1), (3, 3), (1, 3), (3, 1)])
+def test_two_kinds_of_tiles_each_with_its_shares(poisoned, monkeypatch, shares, has_sinks, is_reversed):
+    """Whichever kind comes first, and however many shares either has; some rows see nothing."""
+    slots, high = [0] * 9 + [1, 2, 2], [*range(120, 128), 0, 70, 0, 90]
+    query, layer, seen = case(slots, columns=130, key_heads=2, group=3, width=20, low=[0] * 12, high=high)
+    tables = Tiling(group=3, most=32, few=(16,)).tables(torch.tensor(lines_of(slots)))
+    by_tiles = {2 * len(first_T): count for first_T, count in zip(tables.first_T, shares, strict=True)}
+    assert len(by_tiles) == 2, "two kinds, of unequal numbers of tiles"
+    monkeypatch.setattr(attention, "_shares", lambda num_programs, num_columns: by_tiles[num_programs])
+    if is_reversed:
+        tables = Tables(tables.lines[::-1], tables.first_T[::-1])
+    check(query, layer, replace(seen, tables=tables), sink_H=torch.linspace(-2, 9, 6) if has_sinks else None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_numbers_depend_on_no_other_row_of_its_tile(dtype):
     """The tile's other rows see other columns, before and behind: the row has the same bits as alone."""

@@ -1,15 +1,20 @@
 """Whole decodes with the kernels in the interpreter: the texts, counters and log-probabilities of torch's operations."""
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.backbones.rotary import KernelLayers
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.kernels import attention, layers, sampling
 from draftmill.decoders.kernels.products import fixed_product
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones.causal_models import in_a_row, load, play, random_tokens, save_random, theirs
-from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded, made_exact
+from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded, made_exact, setup_for
 
 ALL = Kernels(attention.attend, sampling.sample)
 FIXED = Kernels(partial(attention.attend, shares=1), product=fixed_product)
@@ -27,6 +32,21 @@ def test_drawn_texts_are_those_of_torch(name, warp, acceptance, own):
     settings = {"warp": warp, "acceptance": acceptance, "own": own, "count": 2, "length": 10, "new": 3}
     found, expected = (decoded(name, kernels, **settings) for kernels in (ALL, TORCH))
     assert_equal(found, expected, rounding=1e-4)
+
+
+def test_a_prompt_that_joins_long_canvases_changes_no_text(poisoned):
+    """Above 1,024 columns attention cuts them into shares: small tiles decode beside the large ones of the prompt."""
+    prompts = [np.resize(np.arange(20, 40), count) for count in (3, 36)]
+    requests = [Request(index, 7, np.append(prompt, np.full(1100, -1))) for index, prompt in enumerate(prompts)]
+    found = []
+    for kernels, steps in ((TORCH, 2), (ALL, 1)):  # without kernels the prompt runs alone
+        setup, settings = setup_for("autoregressive", kernels, Sampling())
+        decoder = build_decoder(replace(setup, stops=Stops()), settings)
+        for request, count in zip(requests, (1, steps), strict=True):
+            decoder.admit([request])
+            assert [decoder.step() for _ in range(count)] == [[]] * count
+        found.append([decoder.samples[0].tokens[3:5], decoder.samples[1].tokens[36:37]])
+    assert found[0] == found[1] and min(map(min, found[0])) >= 0
 
 
 def test_hidden_states_are_those_of_transformers(tmp_path):
@@ -72,8 +92,7 @@ def test_layers_with_small_weights_run_between_the_kernels(tmp_path):
     found = []
     for kernels in (False, True):
         if kernels:
-            backbone._attend, backbone.lean = attention.attend, KernelLayers(backbone.base, layers)
-            backbone.lean.join()
+            backbone._attend, backbone.base.kernels = attention.attend, layers
             backbone.forget()
         backbone.allocate(3, 20)
         found.append(play(backbone, {slot: in_a_row(text) for slot, text in texts.items()}))

@@ -1,0 +1,396 @@
+"""The rotary network: Llama, Mistral, Qwen2, Qwen3 and their relatives among masked and block diffusion models, on flat rows.
+
+    states = embeddings of the tokens
+    a layer:  queries, keys, values = qkv_proj(norm(states))         queries and keys are normed (Qwen3, LLaDA2), then rotated
+              states += o_proj(attention(queries, keys, values))
+              gate, up = gate_up_proj(norm(states))
+              states += down_proj(act(gate) * up)                    or a mixture of experts (moe.py)
+    the result is norm(states)
+
+Families differ in sizes, biases, norms of heads, the rotated part of a head, windows and experts: RotaryShape and the tensors of
+the checkpoint say which. The caller decides what a row sees; attention.py alone knows other rows and the cache.
+
+On a GPU kernels run all that stands between the products and attention (decoders/kernels/layers.py): nine launches a layer.
+
+Sources: Touvron et al., "Llama" (2023); Su et al., "RoFormer" (2021), rotations; Peng et al., "YaRN" (2023). Legend: P rows with
+padding, D width, H heads, K key heads, d head width, h = d / 2, J = H + 2 K, I inner width.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Scores, attend_rows
+from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
+from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.packed import UnsetLinear
+from draftmill.decoders.backbones.rows import TokenRows
+from draftmill.decoders.backbones.transformer import NetworkBackbone
+
+Rowwise = Callable[[Tensor], Tensor]
+_tanh_gelu: Final = partial(functional.gelu, approximate="tanh")
+_ACTIVATIONS: Final[dict[str, Rowwise]] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "relu": functional.relu,
+}
+
+
+def frequencies(rope: Mapping[str, Any], width: int, longest: int) -> tuple[Tensor, float]:
+    """The angles of one position, float32 [width / 2], and a factor of cosines and sines.
+
+    `rope` are the settings of config.json, of type default, linear, llama3 or yarn. `longest` is the length of the training where
+    they do not name it.
+    """
+    kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
+    angle_h = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    if kind == "default":
+        return angle_h, 1.0
+    factor, trained = rope["factor"], rope.get("original_max_position_embeddings") or longest
+    if kind == "linear":
+        return angle_h / factor, 1.0
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        period_h = 2 * math.pi / angle_h
+        share_h = ((trained / period_h - low) / (high - low)).clamp(0, 1)  # of the angle that is kept as it is
+        blended_h = (1 - share_h) * angle_h / factor + share_h * angle_h
+        outside_h = torch.where(period_h > trained / low, angle_h / factor, angle_h)
+        return torch.where((share_h > 0) & (share_h < 1), blended_h, outside_h), 1.0
+    assert kind == "yarn", "families/causal.py refuses other types"
+    return _yarn(rope, angle_h, width, trained)
+
+
+def _yarn(rope: Mapping[str, Any], angle_h: Tensor, width: int, trained: int) -> tuple[Tensor, float]:
+    """Angles that turn more often than `beta_fast` times in the length of the training stay, those that turn less often than
+    `beta_slow` times are divided by the factor, and those between are blended (YaRN, section 3.2)."""
+    factor, theta = rope["factor"], rope["rope_theta"]
+
+    def dimension(turns: float) -> float:
+        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    last += 0.001 if first == last else 0
+    ramp_h = ((torch.arange(width // 2) - first) / (last - first)).clamp(0, 1)
+    blended_h = angle_h / factor * ramp_h + angle_h * (1 - ramp_h)
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    own = grown(scales[0]) / grown(scales[1]) if scales[0] and scales[1] else grown(1.0)
+    given = rope.get("attention_factor")
+    return blended_h, float(own if given is None else given)
+
+
+class Rotation:
+    """Rotary positions of heads of `width` numbers. The halves of a head are rotated as pairs.
+
+    Where positions rotate only the first `turned` numbers, the checkpoint's pairs are (i, i + turned / 2). `order_d` sorts a head
+    so that its pairs are those of a whole head; the pairs of the rest have the angle 0. Angles are float32 in every dtype.
+    """
+
+    def __init__(
+        self, rope: Mapping[str, Any], width: int, turned: int, longest: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        angle_h, self.factor = frequencies(rope, turned, longest)
+        self.angle_h = functional.pad(angle_h, (0, (width - turned) // 2)).to(device)
+        own, rest = torch.arange(turned).chunk(2), torch.arange(turned, width).chunk(2)
+        self.order_d = None if turned == width else torch.cat([own[0], rest[0], own[1], rest[1]])
+        self._dtype, self._turns_2Wd = dtype, torch.empty(2, 0, width, dtype=dtype)
+
+    def at(self, positions_P: Tensor) -> Tensor:
+        """Cosines and sines of positions, [2, P, d]: a head (a, b) becomes (a, b) * cos + (b, a) * sin, the sign in the sine."""
+        angle_Ph = positions_P.float().unsqueeze(1) * self.angle_h
+        cos_Ph, sin_Ph = (angle_Ph.cos() * self.factor).to(self._dtype), (angle_Ph.sin() * self.factor).to(self._dtype)
+        return torch.stack([torch.cat([cos_Ph, cos_Ph], 1), torch.cat([-sin_Ph, sin_Ph], 1)])
+
+    def kept(self, positions_P: Tensor, num_positions: int) -> Tensor:
+        """The same for positions below `num_positions`, from a table that is computed once."""
+        if self._turns_2Wd.shape[1] < num_positions:
+            self._turns_2Wd = self.at(torch.arange(num_positions, device=self.angle_h.device))
+        return self._turns_2Wd.index_select(1, positions_P)
+
+
+class Norm(nn.RMSNorm):
+    """weight * x / rms(x) over the last dimension; in float64 by way of float32, as transformers' modules compute it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed rows, any number of leading dimensions."""
+        if x.dtype != torch.float64:
+            return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return self.weight * functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).double()
+
+
+class Layer(nn.Module):
+    """The weights of one layer. Biases, and norms of queries and keys, are there where the checkpoint has them (`names`)."""
+
+    def __init__(self, shape: RotaryShape, index: int, names: Collection[str]) -> None:
+        super().__init__()
+        width, outer, eps = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.rms_norm_eps
+        prefix = f"model.layers.{index}."
+
+        def product(name: str, num_in: int, num_out: int) -> nn.Linear:
+            return UnsetLinear(num_in, num_out, bias=f"{prefix}{name}.bias" in names)
+
+        self.qkv_proj = product("qkv_proj", width, outer + 2 * shape.num_key_value_heads * shape.head_dim)
+        self.o_proj = product("o_proj", outer, width)
+        self.input_layernorm, self.post_attention_layernorm = Norm(width, eps), Norm(width, eps)
+        if f"{prefix}q_norm.weight" in names:
+            self.q_norm, self.k_norm = Norm(shape.head_dim, eps), Norm(shape.head_dim, eps)
+        if shape.mixture is not None and index not in shape.dense:
+            self.mlp = _mixture(width, shape.mixture)
+        else:
+            self.gate_up_proj = product("gate_up_proj", width, 2 * shape.intermediate_size)
+            self.down_proj = product("down_proj", shape.intermediate_size, width)
+
+
+def _mixture(width: int, shape: MixtureShape) -> Mixture:
+    sizes = {"num_experts": shape.num_experts, "num_chosen": shape.num_chosen}
+    if shape.groups is None:
+        return SoftmaxMixture(width, shape.inner, **sizes, normalise=shape.normalise)
+    more: dict[str, Any] = {"groups": shape.groups, "scale": shape.scale, "shared": shape.shared}
+    return SigmoidMixture(width, shape.inner, **sizes, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a forward calls of one layer: looking parts up in modules takes as long as small products."""
+
+    qkv: Rowwise
+    output: Rowwise
+    attention_norm: Any
+    inner_norm: Any
+    head_norms: tuple[Any, Any] | None
+    gate_up: Rowwise | None
+    down: Rowwise | None
+    mixture: Rowwise | None
+
+    @classmethod
+    def of(cls, layer: Any) -> _Parts:
+        is_dense = hasattr(layer, "down_proj")
+        return cls(
+            qkv=layer.qkv_proj.forward,
+            output=layer.o_proj.forward,
+            attention_norm=layer.input_layernorm,
+            inner_norm=layer.post_attention_layernorm,
+            head_norms=(layer.q_norm, layer.k_norm) if hasattr(layer, "q_norm") else None,
+            gate_up=layer.gate_up_proj.forward if is_dense else None,
+            down=layer.down_proj.forward if is_dense else None,
+            mixture=None if is_dense else layer.mlp,
+        )
+
+
+class RotaryNetwork(nn.Module):
+    """All but the output layer; see the module's docstring. `bind` comes before the first forward."""
+
+    def __init__(self, shape: RotaryShape, names: Collection[str]) -> None:
+        super().__init__()
+        self.shape = shape
+        sizes = shape.vocab_size, shape.hidden_size
+        # Random numbers would be drawn for a weight that is not given; on the meta device that imports torch's compilers.
+        self.word_embeddings = nn.Embedding(*sizes, _weight=torch.empty(sizes))
+        self.layers = nn.ModuleList(Layer(shape, index, names) for index in range(shape.num_hidden_layers))
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.kernels: Any = None
+        """Those between the products; None where torch's own operations run."""
+        self.taps: frozenset[int] = frozenset()
+        self.tapped = dict[int, Tensor]()
+        """The states after each of `taps` layers in the last forward, [P, D]."""
+
+    def bind(self, rotation: Rotation, kernels: Any) -> None:
+        """Note what a forward calls, after products have been replaced. `kernels` as in decoders/kernels/layers.py."""
+        self._parts = [_Parts.of(layer) for layer in self.layers]
+        self._rotation, self._scores = rotation, Scores(self.shape.head_dim**-0.5)
+        self._activation = _ACTIVATIONS[self.shape.hidden_act]
+        self.kernels = kernels
+
+    def forward(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
+        """Run flat rows; final normed states [P, D]."""
+        if self.kernels is None:
+            return self._run(tokens_P, positions_P, layout)
+        return self._run_kernels(tokens_P, positions_P, layout)
+
+    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
+        num_heads, half = self.shape.num_attention_heads, self.shape.head_dim // 2
+        num_turned = num_heads + self.shape.num_key_value_heads
+        all_heads = (-1, num_turned + self.shape.num_key_value_heads, self.shape.head_dim)
+        if isinstance(layout, FlatLayout):
+            turns_2Pd = self._rotation.at(positions_P)
+        else:
+            turns_2Pd = self._rotation.kept(positions_P, layout.cache.num_columns)
+        cos_P1d, sin_P1d = turns_2Pd.unsqueeze(2).unbind(0)
+        states_PD: Tensor = self.word_embeddings(tokens_P)
+        for index, layer in enumerate(self._parts):
+            heads_PJd = layer.qkv(layer.attention_norm(states_PD)).view(all_heads)
+            turned_PJd = heads_PJd[:, :num_turned]
+            if layer.head_norms is not None:
+                query_norm, key_norm = layer.head_norms
+                turned_PJd[:, :num_heads] = query_norm(turned_PJd[:, :num_heads])
+                turned_PJd[:, num_heads:] = key_norm(turned_PJd[:, num_heads:])
+            swapped_PJd = turned_PJd.roll(half, -1).mul_(sin_P1d)
+            turned_PJd.mul_(cos_P1d).add_(swapped_PJd)
+            query_PHd, held_PXd = heads_PJd[:, :num_heads], heads_PJd[:, num_heads:]
+            mixed_PHd = attend_rows(index, query_PHd, held_PXd, scores=self._scores, layout=layout)
+            states_PD = states_PD + layer.output(mixed_PHd.flatten(1))
+            states_PD = states_PD + self._inner(layer, layer.inner_norm(states_PD))
+            if index + 1 in self.taps:
+                self.tapped[index + 1] = states_PD
+        final_PD: Tensor = self.norm(states_PD)
+        return final_PD
+
+    def _inner(self, layer: _Parts, rows_PD: Tensor) -> Tensor:
+        """What the feed-forward network or the mixture of a layer adds to the states."""
+        if layer.mixture is not None:
+            return layer.mixture(rows_PD)
+        assert layer.gate_up is not None and layer.down is not None, "a layer without experts is dense"
+        both_PI = layer.gate_up(rows_PD)
+        if self.kernels is not None and self._activation is functional.silu:
+            return layer.down(self.kernels.gated(both_PI))
+        gate_PI, up_PI = both_PI.chunk(2, 1)
+        return layer.down(self._activation(gate_PI).mul_(up_PI))
+
+    def _run_kernels(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
+        assert isinstance(layout, FlatLayout), "kernels attend"
+        kernels, cache, shape = self.kernels, layout.cache, self.shape
+        num_heads, all_heads = (
+            shape.num_attention_heads,
+            (-1, shape.num_attention_heads + 2 * shape.num_key_value_heads, shape.head_dim),
+        )
+        states_PD: Tensor = self.word_embeddings(tokens_P)
+        count, padding = layout.count, len(tokens_P) - layout.count
+        turn = self._rotation.angle_h, self._rotation.factor
+        norms = [*(layer.attention_norm for layer in self._parts), self.norm]
+        rows_PD: Tensor = kernels.add_norm(states_PD, None, norms[0].weight, norms[0].eps)
+        for index, layer in enumerate(self._parts):
+            heads_PJd = layer.qkv(rows_PD).view(all_heads)
+            head_norms = None
+            if layer.head_norms is not None:
+                query_norm, key_norm = layer.head_norms
+                head_norms = query_norm.weight, key_norm.weight, query_norm.eps
+            rotated = heads_PJd[:count], positions_P[:count], layout.places
+            kernels.rotate(*rotated, cache.pools_2CKd[index], turn, head_norms)
+            mixed_PHd = layout.attend(
+                heads_PJd[:count, :num_heads],
+                cache.layers_2SKWd[index],
+                layout.seen,
+                scaling=self._scores.scaling,
+                window=layout.windows[index],
+            )
+            if padding:  # only where a CPU stands in for a GPU
+                mixed_PHd = functional.pad(mixed_PHd, (0, 0, 0, 0, 0, padding))
+            added_PD, norm = layer.output(mixed_PHd.flatten(1)), layer.inner_norm
+            rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight, norm.eps)
+            added_PD, norm = self._inner(layer, rows_PD), norms[index + 1]
+            rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight, norm.eps)
+            if index + 1 in self.taps:
+                self.tapped[index + 1] = states_PD.clone()  # the next layer adds in place
+        return rows_PD
+
+
+# ---- weights -----------------------------------------------------------------------------------------------------------
+
+_JOINED: Final = {
+    "q_proj": ("qkv_proj", "q_proj", "k_proj", "v_proj"),
+    "gate_proj": ("gate_up_proj", "gate_proj", "up_proj"),
+}
+_OF_LAYER: Final = re.compile(r"(model\.layers\.\d+)\.(?:self_attn|mlp)\.(\w+_(?:proj|norm))\.(weight|bias)")
+_WIDE: Final = ".mlp.gate."
+
+
+def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: int) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, given by the names of transformers' Llama, as those of RotaryNetwork: products of the
+    same rows are joined. `order_d` is the Rotation's; `num_turned` heads are rotated. They are removed from the dict."""
+    ready: dict[str, Tensor] = {}
+    for name in list(weights):
+        if name not in weights or name.endswith("inv_freq"):
+            continue  # joined with one before it; a buffer of older versions
+        found = _OF_LAYER.fullmatch(name)
+        if found is None:
+            own = name.replace("embed_tokens", "word_embeddings").replace(".gate.expert_bias", ".expert_bias")
+            ready[own] = weights.pop(name)
+            continue
+        layer, part, kind = found.groups()
+        joined, *parts = _JOINED.get(part, (part, part))
+        names = [name.replace(f".{part}.", f".{one}.") for one in parts]
+        if part in {"k_proj", "v_proj", "up_proj"}:
+            continue  # the first of them joins all
+        tensors = [weights.pop(one) for one in names]
+        tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if order_d is not None and joined in {"qkv_proj", "q_norm", "k_norm"}:
+            tensor = _reordered(tensor, order_d, num_turned if joined == "qkv_proj" else 1)
+        ready[f"{layer}.{joined}.{kind}"] = tensor
+    return ready
+
+
+def _reordered(tensor: Tensor, order_d: Tensor, num_turned: int) -> Tensor:
+    """The rows of the heads that are turned, each in another order."""
+    heads = tensor.unflatten(0, (-1, len(order_d)))
+    order_d = order_d.to(tensor.device)
+    return torch.cat([heads[:num_turned, order_d], heads[num_turned:]]).flatten(0, 1)
+
+
+class RotaryBackbone(NetworkBackbone):
+    """Runs a RotaryNetwork. `weights` are the checkpoint's tensors by the names of transformers' Llama, already checked for
+    completeness; they are removed from the dict. `small` is a kind of small_weights.py."""
+
+    base: RotaryNetwork
+
+    def __init__(
+        self,
+        shape: RotaryShape,
+        weights: dict[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        exact: bool = False,
+        small: str = "auto",
+    ) -> None:
+        where = torch.device(device)
+        first = (
+            where if small == "auto" else torch.device("cpu")
+        )  # full weights never reach a device that gets small ones
+        has_groups = shape.mixture is not None and shape.mixture.groups is not None
+        for name in list(weights):
+            # The router of LLaDA2 computes in float32 or better.
+            wide = torch.promote_types(dtype, torch.float32) if has_groups and _WIDE in name else dtype
+            weights[name] = weights[name].to(device=first, dtype=wide)
+        rope = shape.rope, shape.head_dim, shape.rotary_dim, shape.max_position_embeddings
+        self._rotation = Rotation(*rope, dtype, where)
+        ready = own_weights(weights, self._rotation.order_d, shape.num_attention_heads + shape.num_key_value_heads)
+        embedding_VD, head_VD = ready["model.word_embeddings.weight"], ready.get("lm_head.weight")
+        if head_VD is None or (shape.tied and torch.equal(head_VD, embedding_VD)):
+            ready["lm_head.weight"] = embedding_VD
+        stack = partial(RotaryNetwork, names=frozenset(ready))
+        super().__init__(stack, shape, ready, dtype=dtype, device=device, exact=exact, small=small)
+        self.bind()
+
+    def bind(self) -> None:
+        """Note the products of the network, once they are those that run."""
+        self.base.bind(self._rotation, self.find_layers())
+
+    def tap(self, reader: Any) -> None:
+        """See ModuleBackbone."""
+        self.reader = reader
+        self.base.taps = frozenset(() if reader is None else reader.speculator.layer_ids)
+        self._tapped = self.base.tapped
+
+    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
+        if isinstance(layout, FlatLayout):
+            return self.base(tokens_P, positions_P, layout)
+        with torch.inference_mode():  # on a CPU, where it saves time
+            return self.base(tokens_P, positions_P, layout)
