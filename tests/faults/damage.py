@@ -149,9 +149,7 @@ def _without(whole: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _twice(whole: Any, key: str) -> bytes:
-    return _dumped(whole).replace(
-        json.dumps(key).encode(), json.dumps(key).encode() + b": null, " + json.dumps(key).encode(), 1
-    )
+    return _dumped(whole).replace(json.dumps(key).encode(), json.dumps(key).encode() + b": null, " + json.dumps(key).encode(), 1)
 
 
 def _dumped(value: Any) -> bytes:

@@ -39,28 +39,12 @@ def make_world(world: Path) -> None:
     save_random(sound / "model", "qwen2", seed=2, **small)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUILTIN / "ar-tiny" / name, sound / "model" / name)
-    (sound / "model" / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [2], "bos_token_id": 1, "temperature": 0.5})
-    )
+    (sound / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "bos_token_id": 1, "temperature": 0.5}))
     (sound / "model" / "chat_template.jinja").write_text(CHAT)
-    (sound / "model" / "special_tokens_map.json").write_text(
-        json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}})
-    )
+    (sound / "model" / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}}))
     (sound / "model" / "added_tokens.json").write_text(json.dumps({}))
     _save_shards(sound / "model", sound / "shards")
-    for name in (
-        "dream",
-        "jacobi",
-        "llada",
-        "llada2",
-        "llada_moe",
-        "mdlm",
-        "nemotron",
-        "sdar",
-        "sedd",
-        "xlnet_asarm",
-        "fast_dllm_v2",
-    ):
+    for name in ("dream", "jacobi", "llada", "llada2", "llada_moe", "mdlm", "nemotron", "sdar", "sedd", "xlnet_asarm", "fast_dllm_v2"):
         (sound / name).mkdir()
         for file in ("config.json", "generation_config.json", "model.safetensors"):
             if (DATA / name / file).exists():
@@ -116,6 +100,7 @@ def _write_adapter(sound: Path) -> None:
 
 def _write_inputs(sound: Path) -> None:
     import pyarrow as pa
+    import pyarrow.csv as pc
     import pyarrow.parquet as pq
 
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -125,57 +110,24 @@ def _write_inputs(sound: Path) -> None:
     with pa.CompressedOutputStream(str(sound / "rows.jsonl.zst"), "zstd") as out:
         out.write(lines.encode())
     (sound / "rows.txt").write_text("def f(x):\nimport os\n" * 3)
-    (sound / "rows.csv").write_text(
-        "id,text\n" + "".join(f'{row["id"]}{n},"{row["text"]}"\n' for n, row in enumerate(ROWS * 3))
-    )
-    (sound / "rows.tsv").write_text(
-        "id\ttext\n" + "".join(f"{row['id']}{n}\t{row['text']}\n" for n, row in enumerate(ROWS * 3))
-    )
+    (sound / "rows.csv").write_text("id,text\n" + "".join(f'{row["id"]}{n},"{row["text"]}"\n' for n, row in enumerate(ROWS * 3)))
+    (sound / "rows.tsv").write_text("id\ttext\n" + "".join(f'{row["id"]}{n}\t{row["text"]}\n' for n, row in enumerate(ROWS * 3)))
     table = pa.table({"id": [str(n) for n in range(6)], "text": [row["text"] for row in ROWS * 3]})
     pq.write_table(table, sound / "rows.parquet")
     for name, new in (("rows.arrow", pa.ipc.new_file), ("stream.arrow", pa.ipc.new_stream)):
         with new(sound / name, table.schema) as out:
             out.write_table(table)
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 2,
-        "temperature": 0.5,
-        "seed": 3,
-        "stop": ["x"],
-        "logprobs": True,
-        "top_logprobs": 2,
-        "logit_bias": {"5": 1},
-        "chat_template_kwargs": {"a": 1},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}},
-    }
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0.5, "seed": 3,
+            "stop": ["x"], "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1}, "chat_template_kwargs": {"a": 1},
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}}}
     request = {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (sound / "batch.jsonl").write_text(json.dumps(request) + "\n")
-    chat = [
-        {
-            "id": "c",
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-            ],
-            "template_kwargs": {"a": 1},
-            "constraint": {"regex": "[a-z]+"},
-            "tokens": [1, 2, None],
-        }
-    ]
+    chat = [{"id": "c", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+             "template_kwargs": {"a": 1}, "constraint": {"regex": "[a-z]+"}, "tokens": [1, 2, None]}]
     (sound / "chat.jsonl").write_text(json.dumps(chat[0]) + "\n")
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 3},
-            "ok": {"type": "boolean"},
-            "n": {"$ref": "#/$defs/n"},
-            "l": {"type": "array", "items": {"enum": ["a", 1]}, "minItems": 1, "maxItems": 2},
-        },
-        "required": ["name", "ok"],
-        "additionalProperties": False,
-        "$defs": {"n": {"type": "integer"}},
-    }
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 3}, "ok": {"type": "boolean"},
+              "n": {"$ref": "#/$defs/n"}, "l": {"type": "array", "items": {"enum": ["a", 1]}, "minItems": 1, "maxItems": 2}},
+              "required": ["name", "ok"], "additionalProperties": False, "$defs": {"n": {"type": "integer"}}}
     (sound / "schema.json").write_text(json.dumps(schema))
     (sound / "examples.jsonl").write_text(lines)
 
@@ -197,28 +149,13 @@ def full_job() -> dict[str, Any]:
     return job(
         name="full",
         seed=3,
-        task={
-            "kind": "complete",
-            "max_new_tokens": 2,
-            "stop": ["x"],
-            "chat": True,
-            "chat_date": "2026-01-01",
-            "ignore_eos": False,
-        },
+        task={"kind": "complete", "max_new_tokens": 2, "stop": ["x"], "chat": True, "chat_date": "2026-01-01", "ignore_eos": False},
         prompt={"template": "{{ text }}", "system": "s", "examples": {"path": "examples.jsonl", "k": 1, "seed": 2}},
         chat={"template_kwargs": {"a": 1}},
         input={"path": ["rows.jsonl"], "columns": {"id": "id"}, "limit": 3, "truncate": "left", "keep": ["text"]},
         model={"path": "model", "device": "cpu", "dtype": "float32", "max_length": 64},
         decoder={"kind": "speculative", "k": 2, "drafter": "ngram"},
-        sampling={
-            "temperature": 0.7,
-            "top_k": 5,
-            "top_p": 0.9,
-            "min_p": 0.01,
-            "logit_bias": {5: 1.0},
-            "n": 1,
-            "top_logprobs": 1,
-        },
+        sampling={"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "logit_bias": {5: 1.0}, "n": 1, "top_logprobs": 1},
         batching={"max_tokens": 4096},
         errors={"max_rate": 0.01},
         metrics=["exact_match"],
@@ -244,15 +181,10 @@ def _write_run(sound: Path) -> None:
     here = Path.cwd()
     os.chdir(sound)
     try:
-        rows = [row | {"reference": "x", "id": f"r{n}"} for n, row in enumerate(ROWS * 2)] + [
-            {"id": "bad", "text": ["no"]}
-        ]
+        rows = [row | {"reference": "x", "id": f"r{n}"} for n, row in enumerate(ROWS * 2)] + [{"id": "bad", "text": ["no"]}]
         (sound / "measured.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        spec = job(
-            input={"path": "measured.jsonl"},
-            output={"path": "done", "unit_rows": 2, "trace": "steps"},
-            errors={"max_rate": 1.0},
-        )
+        spec = job(input={"path": "measured.jsonl"}, output={"path": "done", "unit_rows": 2, "trace": "steps"},
+                   errors={"max_rate": 1.0})
         (sound / "done.yaml").write_text(yaml.safe_dump(spec))
         assert main(["run", "done.yaml", "--local", "--quiet"]) == 0
         assert main(["measure", "done", "--metric", "length", "--quiet"]) == 0
@@ -271,9 +203,7 @@ def cases(world: Path, kind: str) -> list[Case]:
     return found
 
 
-def _of(
-    kind: str, file: str, damages: Iterator[Damage], *commands: tuple[str, ...], named: bool = True
-) -> Iterator[Case]:
+def _of(kind: str, file: str, damages: Iterator[Damage], *commands: tuple[str, ...], named: bool = True) -> Iterator[Case]:
     for name, content in damages:
         yield Case(kind, name, file, content, commands, named)
 
@@ -289,38 +219,22 @@ def _models(sound: Path) -> Iterator[Case]:
     both = _on_spec()
     yield from _of("config", "model/config.json", of_any_file(data, 1), *both)
     yield from _of("config", "model/config.json", of_json(data, 1), *both)
-    yield from _of(
-        "config",
-        "target/config.json",
-        of_json((sound / "target/config.json").read_bytes(), 2, most=40),
-        *_on_spec(model__path="target", model__tokenizer="none", input="{path: chat.jsonl, columns: {tokens: tokens}}"),
-    )
+    yield from _of("config", "target/config.json", of_json((sound / "target/config.json").read_bytes(), 2, most=40),
+                   *_on_spec(model__path="target", model__tokenizer="none", input="{path: chat.jsonl, columns: {tokens: tokens}}"))
 
 
 FAMILIES: Final = {
-    "dream": "{kind: threshold}",
-    "llada": "{kind: stepwise}",
-    "llada_moe": "{kind: stepwise}",
-    "mdlm": "{kind: ancestral}",
-    "sedd": "{kind: ancestral}",
-    "sdar": "{kind: block_diffusion}",
-    "fast_dllm_v2": "{kind: block_diffusion}",
-    "llada2": "{kind: block_diffusion}",
-    "nemotron": "{kind: block_diffusion}",
-    "jacobi": "{kind: jacobi}",
-    "xlnet_asarm": "{kind: assd}",
+    "dream": "{kind: threshold}", "llada": "{kind: stepwise}", "llada_moe": "{kind: stepwise}", "mdlm": "{kind: ancestral}",
+    "sedd": "{kind: ancestral}", "sdar": "{kind: block_diffusion}", "fast_dllm_v2": "{kind: block_diffusion}",
+    "llada2": "{kind: block_diffusion}", "nemotron": "{kind: block_diffusion}", "jacobi": "{kind: jacobi}", "xlnet_asarm": "{kind: assd}",
 }
 
 
 def _families(sound: Path) -> Iterator[Case]:
     for number, (name, decoder) in enumerate(FAMILIES.items()):
         data = (sound / name / "config.json").read_bytes()
-        sets = {
-            "model__path": name,
-            "model__tokenizer": "none",
-            "decoder": decoder,
-            "input": "{path: ids.jsonl, columns: {tokens: tokens}}",
-        }
+        sets = {"model__path": name, "model__tokenizer": "none", "decoder": decoder,
+                "input": "{path: ids.jsonl, columns: {tokens: tokens}}"}
         if name == "xlnet_asarm":
             sets["task"] = "{kind: infill, mask: {kind: given}}"
             sets["input"] = "{path: chat.jsonl, columns: {tokens: tokens}}"
@@ -332,25 +246,12 @@ def _families(sound: Path) -> Iterator[Case]:
 def _tokenizers(sound: Path) -> Iterator[Case]:
     both = _on_spec(task="{kind: complete, max_new_tokens: 2, chat: true}")
     skip = ("vocab", "merges")
-    for number, name in enumerate(
-        (
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "generation_config.json",
-            "special_tokens_map.json",
-            "added_tokens.json",
-        )
-    ):
+    for number, name in enumerate(("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json")):
         data = (sound / "model" / name).read_bytes()
         yield from _of("tokenizer", f"model/{name}", of_any_file(data, number), both[1])
         found = of_json(data, number, skip=skip, most=250)
         sets = {"sampling": "{from_checkpoint: true}"} if name.startswith("generation") else {}
-        yield from _of(
-            "tokenizer",
-            f"model/{name}",
-            found,
-            *_on_spec(task="{kind: complete, max_new_tokens: 2, chat: true}", **sets)[1:],
-        )
+        yield from _of("tokenizer", f"model/{name}", found, *_on_spec(task="{kind: complete, max_new_tokens: 2, chat: true}", **sets)[1:])
 
 
 def _weights(sound: Path) -> Iterator[Case]:
@@ -393,23 +294,16 @@ def _adapters(sound: Path) -> Iterator[Case]:
 
 def _heads(sound: Path) -> Iterator[Case]:
     for name in ("eagle3_llama", "dflash", "dspark_gated"):
-        run = _on_spec(
-            model__path="target",
-            model__tokenizer="none",
-            input="{path: chat.jsonl, columns: {tokens: tokens}}",
-            decoder=f"{{kind: speculative, k: 2, drafter: {{kind: head, path: {name}}}}}",
-        )[1]
+        run = _on_spec(model__path="target", model__tokenizer="none", input="{path: chat.jsonl, columns: {tokens: tokens}}",
+                       decoder=f"{{kind: speculative, k: 2, drafter: {{kind: head, path: {name}}}}}")[1]
         data = (sound / name / "config.json").read_bytes()
         yield from _of("head", f"{name}/config.json", of_any_file(data, 9, cuts=2, flips=4), run, named=False)
         yield from _of("head", f"{name}/config.json", of_json(data, 9, most=60), run, named=False)
         weights = (sound / name / "model.safetensors").read_bytes()
         yield from _of("head", f"{name}/model.safetensors", of_safetensors(weights, 9, most=10), run, named=False)
         yield from _of("head", f"{name}/model.safetensors", of_any_file(weights, 9, cuts=2, flips=2), run, named=False)
-    run = _on_spec(
-        model__path="headed",
-        decoder="{kind: assd, k: 2, drafter: head, head: headed}",
-        task="{kind: infill, mask: {kind: random}}",
-    )[1]
+    run = _on_spec(model__path="headed", decoder="{kind: assd, k: 2, drafter: head, head: headed}",
+                   task="{kind: infill, mask: {kind: random}}")[1]
     for name in ("draft_head.json", "draft_head.safetensors"):
         data = (sound / "headed" / name).read_bytes()
         found = of_json(data, 10) if name.endswith("json") else of_safetensors(data, 10, most=10)
@@ -424,16 +318,12 @@ def _specs(sound: Path) -> Iterator[Case]:
         yield from _of("spec", name, of_any_file(data, 11), *both, named=False)
         yield from _of("spec", name, of_text(data), *both, named=False)
     data = (sound / "full.json").read_bytes()
-    yield from _of(
-        "spec", "full.json", of_json(data, 11, most=400), ("run", "full.json", "--local", "--quiet"), named=False
-    )
+    yield from _of("spec", "full.json", of_json(data, 11, most=400), ("run", "full.json", "--local", "--quiet"), named=False)
     yield from _of("spec", "full.yaml", _yaml(data), ("validate", "full.yaml"), named=False)
     for name in ("sweep.yaml", "sweep.json"):
         data = (sound / name).read_bytes()
         yield from _of("spec", name, of_any_file(data, 12), ("sweep", name, "--dry-run"), named=False)
-    yield from _of(
-        "spec", "sweep.json", of_json(data, 12, most=150), ("sweep", "sweep.json", "--local", "--quiet"), named=False
-    )
+    yield from _of("spec", "sweep.json", of_json(data, 12, most=150), ("sweep", "sweep.json", "--local", "--quiet"), named=False)
 
 
 def _yaml(data: bytes) -> Iterator[Damage]:
@@ -498,18 +388,7 @@ def _runs(sound: Path) -> Iterator[Case]:
             yield Case("run", name, file, content, chosen, named=False)
 
 
-INPUTS: Final = (
-    "rows.jsonl",
-    "rows.jsonl.gz",
-    "rows.jsonl.zst",
-    "rows.txt",
-    "rows.csv",
-    "rows.tsv",
-    "rows.parquet",
-    "rows.arrow",
-    "stream.arrow",
-    "batch.jsonl",
-)
+INPUTS: Final = ("rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "rows.txt", "rows.csv", "rows.tsv", "rows.parquet", "rows.arrow", "stream.arrow", "batch.jsonl")
 
 
 def _inputs(sound: Path) -> Iterator[Case]:
@@ -559,21 +438,12 @@ def _tables() -> Iterator[Damage]:
     import pyarrow.parquet as pq
 
     columns: dict[str, pa.Array] = {
-        "numbers": pa.array([1, 2]),
-        "lists": pa.array([["a"], ["b"]]),
-        "structs": pa.array([{"a": 1}, {"a": 2}]),
-        "nulls": pa.nulls(2),
-        "binary": pa.array([b"\xff\xfe", b"a"]),
-        "times": pa.array([datetime.datetime(2026, 1, 1)] * 2),
-        "decimals": pa.array([decimal.Decimal("1.5")] * 2),
-        "dictionary": pa.array(["a", "b"]).dictionary_encode(),
-        "large": pa.array(["a", "b"], pa.large_string()),
-        "views": pa.array(["a", "b"]).cast(pa.string()),
-        "booleans": pa.array([True, False]),
-        "halves": pa.array([1.0, float("nan")]),
-        "fixed": pa.array([b"ab", b"cd"], pa.binary(2)),
-        "durations": pa.array([1, 2], pa.duration("ns")),
-        "huge years": pa.array([2**62, 1], pa.timestamp("us")),
+        "numbers": pa.array([1, 2]), "lists": pa.array([["a"], ["b"]]), "structs": pa.array([{"a": 1}, {"a": 2}]),
+        "nulls": pa.nulls(2), "binary": pa.array([b"\xff\xfe", b"a"]), "times": pa.array([datetime.datetime(2026, 1, 1)] * 2),
+        "decimals": pa.array([decimal.Decimal("1.5")] * 2), "dictionary": pa.array(["a", "b"]).dictionary_encode(),
+        "large": pa.array(["a", "b"], pa.large_string()), "views": pa.array(["a", "b"]).cast(pa.string()),
+        "booleans": pa.array([True, False]), "halves": pa.array([1.0, float("nan")]), "fixed": pa.array([b"ab", b"cd"], pa.binary(2)),
+        "durations": pa.array([1, 2], pa.duration("ns")), "huge years": pa.array([2**62, 1], pa.timestamp("us")),
         "maps": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
     }
     for name, array in columns.items():
@@ -595,32 +465,14 @@ def _schemas(sound: Path) -> Iterator[Case]:
     yield from _of("schema", "schema.json", of_any_file(data, 13), run, named=False)
     yield from _of("schema", "schema.json", of_json(data, 13, most=150), run, named=False)
     rules = {
-        "an open bracket": "[",
-        "a group": "(",
-        "look-ahead": "(?=a)a",
-        "a reference": r"(a)\\1",
-        "powers": "(a{1,1000}){1,1000}",
-        "nested stars": "((a*)*)*b",
-        "nothing": "",
-        "a lone surrogate": r"\\ud800",
-        "a big class": r"\\p{L}{100}",
-        "long": "x" * LONG,
-        "deep": "(" * 5000 + "a" + ")" * 5000,
-        "anchors": "^a$",
-        "word ends": r"\\ba\\b",
-        "never": r"[^\\s\\S]",
-        "alternatives": "|".join(map(str, range(20000))),
+        "an open bracket": "[", "a group": "(", "look-ahead": "(?=a)a", "a reference": r"(a)\\1", "powers": "(a{1,1000}){1,1000}",
+        "nested stars": "((a*)*)*b", "nothing": "", "a lone surrogate": r"\\ud800", "a big class": r"\\p{L}{100}", "long": "x" * LONG,
+        "deep": "(" * 5000 + "a" + ")" * 5000, "anchors": "^a$", "word ends": r"\\ba\\b", "never": r"[^\\s\\S]", "alternatives": "|".join(map(str, range(20000))),
     }
     for name, text in rules.items():
         spec = job(task={"kind": "complete", "max_new_tokens": 4, "constraint": {"regex": text}})
         yield Case("schema", f"regex: {name}", "job.yaml", json.dumps(spec).encode(), (VALIDATE, RUN), False)
-    for name, text in {
-        "open": "start: (",
-        "no start": 'a: "b"',
-        "loop": "start: start",
-        "empty": "",
-        "deep": "start: " + "(" * 3000 + '"a"' + ")" * 3000,
-    }.items():
+    for name, text in {"open": "start: (", "no start": "a: \"b\"", "loop": "start: start", "empty": "", "deep": "start: " + "(" * 3000 + '"a"' + ")" * 3000}.items():
         spec = job(task={"kind": "complete", "max_new_tokens": 4, "constraint": {"grammar": text}})
         yield Case("schema", f"grammar: {name}", "job.yaml", json.dumps(spec).encode(), (VALIDATE, RUN), False)
 
@@ -628,55 +480,20 @@ def _schemas(sound: Path) -> Iterator[Case]:
 def _templates(sound: Path) -> Iterator[Case]:
     run = _on_spec(task="{kind: complete, max_new_tokens: 2, chat: true}")[1]
     texts = {
-        "open": "{% for m in messages %}",
-        "unknown filter": "{{ messages | odd }}",
-        "unknown name": "{{ odd.odd }}",
-        "raise": "{{ raise_exception('no') }}",
-        "no end": "{% if true %}",
-        "division": "{{ 1 // 0 }}",
-        "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-        "a long loop": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-        "import": "{% import 'x' as y %}",
-        "attributes": "{{ ''.__class__.__mro__ }}",
-        "power": "{{ 9 ** 9 ** 9 }}",
-        "repeat": "{{ 'x' * 10**10 }}",
-        "format": "{{ '{:1000000000}'.format(1) }}",
-        "percent": "{{ '%1000000000d' % 1 }}",
-        "percent float": "{{ '%.1000000000f' % 1.5 }}",
-        "percent star": "{{ '%*d' % (1000000000, 1) }}",
-        "lipsum": "{{ lipsum(n=10**9) }}",
-        "wordwrap": "{{ 'a b' | wordwrap(1, wrapstring='b' * 10**5) }}",
-        "join": "{{ range(1000) | join('x' * 10**6) }}",
-        "center": "{{ 'x' | center(10**9) }}",
-        "indent": "{{ ('x\n' * 10**5) | indent(10**5) }}",
-        "replace": "{{ ('x' * 10**5) | replace('x', 'y' * 10**5) }}",
-        "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-        "a list": "{{ [0] * 10**10 }}",
-        "shift": "{{ 1 | int }}" + "{{ 10 ** 100000 | string }}",
-        "ljust": "{{ 'x'.ljust(10**10) }}",
-        "zfill": "{{ 'x'.zfill(10**10) }}",
-        "expandtabs": "{{ '\t'.expandtabs(10**9) }}",
-        "batch": "{{ 'x' | batch(10**9, 'y') | list }}",
-        "slice": "{{ 'x' | slice(10**8) | list }}",
-        "tojson": "{{ messages | tojson(indent=10**9) }}",
-        "translate": "{{ ('x' * 10**5).translate({120: 'y' * 10**5}) }}",
-        "cycler": "{{ cycler(*range(10**8)).next() }}",
-        "namespace": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-        "lists grow": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
-        "sum": "{{ [[1]] | sum(start=[]) }}",
-        "break": "{% break %}",
-        "random": "{{ range(10**6) | random }}",
-        "groupby": "{{ messages | groupby('odd') }}",
-        "sort": "{{ [1, 'a'] | sort }}",
-        "strftime": "{{ strftime_now('%Y' * 10**6) }}",
-        "strftime odd": "{{ strftime_now('\ud800') }}",
-        "pprint": "{{ range(10**6) | list | pprint }}",
-        "urlize": "{{ 'http://a ' * 10**5 | urlize }}",
-        "xmlattr": "{{ {'a b': 1} | xmlattr }}",
-        "nothing": "",
-        "a text": "abc",
-        "a NUL": "\0",
-        "a long text": "x" * 10 * LONG,
+        "open": "{% for m in messages %}", "unknown filter": "{{ messages | odd }}", "unknown name": "{{ odd.odd }}", "raise": "{{ raise_exception('no') }}",
+        "no end": "{% if true %}", "division": "{{ 1 // 0 }}", "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "a long loop": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}", "import": "{% import 'x' as y %}",
+        "attributes": "{{ ''.__class__.__mro__ }}", "power": "{{ 9 ** 9 ** 9 }}", "repeat": "{{ 'x' * 10**10 }}", "format": "{{ '{:1000000000}'.format(1) }}",
+        "percent": "{{ '%1000000000d' % 1 }}", "percent float": "{{ '%.1000000000f' % 1.5 }}", "percent star": "{{ '%*d' % (1000000000, 1) }}", "lipsum": "{{ lipsum(n=10**9) }}",
+        "wordwrap": "{{ 'a b' | wordwrap(1, wrapstring='b' * 10**5) }}", "join": "{{ range(1000) | join('x' * 10**6) }}", "center": "{{ 'x' | center(10**9) }}",
+        "indent": "{{ ('x\n' * 10**5) | indent(10**5) }}", "replace": "{{ ('x' * 10**5) | replace('x', 'y' * 10**5) }}", "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "a list": "{{ [0] * 10**10 }}", "shift": "{{ 1 | int }}" + "{{ 10 ** 100000 | string }}", "ljust": "{{ 'x'.ljust(10**10) }}", "zfill": "{{ 'x'.zfill(10**10) }}",
+        "expandtabs": "{{ '\t'.expandtabs(10**9) }}", "batch": "{{ 'x' | batch(10**9, 'y') | list }}", "slice": "{{ 'x' | slice(10**8) | list }}", "tojson": "{{ messages | tojson(indent=10**9) }}",
+        "translate": "{{ ('x' * 10**5).translate({120: 'y' * 10**5}) }}", "cycler": "{{ cycler(*range(10**8)).next() }}", "namespace": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+        "lists grow": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}", "sum": "{{ [[1]] | sum(start=[]) }}", "break": "{% break %}",
+        "random": "{{ range(10**6) | random }}", "groupby": "{{ messages | groupby('odd') }}", "sort": "{{ [1, 'a'] | sort }}", "strftime": "{{ strftime_now('%Y' * 10**6) }}",
+        "strftime odd": "{{ strftime_now('\ud800') }}" , "pprint": "{{ range(10**6) | list | pprint }}", "urlize": "{{ 'http://a ' * 10**5 | urlize }}", "xmlattr": "{{ {'a b': 1} | xmlattr }}",
+        "nothing": "", "a text": "abc", "a NUL": "\0", "a long text": "x" * 10 * LONG,
     }
     for name, text in texts.items():
         yield Case("template", name, "model/chat_template.jinja", text.encode("utf-8", "surrogatepass"), (run,), False)
@@ -694,10 +511,7 @@ def _templates(sound: Path) -> Iterator[Case]:
 def _rows(sound: Path) -> Iterator[Case]:
     """Rows whose keys have odd values; the keys of OpenAI's requests among them."""
     good = json.dumps(ROWS[0]).encode() + b"\n"
-    settings = {
-        "chat.jsonl": "{id: id, messages: messages, template_kwargs: template_kwargs, constraint: constraint}",
-        "batch.jsonl": "{}",
-    }
+    settings = {"chat.jsonl": "{id: id, messages: messages, template_kwargs: template_kwargs, constraint: constraint}", "batch.jsonl": "{}"}
     for name, columns in settings.items():
         row = (sound / name).read_bytes()
         run = _on_spec(input=f"{{path: {name}, columns: {columns}}}")[1]
@@ -707,14 +521,7 @@ def _rows(sound: Path) -> Iterator[Case]:
     run = _on_spec(model__tokenizer="none", input="{path: chat.jsonl, columns: {tokens: tokens}}")[1]
     for name, value in VALUES.items():
         spoken = f"[1, {value}, 2]" if isinstance(value, str) and value.startswith("[[") else json.dumps([1, value, 2])
-        yield Case(
-            "row",
-            f"tokens with {name}",
-            "chat.jsonl",
-            f'{{"id": "a", "tokens": {spoken}}}\n'.encode() + good,
-            (run,),
-            False,
-        )
+        yield Case("row", f"tokens with {name}", "chat.jsonl", f'{{"id": "a", "tokens": {spoken}}}\n'.encode() + good, (run,), False)
 
 
 KINDS: Final[dict[str, Callable[[Path], Iterator[Case]]]] = {

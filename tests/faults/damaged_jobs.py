@@ -91,15 +91,7 @@ def _warm(world: Path) -> None:
         names = text.read().split("\n")
     os.waitpid(child, 0)
     for name in names:
-        if name.partition(".")[0] in {
-            "draftmill",
-            "torch",
-            "transformers",
-            "pyarrow",
-            "tokenizers",
-            "safetensors",
-            "jinja2",
-        }:
+        if name.partition(".")[0] in {"draftmill", "torch", "transformers", "pyarrow", "tokenizers", "safetensors", "jinja2"}:
             with contextlib.suppress(Exception):
                 __import__(name)
 
