@@ -8,7 +8,7 @@ Legend: N rows, B slots of the forward, I intervals of a row; C content rows and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,8 +99,8 @@ class TokenRows:
         kinds = [pair for pair in zip(lines, tiles, strict=True) if pair[0]]
         tables = Tables(tuple(size for size, _ in kinds), tuple(first_T for _, first_T in kinds)) if kinds else None
         ints = slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N
-        more = {"sigma_B": noise_B, "tables": tables, "takes_drafts": bool(takes_drafts)}
-        return cls(*ints, low_IN, high_IN, shape, **more)
+        own = cls(*ints, low_IN, high_IN, shape, sigma_B=noise_B, tables=tables)
+        return replace(own, takes_drafts=bool(takes_drafts))
 
 
 @dataclass(frozen=True, slots=True)
