@@ -175,7 +175,7 @@ def write_weights(gguf: GGUF, family: CausalFamily, config: dict[str, Any], fold
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, load_gguf_checkpoint
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map as names_of
 
-    model = empty_model(family.model_class, parse_config(family, config), family.adapt)
+    model = empty_model(family.model_class, parse_config(family, config))
     processor = TENSOR_PROCESSORS.get(gguf.architecture, TensorProcessor)(config=config)
     named = names_of(model, processor)
     passed_over = {tensor.name for tensor in gguf.reader.tensors} - named.keys() - {"rope_freqs.weight"}

@@ -280,7 +280,7 @@ def test_on_a_gpu_a_forward_is_told_by_one_kernel_and_nothing_waits_or_comes_bac
         assert counted() == alone | {"launches": alone["launches"] + 1}
     assert (alone["down"], alone["up"], alone["waits"], alone["shapes"]) == (0, 0, 0, 0)
     assert alone["gathers"] == 2 * len(backbone.windows)
-    assert wire.kinds == [("cpu", 24), ("cuda", 2 + 6 * 5 + 2 * 5 + 2 + 2)]
+    assert wire.kinds == [("cpu", 32), ("cuda", 2 + 6 * 5 + 2 * 5 + 2 + 2)]
 
 
 def test_on_a_gpu_a_sum_of_two_parts_is_two_kernels(monkeypatch):
