@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftmill.actors.rows.fim import template_of
 from draftmill.actors.rows.text import load_tokenizer
@@ -160,3 +161,15 @@ def tensors(trainer: fim.Trainer, step: int) -> tuple[torch.Tensor, torch.Tensor
 
 def shape_of(start: Path) -> dict[str, int]:
     return dict(vars(absorbing.shape_of(start)))
+
+
+def test_matrices_in_int8_are_within_half_a_step_of_what_was_trained(start: Path, tmp_path: Path) -> None:
+    before = causal.load_model(start, torch.device("cpu"))
+    fim_folder.save_model(tmp_path, before, absorbing.shape_of(start), fim_folder.extend_tokenizer(start))
+    stored = load_file(tmp_path / "model.safetensors")
+    after = causal.load_model(tmp_path, torch.device("cpu")).state_dict()
+    for name, weight in before.state_dict().items():
+        is_matrix = name.endswith("_proj.weight")
+        assert (stored[name].dtype == torch.int8) == is_matrix if name in stored else name == "lm_head.weight"
+        step = stored[f"{name}_scale"].float() if is_matrix else torch.tensor(0.0)
+        assert bool(((after[name] - weight.half().float()).abs() <= 0.501 * step).all()), name
