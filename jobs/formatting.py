@@ -62,7 +62,16 @@ def device_text(facts: Mapping[str, Any]) -> str:
     versions = [f"{name} {facts[name]}" for name in ("torch", "capability", "driver", "triton") if facts.get(name)]
     small = [f"weights {facts['weights']}, {size_text(facts['weight_bytes'])}"] if "weights" in facts else []
     parts = [", ".join([str(facts["name"]), str(facts["dtype"]), *small, *versions])]
+    parts += [f"layers by {facts['layers_by']}"] if "layers_by" in facts else []
     if "kernels" in facts:
-        off = [f"{name} {verdict}" for name, verdict in sorted(facts["kernels"].items()) if verdict != "on"]
-        parts += [f"kernels {', '.join(off) or 'on'}", f"graphs {facts['graphs']}"]
+        parts += [_kernels_text(facts["kernels"]), f"graphs {facts['graphs']}"]
+    if drafter := facts.get("drafter"):
+        own = [f"layers by {drafter['layers_by']}"] if "layers_by" in drafter else []
+        own += [_kernels_text(drafter["kernels"])] if "kernels" in drafter and "kernels" in facts else []
+        parts += [f"drafter: {', '.join(own)}"] if own else []
     return "; ".join(parts)
+
+
+def _kernels_text(verdicts: Mapping[str, str]) -> str:
+    off = [f"{name} {verdict}" for name, verdict in sorted(verdicts.items()) if verdict != "on"]
+    return f"kernels {', '.join(off) or 'on'}"

@@ -28,7 +28,9 @@ def device_facts(decoder: Decoder) -> dict[str, Any]:
         return {}
     device = decoder.backbone.device
     facts: dict[str, Any] = {"dtype": str(decoder.backbone.dtype).removeprefix("torch."), "torch": torch.__version__}
-    facts |= small_weights(decoder.backbone, decoder.info.num_parameters)
+    facts |= small_weights(decoder.backbone, decoder.info.num_parameters) | _layers(decoder.backbone)
+    if len(decoder.models) > 1:
+        facts["drafter"] = _layers(decoder.models[1].backbone)
     if device.type != "cuda":
         return {"name": "CPU", **facts, **_price_of_half(decoder)}
     properties = torch.cuda.get_device_properties(device)
@@ -38,9 +40,15 @@ def device_facts(decoder: Decoder) -> dict[str, Any]:
         "driver": driver_version(),
         **facts,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        "kernels": verdicts(),
+        "kernels": verdicts() | facts.pop("kernels", {}),
         "graphs": decoder.graphs,
     }
+
+
+def _layers(backbone: Any) -> dict[str, Any]:
+    """What runs a model's layers; on a GPU also what was found for its kernels."""
+    names = ("layers_by", "kernels")[: 1 if backbone.device.type == "cpu" else 2]
+    return {name: value for name in names if (value := getattr(backbone, name, None))}
 
 
 def small_weights(backbone: Any, num_parameters: int) -> dict[str, Any]:

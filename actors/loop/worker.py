@@ -147,10 +147,10 @@ def import_for_decoding(family: str, decoder: str) -> None:
     if FAMILIES[family].rotary is not None:
         import draftmill.decoders.backbones.network  # noqa: F401
     elif causal is not None:
-        from draftmill.decoders.backbones.lean_import import from_transformers
+        import transformers
 
         for name in (causal.config_class, causal.module_class or causal.model_class):
-            from_transformers(name)
+            getattr(transformers, name)
 
 
 def build_runner(

@@ -18,7 +18,6 @@ from torch.nn import functional
 from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
 from draftmill.decoders.backbones.families.any_causal import CausalFacts, facts, parse, pin_rotations
 from draftmill.decoders.backbones.invariance import at_least_rows
-from draftmill.decoders.backbones.lean_import import from_transformers, lean
 from draftmill.decoders.backbones.moe import GivenExperts, is_experts, take_experts
 from draftmill.decoders.backbones.rows import TokenRows, causal_rows
 from draftmill.decoders.backbones.small_weights import shrink_products
@@ -33,7 +32,7 @@ _FORWARDS: Final = (
     ((9, 14, 3), (2, 4, 3), (4, 7, 3)),
     ((9, 23, 0), (2, 5, 0), (4, 14, 0)),
 )
-# The largest difference of hidden states allowed, beside the largest number: rounding in other orders, through all layers.
+# The largest difference of a row of hidden states, beside the row: rounding in other orders, through all layers.
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
@@ -48,6 +47,7 @@ class AnyCausalBackbone(ModuleBackbone):
     `small` is a kind of small_weights.py. ValueError where our forward gives other numbers than the model's own."""
 
     is_foreign = True
+    layers_by = "transformers' code"
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class AnyCausalBackbone(ModuleBackbone):
             self.windows = windows
             self.forget()
         for text, (theirs, ours) in enumerate(zip((states.to(self.device) for states in own), found, strict=True)):
-            right = (theirs - ours).abs().amax(1) <= _ROUNDING[self.dtype] * theirs.abs().max()
+            right = (theirs - ours).norm(dim=1) <= _ROUNDING[self.dtype] * theirs.norm(dim=1)
             if not right.all():
                 row = int((~right).nonzero()[0])
                 raise ValueError(
@@ -223,10 +223,11 @@ def _load(
     name: str, config: Mapping[str, Any], known: CausalFacts, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> Any:
     """Build transformers' module with these tensors, renamed and put together by its own rules for the family."""
-    from_transformers("AttentionInterface").register(ATTENTION, slot_attention)
-    module_class = from_transformers(known.model_class)
-    with lean():
-        from transformers.utils import logging
+    import transformers
+    from transformers.utils import logging
+
+    transformers.AttentionInterface.register(ATTENTION, slot_attention)
+    module_class = getattr(transformers, known.model_class)
     logging.disable_progress_bar()
     model, report = module_class.from_pretrained(
         None, config=parse(name, config), state_dict=weights, dtype=dtype, output_loading_info=True

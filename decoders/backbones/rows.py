@@ -8,7 +8,7 @@ Legend: N rows, B slots of the forward, I intervals of a row; C content rows and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,8 +79,9 @@ class TokenRows:
         first, end = (-1, -1) if shape.slots is None else (shape.slots.start, shape.slots.stop)
         positions = -1 if shape.num_positions is None else shape.num_positions
         lines, tiles = self.tables or Tables((), ())
+        assert len(lines) <= 2, "a row is in a tile of one of two kinds"
         facts = [len(self.low_IN), shape.num_slots, shape.num_lines, shape.num_columns, first, end, positions]
-        facts += [*lines, 0, 0][:2]
+        facts += [int(self.takes_drafts), *[*lines, 0, 0][:2]]
         ints = [self.slots_B, self.owner_N, self.line_N, self.slot_N, self.token_N, self.position_N, self.column_N]
         none = self.token_N[:0]
         sights = [self.low_IN.flatten(), self.high_IN.flatten(), sigma_B.view(torch.int64)]
@@ -89,7 +90,7 @@ class TokenRows:
     @classmethod
     def of_flat(cls, facts: Sequence[int], arrays: Sequence[Tensor]) -> TokenRows:
         """The rows that these are `flat` of; views, and the noise is float64."""
-        num_intervals, num_slots, num_lines, num_columns, first, end, positions, *lines = facts
+        num_intervals, num_slots, num_lines, num_columns, first, end, positions, takes_drafts, *lines = facts
         slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low, high, sigma_B, *tiles = arrays
         slots, num_positions = None if first < 0 else slice(first, end), None if positions < 0 else positions
         shape = RowShape(num_slots, num_lines, num_columns, slots, num_positions)
@@ -98,7 +99,8 @@ class TokenRows:
         kinds = [pair for pair in zip(lines, tiles, strict=True) if pair[0]]
         tables = Tables(tuple(size for size, _ in kinds), tuple(first_T for _, first_T in kinds)) if kinds else None
         ints = slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N
-        return cls(*ints, low_IN, high_IN, shape, sigma_B=noise_B, tables=tables)
+        own = cls(*ints, low_IN, high_IN, shape, sigma_B=noise_B, tables=tables)
+        return replace(own, takes_drafts=bool(takes_drafts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ _TORCH: Any = distributed  # its types leave out TCPStore
 _all_gather: Any = getattr(_TORCH, "all_gather_single", None) or _TORCH.all_gather_into_tensor
 _LOST: Final = "the group of processes of this model is lost"
 _CALLS: Final = ("dismiss", "forward", "resize", "reserve", "forget", "copy_prefix", "copy_columns", "clear_slot")
-_HEADER: Final = 24  # integers: what a forward, the longest call, needs
+_HEADER: Final = 32  # integers; a forward, the longest call, needs 25
 
 
 class GroupLostError(RuntimeError):
@@ -185,6 +185,7 @@ def tell(name: str, *arguments: int | Tensor) -> None:
     arrays = [one for one in arguments if isinstance(one, Tensor)]
     lengths = [len(array) for array in arrays]
     header = [_CALLS.index(name), len(numbers), len(arrays), *numbers, *lengths]
+    assert len(header) <= _HEADER, "a call must fit its header"
     try:
         distributed.broadcast(torch.tensor(header + [0] * (_HEADER - len(header))), src=0)
         if any(lengths):

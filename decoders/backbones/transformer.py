@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import torch
@@ -30,7 +31,6 @@ from draftmill.decoders.backbones.families.causal import (
     parse_config,
 )
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
-from draftmill.decoders.backbones.lean_import import from_transformers
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
     FixedLinear,
@@ -55,6 +55,10 @@ class ModuleBackbone(OnSlots, ABC):
     """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. With
     `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't."""
 
+    layers_by: ClassVar[str] = "own network"
+    """What runs the layers, for the eyes of users."""
+    kernels: Mapping[str, str] = MappingProxyType({})
+    """What was found for each kernel that this model asked for (decoders/kernels/find.py)."""
     is_foreign: ClassVar[bool] = False
     """Whether the layers' code may do anything, so that only a test says whether rows are exact."""
 
@@ -309,6 +313,8 @@ class TransformerBackbone(ModuleBackbone):
     are removed from the dict, so that no reference keeps the experts in memory a second time. `small` is a kind of
     small_weights.py."""
 
+    layers_by = "transformers' code"
+
     def __init__(
         self,
         family: CausalFamily,
@@ -346,7 +352,9 @@ def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor]) -
     """Build the transformers module that runs a checkpoint, with these tensors as its parameters (no copies). `weights` have
     the family's full names. As transformers does, a tied output layer takes the embeddings unless the checkpoint holds another
     one."""
-    from_transformers("AttentionInterface").register(ATTENTION, slot_attention)
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, slot_attention)
     config = family.runs_as(parsed)
     config._attn_implementation = ATTENTION
     model = empty_model(family.module_class or family.model_class, config)

@@ -402,8 +402,13 @@ def find_sampling(device: torch.device, dtype: torch.dtype) -> Sample | None:
 
 
 def verdicts() -> dict[str, str]:
-    """What was last found in this process for each kernel that was asked for: `on`, or `off: ` and why."""
+    """What was found for each kernel that was asked for since `forget_verdicts`: `on`, or `off: ` and why."""
     return dict(_VERDICTS)
+
+
+def forget_verdicts() -> None:
+    """Called before a model is loaded: what `verdicts` has afterwards is the model's own."""
+    _VERDICTS.clear()
 
 
 def _is_used(name: str, device: torch.device, dtype: torch.dtype, problem: Callable[[], str | None]) -> bool:

@@ -44,7 +44,7 @@ from draftmill.jobs.formatting import counted, device_text, duration, size_text
 from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.plan.prepare import Prepared, prepare, weight_bytes
+from draftmill.jobs.plan.prepare import Prepared, length_note, prepare, weight_bytes
 from draftmill.jobs.recurring.new_inputs import new_files
 from draftmill.jobs.recurring.run_input import source_of, with_run_rows
 from draftmill.jobs.recurring.runs import runs_of
@@ -73,6 +73,8 @@ def header(prepared: Prepared) -> Iterator[str]:
     mask = "" if chosen is None else f", mask {chosen.kind}"
     yield f"job       {spec.name}: {spec.task.kind}{mask}, decoder {spec.decoder.kind}"
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
+    if note := length_note(spec.task, info):
+        yield f"  length  {note}"
     yield from quantized_lines(prepared)
     yield from generation_lines(prepared)
     yield from (f"texts     match {line}" for line in prepared.constraints)

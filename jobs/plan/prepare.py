@@ -411,6 +411,14 @@ def check_task(task: Task, info: ModelInfo) -> None:
         )
 
 
+def length_note(task: Task, info: ModelInfo) -> str | None:
+    """What to know of a completion's length: the model may take fewer tokens than the task asks for."""
+    asked, most = getattr(task, "max_new_tokens", None), info.max_length
+    if not isinstance(task, Complete) or most is None or asked is None or asked < most:
+        return None
+    return f"task.max_new_tokens is {asked:,}, but the model takes {most:,} tokens with the prompt: texts end there"
+
+
 def check_chat(spec: JobSpec, tokenizer: Tokenizer | None) -> None:
     """Raise UserError if the task is a chat and the tokenizer has no chat template."""
     if not isinstance(spec.task, Infill) and spec.task.chat and (tokenizer is None or tokenizer.chat is None):
@@ -485,6 +493,8 @@ def make_plan(
         compare_plan(plan, results_key(prepared.spec, prepared.info, prepared.hashes, inputs), inputs)
         return plan
     size = size_text(sum(file.size or 0 for file in prepared.inputs))
+    if note := length_note(prepared.spec.task, prepared.info):
+        display.note(note)
     display.note(f"planning: reading {counted(len(prepared.inputs), 'input file')}, {size}")
     most_bytes = None if prepared.spec.input.limit is None else LIMITED_HASH_BYTES
     num_bytes = num_bytes_to_hash(prepared.inputs, most_bytes)

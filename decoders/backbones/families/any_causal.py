@@ -80,10 +80,7 @@ def version() -> str:
 
 @lru_cache
 def _classes() -> dict[str, str]:
-    from draftmill.decoders.backbones.lean_import import lean
-
-    with lean():
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -102,19 +99,15 @@ def is_unread(name: str, tensor: str) -> bool:
 
 
 def _class(name: str) -> Any:
-    from draftmill.decoders.backbones.lean_import import from_transformers
+    import transformers
 
-    return from_transformers(_classes()[name])
+    return getattr(transformers, _classes()[name])
 
 
 def parse(name: str, config: Config) -> Any:
     """config.json as transformers' config object; ValueError if it is invalid."""
     from huggingface_hub.errors import StrictDataclassError
-
-    from draftmill.decoders.backbones.lean_import import lean
-
-    with lean():
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     fields = {key: value for key, value in config.items() if key not in _HOW_TO_RUN}
     with fitting(name, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError):
@@ -198,8 +191,9 @@ def pin_rotations(model: Any) -> Any:
 def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], dict[str, Any], frozenset[str], int]:
     """Run the model without memory: each call of attention, the tensors of a checkpoint, tied ones, the number of tables."""
     import torch
-
-    from draftmill.decoders.backbones.lean_import import from_transformers, lean
+    from transformers import AttentionInterface
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     calls: list[tuple[int, dict[str, Any]]] = []
 
@@ -219,10 +213,7 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
         calls.append((int(module.layer_idx), call))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    with lean():
-        from transformers.core_model_loading import revert_weight_conversion
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    from_transformers("AttentionInterface").register(PROBE, attention)
+    AttentionInterface.register(PROBE, attention)
     ALL_EXPERTS_FUNCTIONS.register(PROBE, lambda module, hidden, index, weight: hidden)
     parsed._attn_implementation = parsed._experts_implementation = PROBE
     module_class = _class(name)

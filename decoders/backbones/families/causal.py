@@ -89,9 +89,9 @@ class CausalFamily:
 
 
 def _gpt_neo_as_gpt2(config: Any) -> Any:
-    from draftmill.decoders.backbones.lean_import import from_transformers
+    from transformers import GPT2Config
 
-    return from_transformers("GPT2Config")(
+    return GPT2Config(
         vocab_size=config.vocab_size,
         n_positions=config.max_position_embeddings,
         n_embd=config.hidden_size,
@@ -176,13 +176,12 @@ def read_config(family: CausalFamily, config: Config) -> Any:
 
 def parse_config(family: CausalFamily, config: Config) -> Any:
     """Return config.json as transformers' config object; ValueError if it is unusable, or unsuited to batching."""
+    import transformers
     from huggingface_hub.errors import StrictDataclassError
-
-    from draftmill.decoders.backbones.lean_import import from_transformers
 
     read_config(family, config)
     with fitting(family.name, *_UNREADABLE, StrictDataclassError):
-        return from_transformers(family.config_class).from_dict(_fields(family, config))
+        return getattr(transformers, family.config_class).from_dict(_fields(family, config))
 
 
 def _fields(family: CausalFamily, config: Config) -> dict[str, Any]:
@@ -278,11 +277,12 @@ def _rotary_shape(family: CausalFamily, parsed: Any) -> RotaryShape:
 
 def empty_model(model_class: str, parsed: Any) -> Any:
     """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
-    from draftmill.decoders.backbones.lean_import import empty_modules, from_transformers
+    import torch
+    import transformers
 
-    module_class = from_transformers(model_class)
+    module_class = getattr(transformers, model_class)
     try:
-        with empty_modules():
+        with torch.device("meta"):
             return module_class(parsed)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"model.path: {model_class} rejects config.json: {type(error).__name__}: {error}") from error

@@ -81,6 +81,19 @@ def test_what_workers_started_on_is_in_the_sessions_of_a_run() -> None:
     assert read_sessions(store).started_on == {"CPU, float32, torch 2.13.0": 2, "H100, bfloat16": 2}
 
 
+def test_the_facts_say_what_runs_the_layers_of_each_model(on_gpu: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = SimpleNamespace(
+        device=torch.device("cuda:0"), layers_by="own network", kernels={"attention": "off: slow"}
+    )
+    monkeypatch.setattr(on_gpu, "models", [on_gpu.target, SimpleNamespace(backbone=drafter, graphs=None)])
+    monkeypatch.setattr(on_gpu.backbone, "layers_by", "transformers' code (kernels are off)", raising=False)
+    monkeypatch.setattr(on_gpu.backbone, "kernels", {"attention": "on"}, raising=False)
+    find._VERDICTS["attention"] = "off: slow"  # the drafter was loaded last
+    told = device_text(facts.device_facts(on_gpu))
+    assert "; layers by transformers' code (kernels are off); kernels sampling off: fails here" in told
+    assert told.endswith("; drafter: layers by own network, kernels attention off: slow")
+
+
 HALF, SHORT = torch.bfloat16, torch.float16
 
 

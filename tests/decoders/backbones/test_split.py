@@ -207,7 +207,8 @@ SIGHT = torch.tensor([[0], [3]]).expand(2, 5), torch.stack([torch.full((5,), 2),
         token_rows([0, 1], [3, 2], TOKENS, COLUMNS_N + 1, COLUMNS_N, SIGHT),
         replace(CAUSAL, tables=Tables((16,), (torch.tensor([0, 3]),))),
         replace(CAUSAL, tables=Tables((16, 64), (torch.tensor([3, 5, 5]), torch.tensor([0])))),
-        TokenRows.of_flat([1, 0, 0, 0, -1, -1, -1, 0, 0], [TOKENS[:0]] * 12),
+        replace(CAUSAL, takes_drafts=True),
+        TokenRows.of_flat([1, 0, 0, 0, -1, -1, -1, 0, 0, 0], [TOKENS[:0]] * 12),
     ],
     ids=[
         "causal",
@@ -218,6 +219,7 @@ SIGHT = torch.tensor([[0], [3]]).expand(2, 5), torch.stack([torch.full((5,), 2),
         "two intervals",
         "tiles",
         "tiles of two kinds",
+        "drafts",
         "none",
     ],
 )
@@ -278,7 +280,7 @@ def test_on_a_gpu_a_forward_is_told_by_one_kernel_and_nothing_waits_or_comes_bac
         assert counted() == alone | {"launches": alone["launches"] + 1}
     assert (alone["down"], alone["up"], alone["waits"], alone["shapes"]) == (0, 0, 0, 0)
     assert alone["gathers"] == 2 * len(backbone.windows)
-    assert wire.kinds == [("cpu", 24), ("cuda", 2 + 6 * 5 + 2 * 5 + 2 + 2)]
+    assert wire.kinds == [("cpu", 32), ("cuda", 2 + 6 * 5 + 2 * 5 + 2 + 2)]
 
 
 def test_on_a_gpu_a_sum_of_two_parts_is_two_kernels(monkeypatch):

@@ -1,6 +1,7 @@
 """transformers' causal models over our slot cache: against their own forwards, and against themselves in other company."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -460,3 +461,49 @@ def test_transformers_is_imported_for_its_own_families_alone(tmp_path):
     builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / "asarm-tiny"
     result = subprocess.run([sys.executable, "-c", code, str(builtin)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+STAND_IN = {
+    "__init__.py": "import torch._dynamo.utils\n",
+    "transforms/__init__.py": "class InterpolationMode: NEAREST_EXACT, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS = range(6)\n",
+    "io.py": "",
+    "transforms/functional.py": "def pil_to_tensor(image): ...\n",
+}
+JOB = """
+import sys
+from draftmill.jobs.cli import main
+assert main(["run", sys.argv[1], "--local"]) == 0
+loaded = {name for name in ("transformers", "torch._dynamo", "torchvision") if name in sys.modules}
+sys.exit(f"imported {loaded}" if loaded != set(sys.argv[2:]) else 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_a_job_runs_where_torchvision_imports_the_compilers(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "model", name)
+    for file, text in STAND_IN.items():
+        path = tmp_path / "packages" / "torchvision" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    info = tmp_path / "packages" / "torchvision-0.28.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "tokens": [1, 2, 3]}\n')
+    spec = {
+        "task": {"kind": "complete", "max_new_tokens": 2},
+        "input": {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}},
+        "model": {"path": str(tmp_path / "model"), "device": "cpu", "tokenizer": "none"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(spec))
+    expected = {"gpt2": ["transformers", "torch._dynamo", "torchvision"], "qwen2": []}[name]
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(tmp_path / "job.json"), *expected],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path / 'packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

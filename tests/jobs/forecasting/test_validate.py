@@ -15,9 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.planning.surveying import table_of
 from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.task import Complete
+from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE, EngineStats, Request
 from draftmill.jobs.cli import main
 from draftmill.jobs.forecasting.trial import (
@@ -30,6 +32,7 @@ from draftmill.jobs.forecasting.trial import (
     estimate_rows,
 )
 from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, quantized_lines, trial_lines, validate
+from draftmill.jobs.plan.prepare import length_note
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
@@ -306,3 +309,10 @@ def test_half_precision_that_is_slower_on_this_cpu_is_said_to_be() -> None:
     assert "bfloat16 products take 5.2 times as long as float32's on this CPU" in lines[1]
     plain = Trial(True, 1, 12, 6.0, 2**30, "CPU memory", device=device)
     assert not any("times as long" in line for line in trial_lines(prepared, sample, plain))
+
+
+def test_a_completion_longer_than_its_model_is_noted() -> None:
+    info = inspect_model(BUILTIN / "ar-tiny")
+    assert length_note(Complete(kind="complete", max_new_tokens=511), info) is None
+    expected = "task.max_new_tokens is 4,000, but the model takes 512 tokens with the prompt: texts end there"
+    assert length_note(Complete(kind="complete", max_new_tokens=4000), info) == expected
