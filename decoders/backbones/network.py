@@ -160,11 +160,11 @@ class Layer(nn.Module):
 
 
 def _mixture(width: int, shape: MixtureShape) -> Mixture:
-    sizes = {"num_experts": shape.num_experts, "num_chosen": shape.num_chosen}
+    sizes: dict[str, Any] = {"num_experts": shape.num_experts, "num_chosen": shape.num_chosen}
     if shape.groups is None:
         return SoftmaxMixture(width, shape.inner, **sizes, normalise=shape.normalise)
-    more: dict[str, Any] = {"groups": shape.groups, "scale": shape.scale, "shared": shape.shared}
-    return SigmoidMixture(width, shape.inner, **sizes, **more)
+    sizes |= {"groups": shape.groups, "scale": shape.scale, "shared": shape.shared}
+    return SigmoidMixture(width, shape.inner, **sizes)
 
 
 @dataclass(frozen=True, slots=True)

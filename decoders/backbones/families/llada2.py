@@ -53,8 +53,9 @@ def llada2_shape(config: Config) -> RotaryShape:
     with fitting("llada2"):
         demand(config, _BUILT)
         config = _with_rope_parameters(config)
+        same: dict[str, Any] = {key: counts[key] for key in _SAME}
         return RotaryShape(
-            **{key: counts[key] for key in _SAME},
+            **same,
             head_dim=head_dim,
             rotary_dim=_rotary_dim(config, head_dim),
             rms_norm_eps=_positive(config, "rms_norm_eps"),
