@@ -23,6 +23,8 @@ Step = tuple[int, int, int]
 
 MOST_STATES: Final = 60_000
 """An automaton may have so many states over bytes: at worst some seconds to build, and some hundred MB."""
+MOST_WORK: Final = 10_000_000
+"""Steps of states that a text may be in at once, compared with each other while an automaton is built: some seconds."""
 LAST: Final = 0x10FFFF
 BEGIN, END, ANY = LAST + 1, LAST + 2, LAST + 2
 """What stands before and behind a text for `^` and `$`; and the last symbol of all."""
@@ -37,7 +39,8 @@ class TooLarge(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"its automaton has more than {MOST_STATES:,} states; allowed: smaller counts, fewer alternatives"
+            f"its automaton has more than {MOST_STATES:,} states, or too many of them are possible at once; allowed: smaller "
+            "counts, fewer alternatives"
         )
 
 
@@ -405,7 +408,7 @@ def dfa_of(node: Node | None, *, in_bytes: bool, is_search: bool = False) -> Dfa
     nfa.add(node, start, end)
     if is_search:
         nfa.steps[end].append((0, ANY, end))
-    known = dict[tuple[int, ...], tuple[int, ...]]()
+    known, work = dict[tuple[int, ...], tuple[int, ...]](), 0
 
     def closed(states: tuple[int, ...]) -> tuple[int, ...]:
         if states not in known:
@@ -414,6 +417,7 @@ def dfa_of(node: Node | None, *, in_bytes: bool, is_search: bool = False) -> Dfa
         return known[states]
 
     def steps(states: tuple[int, ...]) -> Iterator[tuple[int, int, Hashable]]:
+        nonlocal work
         edges = [step for state in states for step in nfa.steps[state]]
         edges.sort()
         if all(edge[1] < other[0] for edge, other in pairwise(edges)):
@@ -421,6 +425,9 @@ def dfa_of(node: Node | None, *, in_bytes: bool, is_search: bool = False) -> Dfa
                 yield low, high, closed((to,))
             return
         points = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
+        work += len(edges) * len(points)
+        if work > MOST_WORK:
+            raise TooLarge
         for low, after in pairwise(points):
             found = tuple(sorted({to for first, last, to in edges if first <= low <= last}))
             if found:

@@ -47,6 +47,8 @@ _CATEGORY: Final = re.compile(r"([pP])(?:\{(?:(?:gc|General_Category)=)?([A-Za-z
 _TIMES: Final = re.compile(r"\*|\+|\?|\{(\d+)(,?)(\d*)\}")
 _GROUP: Final = re.compile(r"\?(?:P?<[A-Za-z_]\w*>|([si]*):)")
 _FLAGS: Final = re.compile(r"\(\?([si]+)\)")
+_DEEPEST: Final = 100
+_SHOWN: Final = 200  # characters of an expression in a message
 _BOUNDED: Final = "only what a text of any length allows with a fixed memory can be an automaton"
 
 
@@ -60,6 +62,7 @@ class _Parser:
     def __init__(self, text: str, *, is_ecma: bool) -> None:
         self.text, self.at, self._is_ecma = text, 0, is_ecma
         self.looks = list[tuple[bool, Node | None]]()
+        self._depth = 0
         flags = _FLAGS.match(text)
         self.at, letters = (flags.end(), flags[1]) if flags else (0, "")
         self._dot_all, self._ignores_case = "s" in letters, "i" in letters
@@ -83,9 +86,8 @@ class _Parser:
 
     def _refuse(self, reason: str, at: int | None = None) -> NoReturn:
         place = self.at if at is None else at
-        raise RegexError(
-            f"{self.text!r} is no regular expression that can be compiled: character {place + 1}: {reason}"
-        )
+        shown = self.text if len(self.text) <= _SHOWN else self.text[:_SHOWN] + "..."
+        raise RegexError(f"{shown!r} is no regular expression that can be compiled: character {place + 1}: {reason}")
 
     def _expect(self, wanted: str) -> None:
         if not self.text.startswith(wanted, self.at):
@@ -155,6 +157,9 @@ class _Parser:
 
     def _group(self, begun: int) -> Node | None:
         before = self._dot_all, self._ignores_case
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            self._refuse(f"groups are nested deeper than {_DEEPEST}", begun)
         if self.text.startswith("?", self.at):
             opened = _GROUP.match(self.text, self.at)
             if self.text.startswith(("?=", "?!", "?<=", "?<!"), self.at):
@@ -170,6 +175,7 @@ class _Parser:
         if not self.text.startswith(")", self.at):
             self._refuse("this ( has no )", begun)
         self.at += 1
+        self._depth -= 1
         self._dot_all, self._ignores_case = before
         return inner
 

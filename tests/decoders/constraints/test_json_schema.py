@@ -319,6 +319,16 @@ def test_an_automaton_beyond_the_limit_is_refused_with_the_reason(monkeypatch):
             automaton(schema)
 
 
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [("[a-z]{1,1000}" * 9, "possible at once"), ("(" * 101 + "a" + ")" * 101, "nested deeper than 100")],
+)
+def test_expressions_that_take_long_are_refused_early(monkeypatch, expression, reason):
+    monkeypatch.setattr(expressions, "MOST_WORK", 10_000)
+    with pytest.raises(ValueError, match=reason):
+        machine_of(expression)
+
+
 PATTERNS = [
     "cat|dog",
     "^a$|^b$",
