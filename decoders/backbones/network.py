@@ -382,6 +382,8 @@ class RotaryBackbone(NetworkBackbone):
     def bind(self) -> None:
         """Note the products of the network, once they are those that run."""
         self.base.bind(self._rotation, self.find_layers())
+        if self.device.type != "cpu":
+            self.layers_by = f"own network, {'by' if self.base.kernels is not None else 'without'} kernels"
 
     def tap(self, reader: Any) -> None:
         """See ModuleBackbone."""

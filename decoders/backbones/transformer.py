@@ -55,7 +55,7 @@ class ModuleBackbone(OnSlots, ABC):
     """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. With
     `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't."""
 
-    layers_by: ClassVar[str] = "own network"
+    layers_by = "own network"
     """What runs the layers, for the eyes of users."""
     kernels: Mapping[str, str] = MappingProxyType({})
     """What was found for each kernel that this model asked for (decoders/kernels/find.py)."""
