@@ -26,8 +26,8 @@ MOST_STATES: Final = 60_000
 MOST_WORK: Final = 10_000_000
 """Steps of states that a text may be in at once, compared with each other while an automaton is built: some seconds."""
 LAST: Final = 0x10FFFF
-BEGIN, END, ANY = LAST + 1, LAST + 2, LAST + 2
-"""What stands before and behind a text for `^` and `$`; and the last symbol of all."""
+BEGIN, END, BEFORE_LINE_END, ANY = LAST + 1, LAST + 2, LAST + 3, LAST + 3
+"""What stands before and behind a text for `^` and `$`, and before its last line end; and the last symbol of all."""
 _ESCAPES: Final = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 47: "/", 92: "\\"}
 _PLAIN: Final[Ranges] = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0xA0, 0xD7FF), (0xE000, LAST))
 WRITABLE: Final[Ranges] = ((8, 10), (12, 13), (0x20, 0x7E), (0xA0, 0xD7FF), (0xE000, LAST))
@@ -408,13 +408,21 @@ def dfa_of(node: Node | None, *, in_bytes: bool, is_search: bool = False) -> Dfa
     nfa.add(node, start, end)
     if is_search:
         nfa.steps[end].append((0, ANY, end))
-    known, work = dict[tuple[int, ...], tuple[int, ...]](), 0
+    known, work = dict[tuple[tuple[int, ...], int], tuple[int, ...]](), 0
 
-    def closed(states: tuple[int, ...]) -> tuple[int, ...]:
-        if states not in known:
+    def closed(states: tuple[int, ...], symbol: int) -> tuple[int, ...]:
+        """The states after reading; `^` and `$` hold as often as they are asked for at one place."""
+        key = states, max(symbol, LAST)
+        if key not in known:
             found = nfa.closure(states)
-            known[states] = (end,) if is_search and end in found else found
-        return known[states]
+            while symbol > LAST:
+                more = {to for state in found for low, high, to in nfa.steps[state] if low <= symbol <= high}
+                if more <= {*found, *states}:
+                    break
+                states = (*states, *more)
+                found = nfa.closure(states)
+            known[key] = (end,) if is_search and end in found else found
+        return known[key]
 
     def steps(states: tuple[int, ...]) -> Iterator[tuple[int, int, Hashable]]:
         nonlocal work
@@ -422,7 +430,7 @@ def dfa_of(node: Node | None, *, in_bytes: bool, is_search: bool = False) -> Dfa
         edges.sort()
         if all(edge[1] < other[0] for edge, other in pairwise(edges)):
             for low, high, to in edges:
-                yield low, high, closed((to,))
+                yield low, high, closed((to,), low)
             return
         points = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
         work += len(edges) * len(points)
@@ -431,6 +439,6 @@ def dfa_of(node: Node | None, *, in_bytes: bool, is_search: bool = False) -> Dfa
         for low, after in pairwise(points):
             found = tuple(sorted({to for first, last, to in edges if first <= low <= last}))
             if found:
-                yield low, after - 1, closed(found)
+                yield low, after - 1, closed(found, low)
 
-    return _trimmed(explored(closed((start,)), steps, lambda states: end in states))
+    return _trimmed(explored(closed((start,), 0), steps, lambda states: end in states))

@@ -515,7 +515,7 @@ class _Places:
             for chosen in combinations(patterns, number):
                 machine = free
                 for pattern in patterns:
-                    matches = machine_of(pattern, is_search=True)
+                    matches = machine_of(pattern, is_search=True, is_wide=pattern not in chosen)
                     machine = both(machine, matches if pattern in chosen else negated(matches))
                 items = list[Item]()
                 for own, at in flat:
@@ -599,16 +599,16 @@ def _of_index(flat: Any, index: int) -> Iterator[Item]:
 def _of_name(flat: Any, name: str) -> Iterator[Item]:
     """The schemas of the property of that name."""
     for own, at in flat:
-        found = list[Item]()
-        if name in own.get("properties", {}):
-            found.append((own["properties"][name], f"{at}/properties/{_escaped(name)}", ()))
+        is_named = name in own.get("properties", {})
+        if is_named:
+            yield own["properties"][name], f"{at}/properties/{_escaped(name)}", ()
         for pattern, part in own.get("patternProperties", {}).items():
-            machine = machine_of(pattern, is_search=True)
-            if machine is not None and machine.accepts(map(ord, name)):
-                found.append((part, f"{at}/patternProperties/{_escaped(pattern)}", ()))
-        if not found and "additionalProperties" in own:
-            found.append((own["additionalProperties"], f"{at}/additionalProperties", ()))
-        yield from found
+            if (wide := machine_of(pattern, is_search=True, is_wide=True)) and wide.accepts(map(ord, name)):
+                yield part, f"{at}/patternProperties/{_escaped(pattern)}", ()
+                machine = machine_of(pattern, is_search=True)
+                is_named = is_named or (machine is not None and machine.accepts(map(ord, name)))
+        if not is_named and "additionalProperties" in own:
+            yield own["additionalProperties"], f"{at}/additionalProperties", ()
 
 
 def _constants(values: Sequence[Any], at: str) -> list[Item]:
@@ -702,7 +702,7 @@ def _string(flat: Any, *, is_loose: bool) -> Node | None:
     least, most = max([0, *_given(flat, "minLength")]), min(_given(flat, "maxLength"), default=None)
     machines = [machine_of(pattern, is_search=True) for pattern in _given(flat, "pattern")]
     machines += [] if is_loose else [machine_of(FORMATS[name]) for name in _given(flat, "format")]
-    machines += [negated(machine_of(pattern, is_search=True)) for pattern in _given(flat, "~pattern")]
+    machines += [negated(machine_of(pattern, is_search=True, is_wide=True)) for pattern in _given(flat, "~pattern")]
     machines += [_none_of_texts(texts) for texts in _given(flat, "~=")]
     if (allowed := _allowed(flat)) is not None:
         return either(

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final, NoReturn
 
 from draftmill.decoders.constraints.expressions import (
+    BEFORE_LINE_END,
     BEGIN,
     END,
     LAST,
@@ -22,10 +24,10 @@ from draftmill.decoders.constraints.expressions import (
     Dfa,
     Node,
     Ranges,
-    Step,
     both,
     dfa_of,
     either,
+    explored,
     inverted,
     negated,
     optional,
@@ -57,10 +59,11 @@ class RegexError(ValueError):
 
 
 class _Parser:
-    """Reads one expression. `is_ecma`: as JSON Schema's patterns, where \\d and \\w are ASCII and `.` excludes all line ends."""
+    """Reads one expression. `is_ecma`: as JSON Schema's patterns, where \\d and \\w are ASCII and `.` excludes all line ends.
+    `is_wide`: all that some dialect matches, for what is negated; otherwise only what all of them match."""
 
-    def __init__(self, text: str, *, is_ecma: bool) -> None:
-        self.text, self.at, self._is_ecma = text, 0, is_ecma
+    def __init__(self, text: str, *, is_ecma: bool, is_wide: bool) -> None:
+        self.text, self.at, self._is_ecma, self._is_wide = text, 0, is_ecma, is_wide
         self.looks = list[tuple[bool, Node | None]]()
         self._depth = 0
         flags = _FLAGS.match(text)
@@ -73,7 +76,10 @@ class _Parser:
             self.at += 1
             while self.text.startswith(("(?=", "(?!"), self.at):
                 self.at += 3
-                self.looks.append((self.text[self.at - 1] == "=", self._alternatives()))
+                is_not = self.text[self.at - 1] == "!"
+                self._is_wide ^= is_not
+                self.looks.append((not is_not, self._alternatives()))
+                self._is_wide ^= is_not
                 self._expect(")")
             if "|" in _top_level(self.text[self.at :]):
                 self._refuse("a look-ahead before alternatives can't be kept; allowed: alternatives in a group")
@@ -104,12 +110,10 @@ class _Parser:
     def _row(self) -> Node | None:
         parts = list[Node | None]()
         while self.at < len(self.text) and self.text[self.at] not in "|)":
-            begun = self.at
             part = self._atom()
             while times := _TIMES.match(self.text, self.at):
                 part = self._times(part, times)
-            if not (self.text[begun] in "^$" and begun and self.text[begun - 1] == self.text[begun]):
-                parts.append(part)
+            parts.append(part)
         return sequence(*parts)
 
     def _times(self, part: Node | None, times: re.Match[str]) -> Node | None:
@@ -143,9 +147,11 @@ class _Parser:
             case ".":
                 if self._dot_all:
                     return Chars(((0, LAST),))
-                return Chars(inverted(_LINE_ENDS if self._is_ecma else ((10, 10),)))
-            case "^" | "$":
-                return Chars(((BEGIN, BEGIN),) if character == "^" else ((END, END),))
+                return Chars(inverted(_LINE_ENDS if self._is_ecma and not self._is_wide else ((10, 10),)))
+            case "^":
+                return Chars(((BEGIN, BEGIN),))
+            case "$":
+                return Chars(((END, END), *([(BEFORE_LINE_END, BEFORE_LINE_END)] if self._is_wide else [])))
             case "\\":
                 if self.text[self.at : self.at + 1] in {"A", "z", "Z"}:
                     self.at += 1
@@ -153,6 +159,8 @@ class _Parser:
                 return Chars(self._escape(begun))
             case "*" | "+" | "?":
                 self._refuse(f"nothing stands before {character}", begun)
+            case "{" if self.text.startswith(",", self.at):
+                self._refuse("dialects differ in what {,n} is; allowed: {0,n}, \\\\{", begun)
         return Chars(self._cased(((ord(character), ord(character)),)))
 
     def _group(self, begun: int) -> Node | None:
@@ -182,8 +190,11 @@ class _Parser:
     def _class(self, begun: int) -> Ranges:
         is_not = self.text.startswith("^", self.at)
         self.at += is_not
+        if self._is_ecma and self.text.startswith("]", self.at):
+            self._refuse("dialects differ in what a class that begins with ] is; allowed: \\\\]", begun)
         found, first = list[tuple[int, int]](), True
-        while not self.text.startswith("]", self.at) or (first and not self._is_ecma):
+        self._is_wide ^= is_not
+        while first or not self.text.startswith("]", self.at):
             if self.at >= len(self.text):
                 self._refuse("this [ has no ]", begun)
             if self.text.startswith(("[:", "&&", "--", "~~"), self.at):
@@ -198,6 +209,7 @@ class _Parser:
             found += low
         self.at += 1
         ranges = inverted(inverted(self._cased(tuple(found))))
+        self._is_wide ^= is_not
         return inverted(ranges) if is_not else ranges
 
     def _member(self) -> Ranges:
@@ -224,7 +236,7 @@ class _Parser:
             return inverted(ranges) if named[1] == "P" else ranges
         self.at += 1
         if letter.lower() in {"d", "w", "s"}:
-            return _escaped_class(letter, self._is_ecma)
+            return _escaped_class(letter, self._is_ecma, self._is_wide)
         if letter in _LETTERS:
             return ((_LETTERS[letter], _LETTERS[letter]),)
         if letter.isdecimal() or letter == "k":
@@ -238,6 +250,14 @@ class _Parser:
     def _cased(self, ranges: Ranges) -> Ranges:
         if not self._ignores_case:
             return ranges
+        if self._is_wide:
+            cases = _cases()
+            alike = {
+                key
+                for key, codes in cases.items()
+                if any(low <= code <= high for code in codes for low, high in ranges)
+            }
+            return (*ranges, *((code, code) for key in alike for code in cases[key]))
         letters = [chr(code) for low, high in ranges for code in range(low, min(high, low + 2000) + 1)]
         others = {other for letter in letters for other in (letter.lower(), letter.upper()) if len(other) == 1}
         return (*ranges, *((ord(other), ord(other)) for other in sorted(others)))
@@ -257,12 +277,26 @@ def _top_level(text: str) -> list[str]:
     return found
 
 
-def _escaped_class(letter: str, is_ecma: bool) -> Ranges:
-    """\\d, \\w, \\s and what they exclude. ECMAScript's are ASCII; a character on which Python and it differ is in neither."""
-    small = {"d": _DIGITS, "w": _WORD, "s": _SPACES}[letter.lower()]
-    if letter.islower():
-        return small if is_ecma else _of_test(letter)
-    return inverted((*small, *_of_test(letter.lower()), *(((0xFEFF, 0xFEFF),) if letter == "S" else ())))
+def _escaped_class(letter: str, is_ecma: bool, is_wide: bool) -> Ranges:
+    """\\d, \\w, \\s and what they exclude. ECMAScript's are ASCII; a character on which Python and it differ is in neither,
+    or in both where `is_wide`."""
+    kind = letter.lower()
+    small = {"d": _DIGITS, "w": _WORD, "s": _SPACES}[kind]
+    if is_wide == letter.islower():
+        found = (*small, *_of_test(kind), *(((0xFEFF, 0xFEFF),) if kind == "s" else ()))
+    else:
+        found = small if is_ecma else _of_test(kind)
+    return found if letter.islower() else inverted(found)
+
+
+@lru_cache(maxsize=1)
+def _cases() -> dict[str, list[int]]:
+    """The characters that some dialect may take for the same under (?i)."""
+    found = dict[str, list[int]]()
+    for code in range(0x1F000):
+        if (key := chr(code).upper().casefold()[0]) != chr(code):
+            found.setdefault(key, [ord(key)]).append(code)
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -292,10 +326,11 @@ _ANYTHING: Final = Chars(((0, LAST),))
 
 
 @lru_cache(maxsize=256)
-def machine_of(text: str, *, is_search: bool = False) -> Dfa | None:
+def machine_of(text: str, *, is_search: bool = False, is_wide: bool = False) -> Dfa | None:
     """The automaton over characters of the texts that an expression matches as a whole, or with `is_search` anywhere, then in the
-    dialect of JSON Schema's patterns; None if there are none. RegexError if it can't be compiled."""
-    parser = _Parser(text, is_ecma=is_search)
+    dialect of JSON Schema's patterns; None if there are none. Dialects differ: a text is one that all match, or with `is_wide`,
+    for what is then negated, that some match. RegexError if it can't be compiled."""
+    parser = _Parser(text, is_ecma=is_search, is_wide=is_wide)
     node = parser.whole()
     begin, end = Chars(((BEGIN, BEGIN),)), Chars(((END, END),))
     before = optional(sequence(begin, repeated(_ANYTHING, 0, None)) if is_search else begin)
@@ -309,14 +344,25 @@ def machine_of(text: str, *, is_search: bool = False) -> Dfa | None:
 
 
 def _between(machine: Dfa | None) -> Dfa | None:
-    """What stands between BEGIN and END."""
+    """What stands between BEGIN and END, or between BEGIN and a last line end with BEFORE_LINE_END before it."""
     start = None if machine is None else machine.step(0, BEGIN)
     if machine is None or start is None:
         return None
-    order = [start, *(state for state in range(len(machine.edges)) if state != start)]
-    number = {state: place for place, state in enumerate(order)}
-    edges: list[list[Step]] = [
-        [(low, min(high, LAST), number[to]) for low, high, to in machine.edges[state] if low <= LAST] for state in order
-    ]
-    ends = [(after := machine.step(state, END)) is not None and machine.ends[after] for state in order]
-    return both(Dfa(edges, ends), Dfa([[(0, LAST, 0)]], [True]))
+
+    def is_end(state: int | None, *symbols: int) -> bool:
+        for symbol in (*symbols, END):
+            state = None if state is None else machine.step(state, symbol)
+        return state is not None and machine.ends[state]
+
+    def steps(name: tuple[int | None, bool]) -> Iterator[tuple[int, int, tuple[int | None, bool]]]:
+        state = name[0]
+        if state is None:
+            return
+        edges = [(low, min(high, LAST), (to, False)) for low, high, to in machine.edges[state] if low <= LAST]
+        if is_end(state, BEFORE_LINE_END, 10) and not is_end(state, 10):
+            parts = [(*part, to) for low, high, to in edges for part in ((low, min(high, 9)), (max(low, 11), high))]
+            edges = sorted([*(part for part in parts if part[0] <= part[1]), (10, 10, (machine.step(state, 10), True))])
+        yield from edges
+
+    found = explored((start, False), steps, lambda name: name[1] or is_end(name[0]))
+    return both(found, Dfa([[(0, LAST, 0)]], [True]))

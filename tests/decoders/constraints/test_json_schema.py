@@ -237,6 +237,18 @@ FOUND: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "string", "format": "date"}, ['"2024-02-29"', '"1999-12-31"'], ['"2023-02-29"', '"0000-01-01"', '"2024-04-31"']),
     ({"type": "string", "format": "date-time"}, ['"2024-02-29T23:59:59.5+01:00"'], ['"2024-02-29T23:59:59"', '"2024-02-29"']),
     ({"type": "string", "format": "time"}, ['"23:59:59Z"', '"00:00:00-05:30"'], ['"23:59:59"', '"24:00:00Z"', '"23:59:59\\aZ"']),
+    ({"type": "string", "not": {"pattern": "^a*$"}}, ['"b"', '"ab\\n"'], ['"a"', '"a\\n"', '"\\n"']),
+    ({"type": "string", "not": {"pattern": "\\d"}}, ['"a"'], ['"1"', '"٣"']),
+    ({"type": "string", "pattern": "^(?!a$)"}, ['"ab"'], ['"a"', '"a\\n"']),
+    ({"type": "string", "pattern": "^[^\\d]+$"}, ['"a"', '"é"'], ['"1"', '"٣"']),
+    ({"type": "string", "pattern": "^[^\\W\\d_]+$"}, ['"a"'], ['"1"', '"٣"', '"_"', '"-"']),
+    ({"type": "string", "pattern": "(?i)^[^kis]$"}, ['"a"'], ['"K"', '"\u212a"', '"ſ"', '"İ"', '"ı"']),
+    ({"type": "string", "pattern": "^(^a$)$"}, ['"a"'], ['"aa"']),
+    (
+        {"type": "object", "patternProperties": {"^x$": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+        ['{"x": 1, "y": "a"}'],
+        ['{"x\\n": "a"}', '{"x\\n": 1}', '{"x": "a"}'],
+    ),
 ]  # fmt: skip
 
 
@@ -262,6 +274,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "format": "phone"}, "#/format: "),
     ({"type": "string", "pattern": "(a)\\1"}, "#/pattern: .*character 4: a back-reference"),
     ({"type": "string", "pattern": "a(?<=b)"}, "#/pattern: .*character 2: look-around"),
+    ({"type": "string", "pattern": "a{,3}"}, "#/pattern: .*dialects differ in what {,n} is"),
+    ({"type": "string", "pattern": "[^]a]"}, "#/pattern: .*a class that begins with ]"),
     ({"$ref": "#/$defs/none"}, "nowhere in the schema"),
     ({"type": "string", "enum": [1]}, "no value satisfies"),
     ({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}, "no value satisfies"),
@@ -342,6 +356,10 @@ PATTERNS = [
     "a{2}|",
     "^$",
     "(?i)A",
+    "(a$)\n|b",
+    "(b$|a)\n?$",
+    "^(^a|$)",
+    "[^\\W1]$",
 ]
 
 
@@ -353,6 +371,8 @@ def test_a_pattern_is_searched_for(pattern):
     machine = machine_of(pattern, is_search=True)
     texts = ["".join(text) for size in range(5) for text in itertools.product("abct1\n"[: 6 - (size > 3)], repeat=size)]
     assert machine is not None
-    assert [
-        text for text in texts if machine.accepts(map(ord, text)) != bool(re.search(pattern.replace("$", r"\Z"), text))
-    ] == []
+    strict = pattern.replace("$", r"\Z")
+    assert [text for text in texts if machine.accepts(map(ord, text)) != bool(re.search(strict, text))] == []
+    wide = machine_of(pattern, is_search=True, is_wide=True)
+    assert wide is not None
+    assert [text for text in texts if wide.accepts(map(ord, text)) != bool(re.search(pattern, text))] == []
