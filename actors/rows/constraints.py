@@ -100,8 +100,8 @@ class ConstraintMaker:
         if found is None:
             try:
                 found = self._grammar(rule.grammar) if rule.grammar else automaton_of(node_of(rule), self._vocabulary)
-            except ValueError as error:
-                found = str(error)
+            except (ValueError, RecursionError) as error:
+                found = str(error) if isinstance(error, ValueError) else f"{rule.kind}: is nested too deeply"
         self._automata[key] = found
         while sum(each.num_bytes for each in self._automata.values() if isinstance(each, Automaton)) > _MOST_BYTES:
             if len(self._automata) == 1:

@@ -23,6 +23,8 @@ Step = tuple[int, int, int]
 
 MOST_STATES: Final = 60_000
 """An automaton may have so many states over bytes: at worst some seconds to build, and some hundred MB."""
+MOST_STEPS: Final = 1_000_000
+"""It may have so many steps of all states together: about 200 MB."""
 MOST_WORK: Final = 10_000_000
 """Steps of states that a text may be in at once, compared with each other while an automaton is built: some seconds."""
 LAST: Final = 0x10FFFF
@@ -134,6 +136,8 @@ def optional(part: Node | None) -> Node | None:
 
 def repeated(part: Node | None, least: int, most: int | None) -> Node | None:
     """It, some times; `most` None: any number."""
+    if max(least, most or 0) > MOST_STATES:
+        raise TooLarge
     edges = [(place, part, place + 1) for place in range(least if most is None else most)]
     if most is None:
         edges += [(least, EMPTY, "loop"), ("loop", part, "loop")]  # type: ignore[list-item]
@@ -191,8 +195,9 @@ class Dfa:
 
 
 def explored(start: Any, steps: Callable[[Any], Iterable[tuple[int, int, Any]]], is_end: Callable[[Any], bool]) -> Dfa:
-    """The automaton whose states are named, and their steps found, from the start on. TooLarge beyond MOST_STATES."""
-    number, names, edges = {start: 0}, [start], list[list[Step]]()
+    """The automaton whose states are named, and their steps found, from the start on. TooLarge beyond MOST_STATES
+    or MOST_STEPS."""
+    number, names, edges, count = {start: 0}, [start], list[list[Step]](), 0
     for name in names:
         mine = list[Step]()
         for first, last, to in steps(name):
@@ -201,7 +206,8 @@ def explored(start: Any, steps: Callable[[Any], Iterable[tuple[int, int, Any]]],
                 names.append(to)
             mine.append((first, last, number[to]))
         edges.append(mine)
-        if len(names) > MOST_STATES:
+        count += len(mine)
+        if len(names) > MOST_STATES or count > MOST_STEPS:
             raise TooLarge
     return Dfa(edges, [is_end(name) for name in names])
 
@@ -428,6 +434,9 @@ def dfa_of(node: Node | None, *, in_bytes: bool, is_search: bool = False) -> Dfa
         nonlocal work
         edges = [step for state in states for step in nfa.steps[state]]
         edges.sort()
+        work += len(edges)
+        if work > MOST_WORK:
+            raise TooLarge
         if all(edge[1] < other[0] for edge, other in pairwise(edges)):
             for low, high, to in edges:
                 yield low, high, closed((to,), low)

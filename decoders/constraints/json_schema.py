@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
 from typing import Any, Final, NoReturn
@@ -133,7 +134,8 @@ def node_of(root: Any, ignored: Sequence[str] = ()) -> Node:
         if not places.was_cut:
             break
     if best is None:
-        raise SchemaError(["#: no value satisfies the schema"])
+        reason = "it needs more than what is declared; allowed: additionalProperties, items, which say what else there may be"
+        raise SchemaError([f"{at}: {reason}" for at in sorted(places.closed)] or ["#: no value satisfies the schema"])
     return best
 
 
@@ -166,6 +168,9 @@ def problems_of(root: Any) -> Iterator[str]:  # noqa: PLR0912 - one for each for
             continue
         for key, value in schema.items():
             place, form = f"{at}/{_escaped(key)}", _FORMS.get(key)
+            if key == "$id" and at != "#":
+                yield f"{place}: it changes what $ref means; allowed: $id of the whole schema, ignore: [$id]"
+                continue
             if key in _SAYS_NOTHING or key.startswith("x-"):
                 continue
             if form is None:
@@ -200,7 +205,9 @@ def problems_of(root: Any) -> Iterator[str]:  # noqa: PLR0912 - one for each for
 
 def _wrong_value(form: str, value: Any) -> str | None:
     """What a keyword may be, if it is not that."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = not isinstance(value, bool) and (
+        isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    )
     is_list, is_text, is_object = isinstance(value, list), isinstance(value, str), isinstance(value, Mapping)
     kinds = {*_TYPES, "integer"}
     checks = {
@@ -209,7 +216,10 @@ def _wrong_value(form: str, value: Any) -> str | None:
         "unread": (is_object, "an object with schemas"),
         "count": (is_number and value >= 0 and value == int(value), "a whole number from 0 on"),
         "number": (is_number, "a number"),
-        "positive": (is_number and value > 0, "a number above 0"),
+        "positive": (
+            is_number and value > 0 and Fraction(value) == Fraction(str(value)),
+            "a number above 0 that a float has exactly, such as 0.25; ignore: [multipleOf]",
+        ),
         "ref": (is_text, "a text such as #/$defs/name"),
         "types": (value in kinds if is_text else bool(value) and _are_texts(value, kinds), ", ".join(sorted(kinds))),
         "values": (is_list and len(value) > 0, "a list of one value or more: nothing satisfies an empty one"),
@@ -245,6 +255,8 @@ def _referred(root: Any, ref: str) -> Any:
     place = root
     for name in ref.split("/")[1:]:
         key = unquote(name).replace("~1", "/").replace("~0", "~")
+        if place is not root and isinstance(place, Mapping) and isinstance(place.get("$id"), str):
+            raise LookupError(ref)
         if isinstance(place, list) and key.isdecimal():
             place = place[int(key)]
         elif isinstance(place, Mapping):
@@ -258,15 +270,17 @@ def _referred(root: Any, ref: str) -> Any:
 
 
 class _Places:
-    """The nodes of the places of a text. References are followed `depth` times below each other; `was_cut`: some were not."""
+    """The nodes of the places of a text. References are followed `depth` times below each other; `was_cut`: some were not.
+    `closed`: keywords that need more members than are declared, where others come only if the schema says so."""
 
     def __init__(self, root: Any, depth: int) -> None:
-        self._root, self._depth, self._count, self.was_cut, self._is_loose = root, depth, 0, False, False
+        self._root, self._depth, self._count, self.was_cut = root, depth, 0, False
+        self.closed = set[str]()
         self._known = dict[tuple[Any, ...], tuple[Node | None, bool]]()
 
     def value(self, items: Sequence[Item], above: tuple[str, ...]) -> Node | None:
         """What satisfies all of some schemas, below the references `above`; None if nothing does."""
-        key = (tuple(at for _, at, _ in items), above, self._is_loose)
+        key = (tuple(at for _, at, _ in items), above)
         if key not in self._known:
             before, self.was_cut = self.was_cut, False
             self._known[key] = self._at(items, above, (), []), self.was_cut
@@ -290,17 +304,20 @@ class _Places:
             own = {key: value for key, value in schema.items() if key not in _APART and key not in _SAYS_NOTHING}
             if own:
                 flat.append((own, at))
-            if "$ref" in schema:
-                ref = schema["$ref"]
-                if ref in chain:
-                    return None
+            for ref in (
+                each["$ref"] for each in (schema, schema.get("not")) if isinstance(each, Mapping) and "$ref" in each
+            ):
                 if above.count(ref) >= self._depth:
                     self.was_cut = True
                     return None
                 here = (*here, ref)
+            if "$ref" in schema:
+                ref = schema["$ref"]
+                if ref in chain:
+                    return None
                 waiting.append((_referred(self._root, ref), ref, (*chain, ref)))
             waiting += [(part, f"{at}/allOf/{number}", chain) for number, part in enumerate(schema.get("allOf", ()))]
-            choices += self._choices(schema, at, chain, above)
+            choices += self._choices(schema, at, chain)
         if choices:
             again = [(own, at, ()) for own, at in flat]
             return either(self._at([*again, *chosen], above, here, choices[1:]) for chosen in choices[0])
@@ -314,15 +331,13 @@ class _Places:
             "null": lambda: b"null",
             "boolean": lambda: either(b"true" if value else b"false" for value in _allowed(flat, [True, False]) or ()),
             "number": lambda: _number(flat),
-            "string": lambda: _string(flat, is_loose=self._is_loose),
+            "string": lambda: _string(flat),
             "array": lambda: self._array(flat, inner),
             "object": lambda: self._object(flat, inner),
         }
         return either(made[kind]() for kind in _TYPES if kind in kinds)
 
-    def _choices(
-        self, schema: Any, at: str, chain: tuple[str, ...], above: tuple[str, ...]
-    ) -> Iterator[list[list[Item]]]:
+    def _choices(self, schema: Any, at: str, chain: tuple[str, ...]) -> Iterator[list[list[Item]]]:
         """For each keyword of a schema that has alternatives: the schemas of each alternative."""
         if "const" in schema:
             yield [[part] for part in _constants([schema["const"]], f"{at}/const")]
@@ -333,7 +348,10 @@ class _Places:
         if "oneOf" in schema:
             parts: list[Item] = [(part, f"{at}/oneOf/{number}", chain) for number, part in enumerate(schema["oneOf"])]
             yield [
-                [part, *(_not(other) for other in parts if other is not part and not self._apart(part, other, above))]
+                [
+                    part,
+                    *(_not(other) for other in parts if other is not part and not self._apart([part[0]], [other[0]])),
+                ]
                 for part in parts
             ]
         if "not" in schema:
@@ -352,12 +370,40 @@ class _Places:
                 [({"required": [name]}, f"{place}~1", ()), (part, place, chain)],
             ]
 
-    def _apart(self, part: Item, other: Item, above: tuple[str, ...]) -> bool:
-        """Whether surely no value satisfies both."""
-        before, self.was_cut, self._is_loose = (self.was_cut, self._is_loose), False, True
-        node = self.value([part, other], above)
-        was_cut, (self.was_cut, self._is_loose) = self.was_cut, before
-        return node is None and not was_cut
+    def _apart(self, part: Sequence[Any], other: Sequence[Any], depth: int = 3) -> bool:
+        """Whether surely no value satisfies all of both: by types, values, or those of a property that one of them requires."""
+        mine, theirs = self._joined(part), self._joined(other)
+        kinds, values = set(_TYPES), list[set[str]]()
+        for schema in (*mine, *theirs):
+            kinds &= {"number" if kind == "integer" else kind for kind in _listed(schema.get("type", _TYPES))}
+            for some in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
+                if some is not None:
+                    kinds &= {_kind(value) for value in some}
+                    values.append({_plain(json.dumps(value).encode()).decode() for value in some})
+        if not kinds or (values and not set.intersection(*values)):
+            return True
+        if kinds != {"object"} or not depth:
+            return False
+        sides = [[schema.get("properties", {}) for schema in side] for side in (mine, theirs)]
+        return any(
+            self._apart(*([named[name] for named in side if name in named] for side in sides), depth - 1)
+            for schema in (*mine, *theirs)
+            for name in schema.get("required", ())
+        )
+
+    def _joined(self, schemas: Sequence[Any]) -> list[Any]:
+        """Some schemas with those that they refer to and those of allOf."""
+        found, waiting, seen = list[Any](), list(schemas), set[str]()
+        for schema in waiting:
+            if isinstance(schema, bool):
+                found += [] if schema else [{"enum": []}]
+                continue
+            found.append(schema)
+            waiting += schema.get("allOf", ())
+            if "$ref" in schema and schema["$ref"] not in seen:
+                seen.add(schema["$ref"])
+                waiting.append(_referred(self._root, schema["$ref"]))
+        return found
 
     def _opposite(self, schema: Any, at: str, chain: tuple[str, ...]) -> list[list[Item]]:
         """Alternatives, of which each says that a schema does not hold. Some may be missing: then fewer texts are spelled."""
@@ -391,6 +437,7 @@ class _Places:
         least, most = max([0, *_given(flat, "minItems")]), min(_given(flat, "maxItems"), default=None)
         if tuples and most is None and not any("items" in own for own, _ in flat):
             most = max(tuples, least)  # as objects: no more than what is declared
+            self.closed |= {f"{at}/contains" for own, at in flat if "contains" in own}
         least, most = int(least), None if most is None else int(most)
         wanted = [(own, at) for own, at in flat if "contains" in own]
         unique = next((at for own, at in flat if own.get("uniqueItems")), None)
@@ -483,7 +530,13 @@ class _Places:
             others = []
         if most is not None and not others and most >= len(properties):
             most = None
+        if not others and least > len(properties):
+            if _given(flat, "additionalProperties") == []:
+                self.closed |= {f"{at}/minProperties" for own, at in flat if own.get("minProperties") == least}
+            return None
         top = int(max(1, least, most or 0))
+        if top > 10_000:
+            raise TooLarge
         edges, count = list[tuple[Any, Node | None, Any]](), len(properties)
         contents = [
             (index, index + 1, sequence(name, _COLON, node)) for index, (name, node, _) in enumerate(properties)
@@ -697,11 +750,11 @@ def _kind(value: Any) -> str:
 # ---- strings and numbers ---------------------------------------------------------------------------------------------
 
 
-def _string(flat: Any, *, is_loose: bool) -> Node | None:
-    """A string: its length, patterns, formats and values hold together. `is_loose`: of any format; FORMATS has only a part."""
+def _string(flat: Any) -> Node | None:
+    """A string: its length, patterns, formats and values hold together."""
     least, most = max([0, *_given(flat, "minLength")]), min(_given(flat, "maxLength"), default=None)
     machines = [machine_of(pattern, is_search=True) for pattern in _given(flat, "pattern")]
-    machines += [] if is_loose else [machine_of(FORMATS[name]) for name in _given(flat, "format")]
+    machines += [machine_of(FORMATS[name]) for name in _given(flat, "format")]
     machines += [negated(machine_of(pattern, is_search=True, is_wide=True)) for pattern in _given(flat, "~pattern")]
     machines += [_none_of_texts(texts) for texts in _given(flat, "~=")]
     if (allowed := _allowed(flat)) is not None:
@@ -729,9 +782,9 @@ _SIDES: Final = {"minimum": (0, 1), "exclusiveMinimum": (1,), "maximum": (-1, 0)
 def _number(flat: Any) -> Node | None:
     """A number: its bounds, multiples and values hold together."""
     is_whole = any("number" not in _listed(own.get("type", "number")) for own, _ in flat)
-    bounds = [(Decimal(str(value)), sides) for key, sides in _SIDES.items() for value in _given(flat, key)]
+    bounds = [(Decimal(_full(value)), sides) for key, sides in _SIDES.items() for value in _given(flat, key)]
     multiples = [
-        (Decimal(str(value)), is_one)
+        (Decimal(_full(value)), is_one)
         for key, is_one in (("multipleOf", True), ("~multipleOf", False))
         for value in _given(flat, key)
     ]
@@ -743,9 +796,14 @@ def _number(flat: Any) -> Node | None:
     machine = _decimals(tuple(bounds), tuple(multiples), is_whole, is_fraction, not is_whole and allowed is None)
     if allowed is None:
         return None if machine is None else Text(machine)
-    shown = {json.dumps(value): f"{Decimal(str(value)):f}" for value in allowed}
-    texts = {text: full.rstrip("0").rstrip(".") if "." in full else full for text, full in shown.items()}
+    texts = {json.dumps(value): _full(value) for value in allowed}
     return either(text.encode() for text, full in texts.items() if machine and machine.accepts(full.encode()))
+
+
+def _full(value: float) -> str:
+    """A number without an exponent and without zeros behind its fraction: one text for all that are equal."""
+    full = f"{Decimal(str(value)):f}"
+    return full.rstrip("0").rstrip(".") if "." in full else full
 
 
 @lru_cache(maxsize=256)

@@ -244,6 +244,19 @@ FOUND: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "string", "pattern": "^[^\\W\\d_]+$"}, ['"a"'], ['"1"', '"٣"', '"_"', '"-"']),
     ({"type": "string", "pattern": "(?i)^[^kis]$"}, ['"a"'], ['"K"', '"\u212a"', '"ſ"', '"İ"', '"ı"']),
     ({"type": "string", "pattern": "^(^a$)$"}, ['"a"'], ['"aa"']),
+    ({"type": "integer", "minimum": 10**400}, ["1" + "0" * 400], ["9" * 400]),
+    ({"oneOf": [{"type": "string", "pattern": "^a+$"}, {"not": {"type": "string", "minLength": 3}}]}, ['"aaa"', "7"], ['"a"']),
+    (
+        {"type": "object", "oneOf": [{"minProperties": 1}, {"properties": {"a": {"type": "integer"}}, "minProperties": 2}]},
+        ['{"x": 1}', '{"a": "x"}'],
+        ['{"x": 1, "y": 2}', '{"a": 1, "y": 2}'],
+    ),
+    (
+        {"$defs": {"t": {"type": "object", "properties": {"n": {"$ref": "#/$defs/t"}}, "additionalProperties": False}}}
+        | {"oneOf": [{"$ref": "#/$defs/t"}, {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}]},
+        ['{"n": {"n": {}}}'],
+        ['{"n": 1}'],
+    ),
     (
         {"type": "object", "patternProperties": {"^x$": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
         ['{"x": 1, "y": "a"}'],
@@ -276,6 +289,16 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "a(?<=b)"}, "#/pattern: .*character 2: look-around"),
     ({"type": "string", "pattern": "a{,3}"}, "#/pattern: .*dialects differ in what {,n} is"),
     ({"type": "string", "pattern": "[^]a]"}, "#/pattern: .*a class that begins with ]"),
+    ({"oneOf": [{"type": "string", "pattern": "^a+$"}, {"not": {"format": "date"}}]}, "no value satisfies"),
+    ({"multipleOf": 0.1}, r"#/multipleOf: 0.1; .*ignore: \[multipleOf\]"),
+    ({"properties": {"a": {"$id": "http://x/y"}}}, r"#/properties/a/\$id: "),
+    ({"$ref": "#/$defs/o/$defs/i", "$defs": {"o": {"$id": "http://x", "$defs": {"i": {}}}}}, "nowhere in the schema"),
+    (
+        {"type": "object", "properties": {"a": {}}, "minProperties": 1e9},
+        "#/minProperties: it needs more than what is declared",
+    ),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "contains": {"const": 1}}, "#/contains: it needs more than"),
+    ({"type": "string", "pattern": "a{1000000000}"}, "#/pattern: its automaton has more than"),
     ({"$ref": "#/$defs/none"}, "nowhere in the schema"),
     ({"type": "string", "enum": [1]}, "no value satisfies"),
     ({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}, "no value satisfies"),
@@ -311,6 +334,16 @@ def test_recursion_goes_to_a_depth():
     check(node, automaton(node), random.Random(0))
 
 
+def test_equal_numbers_have_equal_automata():
+    """So an automaton does not depend on what was compiled before it."""
+    sizes = set[int]()
+    for step in (3.0, 3):
+        json_schema._decimals.cache_clear()
+        machine = dfa_of(node_of({"multipleOf": step}), in_bytes=True)
+        sizes.add(0 if machine is None else len(machine.edges))
+    assert len(sizes) == 1 and 0 not in sizes
+
+
 def test_counts_cost_states_and_no_powers():
     sizes = [
         len(dfa.edges)
@@ -328,9 +361,13 @@ def test_counts_cost_states_and_no_powers():
 
 def test_an_automaton_beyond_the_limit_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(expressions, "MOST_STATES", 500)
-    for schema in ({"type": "string", "maxLength": 10**9}, {"type": "string", "pattern": "a.{12}$"}):
+    schemas: list[Any] = [{"type": "string", "maxLength": 10**9}, {"type": "string", "pattern": "a.{12}$"}]
+    for schema in [*schemas, {"type": "object", "maxProperties": 200_000}]:
         with pytest.raises(ValueError, match="more than 500 states"):
             automaton(schema)
+    monkeypatch.setattr(expressions, "MOST_STEPS", 1000)
+    with pytest.raises(ValueError, match="possible at once"):
+        machine_of("\\w{9}")
 
 
 @pytest.mark.parametrize(
