@@ -116,7 +116,7 @@ class SchemaError(ValueError):
 def node_of(root: Any, ignored: Sequence[str] = ()) -> Node:
     """The texts of values that a schema allows, without the keywords `ignored`. SchemaError with all problems at once, or where
     nothing satisfies it; TooLarge."""
-    root, best = _without(root, frozenset(ignored)), None
+    root, best, closed = _without(root, frozenset(ignored)), None, set[str]()
     problems = list(problems_of(root))
     if problems:
         raise SchemaError(problems)
@@ -130,12 +130,12 @@ def node_of(root: Any, ignored: Sequence[str] = ()) -> Node:
             break
         if best is not None and (node is None or size_of(node) > _SMALL):
             break
-        best = node
+        best, closed = node, places.closed
         if not places.was_cut:
             break
     if best is None:
         reason = "it needs more than what is declared; allowed: additionalProperties, items, which say what else there may be"
-        raise SchemaError([f"{at}: {reason}" for at in sorted(places.closed)] or ["#: no value satisfies the schema"])
+        raise SchemaError([f"{at}: {reason}" for at in sorted(closed)] or ["#: no value satisfies the schema"])
     return best
 
 
@@ -384,12 +384,8 @@ class _Places:
             return True
         if kinds != {"object"} or not depth:
             return False
-        sides = [[schema.get("properties", {}) for schema in side] for side in (mine, theirs)]
-        return any(
-            self._apart(*([named[name] for named in side if name in named] for side in sides), depth - 1)
-            for schema in (*mine, *theirs)
-            for name in schema.get("required", ())
-        )
+        needed = {name for schema in (*mine, *theirs) for name in schema.get("required", ())}
+        return any(self._apart(_named(mine, name), _named(theirs, name), depth - 1) for name in needed)
 
     def _joined(self, schemas: Sequence[Any]) -> list[Any]:
         """Some schemas with those that they refer to and those of allOf."""
@@ -598,6 +594,11 @@ _APART: Final = frozenset(
     {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "const", "enum"}
     | {"$defs", "definitions", "dependentRequired", "dependentSchemas"}
 )
+
+
+def _named(schemas: Sequence[Any], name: str) -> list[Any]:
+    """What some schemas declare of a property."""
+    return [schema["properties"][name] for schema in schemas if name in schema.get("properties", {})]
 
 
 def _refuse(at: str, key: str, reason: str) -> NoReturn:

@@ -358,6 +358,7 @@ def _between(machine: Dfa | None) -> Dfa | None:
         state = name[0]
         if state is None:
             return
+        edges: list[tuple[int, int, tuple[int | None, bool]]]
         edges = [(low, min(high, LAST), (to, False)) for low, high, to in machine.edges[state] if low <= LAST]
         if is_end(state, BEFORE_LINE_END, 10) and not is_end(state, 10):
             parts = [(*part, to) for low, high, to in edges for part in ((low, min(high, 9)), (max(low, 11), high))]
