@@ -168,7 +168,7 @@ def hash_files(folder: Path, files: Iterable[Path], hashed: Callable[[int], None
     try:
         return remember("\0".join(["files", *names]), ordered, compute)
     except OSError as error:
-        raise UserError(f"{error.filename} can't be read: {error.strerror}", field=FIELD) from None
+        raise UserError(f"{error.filename or folder} can't be read: {error.strerror}", field=FIELD) from None
 
 
 def user_error(error: Exception, field: str) -> UserError:

@@ -225,7 +225,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if name in {"batch", "slice"}:
             self._step(sum(abs(value) for value in given if isinstance(value, int)))
         if name in _SHORT and any(
-            isinstance(value, list | tuple | Mapping) or self._weigh(value) > 1000 for value in given
+            (isinstance(value, list | tuple | Mapping) and not (name == "sum" and value == []))
+            or self._weigh(value) > 1000
+            for value in given
         ):
             raise SecurityError(f"a template calls {name} with a list or a long text; allowed: up to 1,000 characters")
         self._make(self._most(name, subject, given))
@@ -243,6 +245,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             case "join":  # `items|join(text)`, or `text.join(items)`
                 items, between = (first, len(subject)) if isinstance(subject, str) else (subject, max(texts, default=0))
                 return self._weigh(items) + between * (len(items) if isinstance(items, Sized) else 0)
+            case "sum" if [] in given:  # lists one behind the other, each sum a list of its own
+                return sum(len(item) for item in subject if isinstance(item, Sized)) * len(subject)
             case "replace":
                 times = subject.count(first) if isinstance(subject, str) and isinstance(first, str) else 1
                 return self._weigh(subject) + times * max(texts, default=0)
@@ -353,7 +357,7 @@ def _sized(values: Any) -> Any:
 
 def _refuse_beyond(length: int) -> None:
     if length > MOST_CHARS:
-        raise SecurityError(f"a template makes a text of {length:,} characters; allowed: up to {MOST_CHARS:,}")
+        raise SecurityError(f"a template makes a text of up to {length:,} characters; allowed: {MOST_CHARS:,}")
 
 
 # Names of a message's reasoning in the input; chat templates read the first.

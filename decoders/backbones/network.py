@@ -392,7 +392,7 @@ class RotaryBackbone(NetworkBackbone):
         self._tapped = self.base.tapped
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
-        if isinstance(layout, FlatLayout):
+        if self.device.type != "cpu" or self.reads_rows or torch.compiler.is_compiling():
             return self.base(tokens_P, positions_P, layout)
-        with torch.inference_mode():  # on a CPU, where it saves time
+        with torch.inference_mode():  # which saves time
             return self.base(tokens_P, positions_P, layout)

@@ -177,7 +177,7 @@ def add_shares(
     answer = tl.program_id(0).to(tl.int64)
     share = tl.arange(0, MOST)
     total = tl.load(shares_total + share * num_answers + answer, mask=share < num_shares, other=0.0)
-    written = total > 0
+    written = total != 0
     place = tl.arange(0, PADDED)
     inside = place < WIDTH
     most = tl.load(shares_most + share * num_answers + answer, mask=written, other=float("-inf"))

@@ -6,6 +6,7 @@ interrupt Ray.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -401,8 +402,9 @@ class Driver:
             self.watchers.each(lambda watcher: watcher.committed(receipt))
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
+            facts = asdict(committed) | {"sums": json.loads(committed.sums or "null")}
             names: dict[str, Any] = {"unit": receipt.unit, "worker": receipt.worker, "rows": committed.rows}
-            self.display.event("done", **names, failed=committed.failed, facts=asdict(committed))
+            self.display.event("done", **names, failed=committed.failed, facts=facts)
 
     # ---- commands out
 

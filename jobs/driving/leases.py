@@ -161,8 +161,8 @@ def _is_renewed(held: LeaseHeld, store: Store, sleep: Callable[[float], None]) -
         if (now.owner, now.expires_at_s) != (held.owner, held.expires_at_s):
             return True
         if watched_s > TTL_S:
-            print(f"draftmill: taken over: {held}; it was not renewed for {TTL_S:.0f} s", file=sys.stderr)
             take_away(store, held)
+            print(f"draftmill: taken over: {held}; it was not renewed for {TTL_S:.0f} s", file=sys.stderr)
         sleep(POLL_S)
         watched_s += POLL_S
     return False

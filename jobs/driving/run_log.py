@@ -28,7 +28,7 @@ from draftmill.jobs.driving.events import Level, event_line, lost_streams
 from draftmill.jobs.driving.progress import Display, progress_facts
 from draftmill.jobs.driving.totals import Totals, add_effort
 from draftmill.storage.errors import StoreError
-from draftmill.storage.json_text import parse_json
+from draftmill.storage.json_text import parse_json, shaped
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.interface import Store
@@ -113,7 +113,7 @@ class RunLog:
 
     def _write(self, store: Store) -> None:
         session = self._session
-        with suppress(StoreError):  # best effort: the results don't depend on the log
+        with suppress(Exception):  # best effort, on a thread of its own: the results don't depend on the log
             self._write_lines(store)
             if session and session != self._written_session:
                 store.put(f"{self._prefix}-session.jsonl", session.encode())
@@ -236,7 +236,10 @@ def logged_units(store: Store) -> Iterator[CommittedUnit]:
                 with suppress(ValueError, KeyError, TypeError):
                     event = json.loads(line)
                     if event["event"] == "done":
-                        yield CommittedUnit(**event["facts"])
+                        facts = event["facts"]
+                        yield shaped(
+                            CommittedUnit, {**facts, "sums": json.dumps(facts["sums"]) if facts["sums"] else ""}
+                        )
 
 
 def _add(total: Sessions, record: dict[str, Any]) -> Sessions:

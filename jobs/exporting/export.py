@@ -160,13 +160,15 @@ def tables_of(passes: Sequence[Pass], columns: Sequence[str], *, order: str = "p
 
 
 def joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Tables of AT_ONCE rows or more in the place of small ones: what follows takes a time for each table and column."""
-    held: list[pa.Table] = []
+    """Small tables together, up to AT_ONCE rows or BYTES_AT_ONCE: what follows takes a time for each table and column."""
+    held, rows, size = list[pa.Table](), 0, 0
     for table in chain(tables, [None]):
-        held += [] if table is None else [table]
-        if held and (table is None or sum(part.num_rows for part in held) >= AT_ONCE):
+        if table is not None:
+            held.append(table)
+            rows, size = rows + table.num_rows, size + table.nbytes
+        if held and (table is None or rows >= AT_ONCE or size >= BYTES_AT_ONCE):
             yield held[0] if len(held) == 1 else pa.concat_tables(held).unify_dictionaries().combine_chunks()
-            held = []
+            held, rows, size = [], 0, 0
 
 
 def with_columns(table: pa.Table, keep: pa.Schema | None, names: Container[str]) -> pa.Table:
@@ -245,6 +247,8 @@ ROW_BITS = 40
 
 AT_ONCE = 4096
 """Rows of each table that is yielded."""
+BYTES_AT_ONCE = 2**18
+"""A table of more bytes is not joined with others: parts of a size stay near it, and long rows take no more memory."""
 
 
 def in_input_order(plan: Plan, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:

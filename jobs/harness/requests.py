@@ -185,7 +185,7 @@ def _constraint(given: Mapping[str, Any], task: str) -> str | None:
         found = constraint_of_body({key: given[key] for key in GUIDED if given.get(key) is not None})
     except RowError as error:
         raise UserError(error.message, field=f"{task}: generation_kwargs") from None
-    return None if found is None else str(found.model_dump_json(exclude_none=True))
+    return None if found is None else str(found.model_dump_json(exclude_defaults=True))
 
 
 def _stops(given: Mapping[str, Any], task: str) -> tuple[str, ...]:

@@ -112,6 +112,8 @@ def _has_data(spec: JobSpec, date: datetime) -> bool:
         return bool(list_inputs(given.paths, s3=s3))
     except NothingThere:
         return False
+    except UserError:  # the run of this date says what is wrong
+        return True
 
 
 def _is_superseded(spec: JobSpec, run: FoundRun) -> bool:

@@ -279,7 +279,7 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int
             if unit.unit in earlier and unit.unit not in committed:
                 stat = run.store.stat(unit_name(unit.unit))
                 if stat is not None and (stat.etag, stat.size) == (unit.etag, unit.bytes):
-                    with suppress(ValueError, TypeError):  # a damaged line
+                    with suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged line
                         committed.add(unit)
     names = (unit_name(unit) for unit in earlier if unit not in committed)
     for _, facts in parallel_map(run.store, names, lambda name: committed_facts(run, name), reads=True):

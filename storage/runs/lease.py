@@ -59,14 +59,18 @@ class Lease:
     ttl_s: float
     clock: Callable[[], float]
     etag: str
+    is_over: bool = False
 
     def renew(self) -> None:
         """Afterwards the lease is ours for another `ttl_s`; LeaseLost if another driver has taken it."""
         failpoint("lease.before_renew")
+        if self.is_over:  # a thread that was held up may come late
+            raise self._lost()
         self._write(self.clock() + self.ttl_s)
 
     def release(self) -> None:
         """Afterwards any driver may take it at once. If it was lost already, that is no error."""
+        self.is_over = True
         with suppress(LeaseLost):
             self._write(0.0)
 

@@ -76,11 +76,11 @@ class UnitFacts(Collection[CommittedUnit]):
         sha256 = bytes.fromhex(unit.sha256)
         if unit.object != unit_name(unit.unit) or len(sha256) != 32 or not is_short_etag(unit.etag):
             raise ValueError(f"unit {unit.unit}: {unit.object!r}, {unit.etag!r}, {unit.sha256!r}")
+        counts = (unit.rows, unit.ok, unit.failed, unit.skipped, unit.bytes)
+        exact, digest = _EXACT[unit.exact], np.frombuffer(sha256, dtype=np.uint8)
+        row = np.array((unit.unit, *counts, exact, unit.etag.encode(), digest), dtype=_COLUMNS)
         if self._count % BLOCK == 0:
             self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
-        counts = (unit.rows, unit.ok, unit.failed, unit.skipped, unit.bytes)
-        exact = _EXACT[unit.exact]
-        row = (unit.unit, *counts, exact, unit.etag.encode(), np.frombuffer(sha256, dtype=np.uint8))
         self._blocks[-1][self._count % BLOCK] = row
         self._count += 1
         self._add_sums(unit.sums)
@@ -184,7 +184,9 @@ class DoneUnits(Collection[int]):
     def add(self, unit: int) -> None:
         """Add a unit."""
         self._count += unit not in self
-        self._there.setdefault(unit // BLOCK, bytearray(BLOCK))[unit % BLOCK] = 1
+        if unit // BLOCK not in self._there:
+            self._there[unit // BLOCK] = bytearray(BLOCK)
+        self._there[unit // BLOCK][unit % BLOCK] = 1
 
     def __contains__(self, unit: object) -> bool:
         return isinstance(unit, int) and unit // BLOCK in self._there and bool(self._there[unit // BLOCK][unit % BLOCK])

@@ -77,11 +77,12 @@ class LocalStore:
                         failpoint("local.before_rename")
                         with suppress(FileNotFoundError):  # another writer has renamed it
                             os.replace(link, path)
-                        sync_folder(path.parent)
-                        if is_ours and os.path.samefile(temporary, path):
-                            return self._stat(name, path)
                     elif is_ours:
                         link.unlink(missing_ok=True)
+                    sync_folder(path.parent)
+                    # Another writer may have renamed our link, and replaced what is there since.
+                    if is_ours and os.path.samefile(temporary, path):
+                        return self._stat(name, temporary)
         raise Conflict(f"{path} has changed")
 
     def list(self, prefix: str = "") -> Iterator[Stat]:

@@ -1,13 +1,11 @@
 """Scores against what the public code of each family computed: densities of ASSD, and log-probabilities under given masks."""
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftmill.decoders import estimates
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
@@ -19,6 +17,7 @@ from draftmill.decoders.draws.schedule import NOISE_EPS
 from draftmill.decoders.estimates import Mask
 from draftmill.decoders.masked.settings import AncestralSettings, StepwiseSettings
 from tests.decoders.support import score
+from tests.golden_data import read_arrays, read_json
 
 MASKS: dict[int, tuple[Any, float]] = {}
 """The mask of each text by its key, over its scored tokens, and the share that it stands for."""
@@ -77,7 +76,7 @@ def check(outcomes, requests, masks, laws):
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_masked_tokens_have_the_public_codes_log_probabilities(golden, given_masks, family):
     folder = golden / family
-    cases, arrays = json.loads((folder / "cases.json").read_text()), load_file(folder / "arrays.safetensors")
+    cases, arrays = read_json(folder / "cases.json"), read_arrays(folder / "arrays.safetensors")
     backbone, info = loaded(folder, suppressed=())
     canvases, laws = [], []
     for case in cases["logits"]:
@@ -95,7 +94,7 @@ def test_masked_tokens_have_the_public_codes_log_probabilities(golden, given_mas
 
 def test_mdlm_tokens_have_the_public_codes_log_probabilities(golden, given_masks):
     folder = golden / "mdlm"
-    cases, arrays = json.loads((folder / "cases.json").read_text()), load_file(folder / "laws.safetensors")
+    cases, arrays = read_json(folder / "cases.json"), read_arrays(folder / "laws.safetensors")
     backbone, info = loaded(folder)
     canvases, laws = [], []
     for case in cases["log_probs"]:
@@ -107,7 +106,7 @@ def test_mdlm_tokens_have_the_public_codes_log_probabilities(golden, given_masks
 
 def test_sedd_tokens_have_the_public_codes_scores_at_the_noise_of_their_time(golden, given_masks):
     folder = golden / "sedd"
-    cases, arrays = json.loads((folder / "cases.json").read_text()), load_file(folder / "laws.safetensors")
+    cases, arrays = read_json(folder / "cases.json"), read_arrays(folder / "laws.safetensors")
     backbone, info = loaded(folder)
     canvases, laws, shares = [], [], []
     for case in cases["score"]:
@@ -122,8 +121,8 @@ def test_sedd_tokens_have_the_public_codes_scores_at_the_noise_of_their_time(gol
 def test_sdar_blocks_have_the_log_probabilities_of_the_public_codes_training(golden, given_masks):
     folder = golden / "sdar"
     case, arrays = (
-        json.loads((folder / "train_layout.json").read_text()),
-        load_file(folder / "train_layout.safetensors"),
+        read_json(folder / "train_layout.json"),
+        read_arrays(folder / "train_layout.safetensors"),
     )
     backbone, info = loaded(folder, suppressed=())
     settings = BlockDiffusionSettings(kind="block_diffusion", block_size=case["block_size"])
@@ -146,7 +145,7 @@ def test_texts_that_the_public_code_decoded_greedily_at_block_size_1_are_greedy_
     golden, family, name
 ):
     folder = golden / family
-    public = json.loads((folder / "cases.json").read_text())
+    public = read_json(folder / "cases.json")
     told = [
         case for case in public["cases"] if case.get("verifier_randomness") == "onehot" and case.get(name) is not None
     ]
@@ -163,7 +162,7 @@ def test_texts_that_the_public_code_decoded_greedily_at_block_size_1_are_greedy_
 
 def test_densities_of_any_subset_models_are_those_of_the_public_code(golden):
     folder = golden / "xlnet_asarm"
-    cases = json.loads((folder / "cases.json").read_text())["cases"]
+    cases = read_json(folder / "cases.json")["cases"]
     backbone, info = loaded(folder, suppressed=())
     requests: list[Request] = []
     expected = []
@@ -183,8 +182,8 @@ def test_densities_of_any_subset_models_are_those_of_the_public_code(golden):
 
 def test_the_joint_of_any_subset_models_is_that_of_the_public_code(golden):
     folder = golden / "xlnet_asarm"
-    joint = json.loads((folder / "cases.json").read_text())["joint"]
-    expected = load_file(folder / "arrays.safetensors")[joint["exact_joint"]["array"]]
+    joint = read_json(folder / "cases.json")["joint"]
+    expected = read_arrays(folder / "arrays.safetensors")[joint["exact_joint"]["array"]]
     backbone, info = loaded(folder / "joint_model", suppressed=())
     scored, requests = np.asarray(joint["masked_in_order"]), []
     fills = np.random.default_rng(0).integers(0, expected.shape[0], (60, len(scored)))

@@ -220,6 +220,7 @@ class World:
             units=len(self.job.rows),
             rows=sum(self.job.rows),
             tokens=sum(self.job.rows),
+            spec=SimpleNamespace(task=None),
             fingerprint=FINGERPRINT,
             sizes=self.job.sizes,
             pass_=1,

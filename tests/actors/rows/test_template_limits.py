@@ -75,6 +75,13 @@ def test_lipsum_is_not_there_and_texts_that_are_no_formats_are_not_refused() -> 
     )
 
 
+def test_lists_are_joined_by_a_sum_within_the_limits() -> None:
+    assert ChatTemplate("{{ [[1], [2, 3]]|sum(start=[]) }}", {})(SAID) == "[1, 2, 3]"
+    many = "{% set many = [['a'] * 1000] * 2000 %}{{ (many|sum(start=[]))|length }}"
+    with pytest.raises(SecurityError, match="a template makes"):
+        ChatTemplate(many, {})(SAID)
+
+
 def test_each_rendering_has_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "MOST_STEPS", 50)
     template = ChatTemplate("{% for a in range(30) %}{{ loop.index }}{% endfor %}", {})

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.commit import commit_unit, write_manifest
@@ -77,7 +78,6 @@ def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, **changes: An
 
 def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: Any) -> None:
     """The same in any store."""
-    fingerprint = "f" * 64
     spec = check_spec(
         {
             "name": store.url.rpartition("/")[2],
@@ -92,6 +92,17 @@ def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: 
     results = spec.results_key() | {"schema_version": SCHEMA_VERSION}
     results["input"] |= {"files": "aa"}
     results["model"] |= {"tokenizer": "t", "weights": "w" * 64, "family": "llama"}
+    fingerprint = digest(results)
+    parts = [rows[len(rows) * unit // units : len(rows) * (unit + 1) // units] for unit in range(units)]
+    sizes = [len(some) for some in parts]
+    part = {
+        "name": "_plan-0.parquet",
+        "first": 0,
+        "units": units,
+        "rows": len(rows),
+        "unit_rows": sizes,
+        "unit_tokens": sizes,
+    }
     plan = {
         "format": 1,
         "fingerprint": fingerprint,
@@ -100,11 +111,10 @@ def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: 
         "results": results,
         "spec": spec.model_dump(mode="json"),
         "inputs": [asdict(FILE)],
-        "parts": [],
+        "parts": [part],
         "keep": None,
     }
     store.create("_plan.json", json.dumps(plan).encode())
-    parts = [rows[len(rows) * unit // units : len(rows) * (unit + 1) // units] for unit in range(units)]
     done = [
         commit_unit(store, unit=unit, table=_table(part, unit), fingerprint=fingerprint, code_version="0.1.0")
         for unit, part in enumerate(parts)

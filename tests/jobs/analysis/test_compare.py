@@ -14,6 +14,7 @@ import pytest
 from scipy import stats
 
 from draftmill.jobs.cli import main
+from draftmill.jobs.plan.fingerprint import digest
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
@@ -171,6 +172,7 @@ def test_texts_are_compared_where_tokenizers_differ(tmp_path: Path, capsys: pyte
     b = write_run(tmp_path / "b", [entry | {"tokens": [9]} for entry in rows])
     plan = json.loads((b / "_plan.json").read_text())
     plan["results"]["model"]["tokenizer"] = "other"
+    plan["fingerprint"] = digest(plan["results"])
     (b / "_plan.json").write_text(json.dumps(plan))
     assert compared(capsys, a, b)["comparisons"][0]["equal"] == {"count": 4, "share": 1.0, "by": "text"}
 

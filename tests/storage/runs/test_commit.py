@@ -224,7 +224,15 @@ def test_a_driver_that_stands_still_behind_its_last_look_writes_over_no_later_ma
     if present:  # of an earlier try
         store.put(MANIFEST, b"{}")
     late, found = commit(store, 0), commit(store, 0)
-    meanwhile = StandsStill(lambda: write_manifest(store, [dataclasses.replace(found, etag="new")], **facts))
+    written = list[int]()
+
+    def another() -> None:
+        if written:
+            raise LeaseLost("another driver has it")
+        written.append(1)
+        write_manifest(store, [dataclasses.replace(found, etag="new")], **facts)
+
+    meanwhile = StandsStill(another)
     with pytest.raises(LeaseLost, match="another driver"):
         write_manifest(store, [late], lease=meanwhile, **facts)  # type: ignore[arg-type]
     manifest = read_manifest(store)

@@ -64,6 +64,14 @@ def test_a_released_lease_is_free_at_once(store: Store) -> None:
     assert acquire(store, "second", 30, clock).epoch == 2
 
 
+def test_a_renewal_that_comes_after_the_release_is_refused(store: Store) -> None:
+    lease = acquire(store, "first", 30, Clock())
+    lease.release()
+    with pytest.raises(LeaseLost):
+        lease.renew()
+    assert holder(store, Clock()) is None
+
+
 def test_releasing_a_lost_lease_harms_nobody(store: Store) -> None:
     clock = Clock()
     first = acquire(store, "first", 30, clock)

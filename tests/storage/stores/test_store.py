@@ -15,6 +15,7 @@ import pytest
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused, UserError
 from draftmill.storage.failpoints import FailpointError
+from draftmill.storage.stores import local
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, open_object
 from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
 from draftmill.storage.stores.store import MemoryStore, delete_strays, open_store, probe
@@ -125,6 +126,25 @@ def test_a_replacer_killed_before_it_renamed_leaves_a_version_to_replace(tmp_pat
     assert version is not None and store.get("lease") == b"killed", "the other one has won, a little later"
     store.replace("lease", b"3", etag=version.etag)
     assert store.get("lease") == b"3"
+
+
+def test_a_replacer_whose_link_another_renames_has_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the link and the rename of one writer another comes, which loses; the first one has an etag of its own version."""
+    store, plain, found = open_store(str(tmp_path)), local.link_new, list[str]()
+    first = store.create("lease", b"1")
+
+    def link_new(temporary: Path, path: Path) -> bool:
+        is_new = plain(temporary, path)
+        if not found:
+            found.append("another")
+            with pytest.raises(Conflict):
+                store.replace("lease", b"another", etag=first.etag)
+        return is_new
+
+    monkeypatch.setattr(local, "link_new", link_new)
+    won = store.replace("lease", b"ours", etag=first.etag)
+    assert (store.get("lease"), won.size) == (b"ours", 4)
+    assert store.replace("lease", b"next", etag=won.etag).size == 4 and found
 
 
 def test_list_gives_finished_objects_in_order_of_names(store: Store) -> None:
