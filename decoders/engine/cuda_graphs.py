@@ -198,7 +198,8 @@ class Graphs:
             self._fill(inputs, batch)
             replay, result = self._recorder.capture(lambda: work(sent))
             replay()
-            wrong = _differing(*torch.stack([result.record, expected.record]).cpu(), batch.num_sums)
+            found, wanted = torch.stack([result.record, expected.record]).cpu()
+            wrong = _differing(found, wanted, batch.num_sums)
         except torch.OutOfMemoryError:
             drop_all()
             return
