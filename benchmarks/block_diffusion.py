@@ -17,7 +17,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -37,7 +37,7 @@ from benchmarks.causal import equal_share, header, row
 from benchmarks.causal_runs import Plan, held_out_prompts
 from benchmarks.public_block import PublicBlock
 from benchmarks.public_causal import Generated
-from draftmill.decoders.backbones.load import load_backbone, pick_device
+from draftmill.decoders.backbones.load import pick_device
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import DecoderChoice
@@ -227,12 +227,10 @@ def bench_of(flags: argparse.Namespace, requests: list[Request], other: Path | N
     """Load what is measured."""
     device = pick_device(flags.device)
     model = load(flags.model, device, decoder="s2d2")
-    # Load a separate model: ours packs its weights, so its module cannot be shared.
-    plain = cast(Any, load_backbone(flags.model, device=device, dtype="float64")).model.float()
     return Bench(
         model=model,
         other=load(other, device, decoder="autoregressive") if other else None,
-        loop=PublicBlock.of(plain, model.info, device),
+        loop=PublicBlock.of(flags.model, model.info, device),
         requests=requests,
         rows=flags.slots,
         blocks=flags.blocks,

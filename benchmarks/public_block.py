@@ -14,15 +14,17 @@ Legend: T tokens of a block.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.public_causal import Generated
 from draftmill.decoders.base import HOLE, ModelInfo, Request
@@ -47,13 +49,13 @@ class PublicBlock:
         self._forwards = 0
 
     @classmethod
-    def of(cls, module: Any, info: ModelInfo, device: str) -> PublicBlock:
-        """The loop over the weights of a Qwen3 `module`, which is not changed."""
+    def of(cls, folder: Path, info: ModelInfo, device: str) -> PublicBlock:
+        """The loop over the weights of an SDAR model, by transformers' Qwen3."""
         assert info.mask_id is not None, "a block-diffusion model without a mask"
-        config = type(module.config).from_dict(module.config.to_dict())
-        config._attn_implementation = "sdpa"
-        model: Any = Qwen3ForCausalLM(config)
-        model.load_state_dict(module.state_dict(), strict=False)
+        fields = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3", "architectures": None}
+        config: Any = Qwen3Config.from_dict(fields)
+        more: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        model: Any = Qwen3ForCausalLM.from_pretrained(folder, config=config, **more)
         place = torch.device(device)
         return cls(model.to(place).eval(), info.mask_id, sorted({*info.suppressed, info.mask_id}), place)
 

@@ -122,9 +122,12 @@ class NoiseCache:
         missing_R = self._held_SC[slot_R, rank_R % self._num_cells] != rank_R
         if missing_R.any():
             self._fill(slot_R[missing_R], rank_R[missing_R])
-            held_R = self._held_SC[slot_R, rank_R % self._num_cells]
-            assert (held_R == rank_R).all(), "Algorithm.window is too small: two ranks of a forward share a cell"
-        return self._noise_CV.index_select(0, torch.from_numpy(slot_R * self._num_cells + rank_R % self._num_cells))
+        noise_RV = self._noise_CV.index_select(0, torch.from_numpy(slot_R * self._num_cells + rank_R % self._num_cells))
+        lost_R = self._held_SC[slot_R, rank_R % self._num_cells] != rank_R
+        if lost_R.any():  # ranks of one forward that share a cell: rows of a probe, or a window that is too small
+            none_L = np.zeros(int(lost_R.sum()), np.int64)
+            noise_RV[torch.from_numpy(lost_R)] = self._compute(slot_R[lost_R], rank_R[lost_R], none_L)
+        return noise_RV
 
     def _fill(self, slot_N: Ints, rank_N: Ints) -> None:
         """Compute what is missing; where this is cheap also the ranks after the last one of each slot."""

@@ -229,7 +229,10 @@ def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path: Pat
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
-    allowed = [str(tmp_path / "out"), str(temporary), "/dev/null", "/dev/shm", "/proc/self"]
+    cache = tmp_path / "home" / ".cache" / "draftmill"  # hashes of models; the folders above it are made with it
+    allowed = [str(tmp_path / "out"), str(temporary), str(cache), "/dev/null", "/dev/shm", "/proc/self"]
+    cache.mkdir(parents=True)
+    before.append("home")
     code = WRITER.format(root=str(ROOT), allowed=allowed, spec=str(spec), run=str(run))
     done = subprocess.run(
         [sys.executable, "-c", code],
