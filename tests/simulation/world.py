@@ -134,7 +134,7 @@ class World:
         return 8 if self.fair else self.rng.randint(1, 4)
 
     def wait_for_answer(self, process: Process, verb: str, name: str) -> None:
-        """Note the kind of an access; if it is slow, let whoever asks wait for SLOW_S."""
+        """Note the kind of an access; if that kind is slow, the caller waits for SLOW_S."""
         kind = process.is_driver, verb, name.partition("/")[0]
         self.kinds.add(kind)
         if kind != self.slow:
