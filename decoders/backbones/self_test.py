@@ -134,7 +134,10 @@ def check_masking(backbone: ModuleBackbone) -> None:
     finally:
         backbone.forget()
     if not torch.isfinite(calm).all():
-        raise ValueError(f"model.dtype: in {backbone.dtype} this model's hidden states contain NaN or infinity")
+        raise ValueError(
+            f"model.dtype: in {backbone.dtype} this model's hidden states contain NaN or infinity; allowed: a wider dtype, or "
+            "weights and a config.json without wrong numbers"
+        )
     if backbone.is_foreign and not (torch.equal(calm, others) and torch.equal(calm, alone)):
         # Code that is not ours may round by the shape of a batch.
         backbone.rules, backbone.exact = dataclasses.replace(backbone.rules, exact=False), False

@@ -317,7 +317,8 @@ def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: in
         )
     mask = own if mask_id is None else mask_id
     if mask is not None and not 0 <= mask < vocab_size:
-        raise ValueError(f"model.mask_id: {mask} is outside the vocabulary; allowed: 0 .. {vocab_size - 1}")
+        origin = "" if mask_id is not None else " (by config.json, or the family's default)"
+        raise ValueError(f"model.mask_id: {mask} is outside the vocabulary; allowed: 0 .. {vocab_size - 1}{origin}")
     return mask
 
 
