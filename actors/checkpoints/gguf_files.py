@@ -117,6 +117,8 @@ def check_gguf(file: Path) -> None:
         except _Short:
             reason = f"it ends within its header, after {_mb(size)}"
             raise DamagedGGUF(f"{file.name} is cut off or damaged: {reason}") from None
+        except DamagedGGUF as error:
+            raise DamagedGGUF(f"{file.name}: {error}") from None
     if needed > size:
         raise DamagedGGUF(f"{file.name} is cut off: it has {_mb(size)}, its table of tensors needs {_mb(needed)}")
 

@@ -99,6 +99,7 @@ def merge_into(plain: Any, adapter: Path) -> Any:
     """The model with the adapter's weights added to its own."""
     from peft import PeftConfig, PeftModel
     from peft.utils import get_peft_model_state_dict
+    from safetensors import SafetensorError
 
     config = PeftConfig.from_pretrained(str(adapter))
     kind = getattr(config.peft_type, "value", config.peft_type)
@@ -106,6 +107,8 @@ def merge_into(plain: Any, adapter: Path) -> Any:
         raise MergeRefused(f"it is of type {kind}, which adds to prompts and can't be merged into weights")
     try:
         model = PeftModel.from_pretrained(plain, str(adapter))
+    except SafetensorError as error:
+        raise MergeRefused(f"{ADAPTER_WEIGHTS} is damaged or not a safetensors file: {error}") from error
     except (ValueError, RuntimeError, KeyError) as error:
         raise MergeRefused(f"it does not fit the model: {' '.join(str(error).split())[:400]}") from error
     if not hasattr(model, "merge_and_unload"):
@@ -163,7 +166,7 @@ def main(arguments: list[str]) -> int:
     except MergeRefused as error:
         refuse(f"the adapter in {adapter} can't be merged: {error}")
         return 2
-    except (ValueError, TypeError, KeyError, OSError) as error:  # a damaged config or file
+    except (ValueError, TypeError, KeyError, OSError, ImportError) as error:  # a damaged config or file
         reason = " ".join(str(error).split())[:400]
         files = f"{ADAPTER_CONFIG}, {ADAPTER_WEIGHTS}"
         refuse(f"the adapter in {adapter} ({files}) can't be merged: {type(error).__name__}: {reason}")

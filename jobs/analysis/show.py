@@ -206,6 +206,10 @@ class Remaking:
             trace = read_parquet(part.store.get(trace_name(unit))).to_pylist()
         except NotFound:  # it may have been deleted: nothing else needs it
             return {}
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(
+                f"{trace_name(unit)} is damaged: {error}; delete it to see texts without its steps"
+            ) from None
         found: dict[SampleName, dict[int, int]] = {name: {} for name in names}
         for step in trace:
             if name_of(step) in names:

@@ -466,7 +466,7 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
         says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
     elif value is not None:
         says = f"no row has a text in a column {column!r}; the first one that has it holds {type(value).__name__} there"
-    return UserError(f"{says}{delimiter_hint(inputs, s3)}", field=f"input.columns.{name}")
+    return UserError(f"{says} ({inputs[0].name}){delimiter_hint(inputs, s3)}", field=f"input.columns.{name}")
 
 
 TEXT_COLUMNS: Final = ("text", "prompt", "completion", "prefix", "suffix", "system")

@@ -422,7 +422,8 @@ def length_note(task: Task, info: ModelInfo) -> str | None:
 def check_chat(spec: JobSpec, tokenizer: Tokenizer | None) -> None:
     """Raise UserError if the task is a chat and the tokenizer has no chat template."""
     if not isinstance(spec.task, Infill) and spec.task.chat and (tokenizer is None or tokenizer.chat is None):
-        raise UserError("the tokenizer has no chat template; allowed: false", field="task.chat")
+        reason = "the tokenizer has no chat template (no file chat_template.jinja, and none in tokenizer_config.json)"
+        raise UserError(f"{reason}; allowed: false", field="task.chat")
 
 
 def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[str, Any] | None:

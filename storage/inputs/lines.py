@@ -227,8 +227,8 @@ _Record = tuple[int, int, list[str] | str]
 """A record's row, its byte offset, and its fields or the reason why it can't be read."""
 
 
-def csv_reader(delimiter: str) -> Reader:
-    """Return a reader, for one file, of delimited records under a header line.
+def csv_reader(name: str, delimiter: str) -> Reader:
+    """Return a reader, for the file of this name, of delimited records under a header line.
 
     All values are strings; blank lines are skipped. If a record's quotes don't end, it alone fails: reading continues at the
     next line.
@@ -240,10 +240,10 @@ def csv_reader(delimiter: str) -> Reader:
         nonlocal header
         source = _Lines(stream, start.offset)
         if start.offset == 0:
-            header = _read_header(source, delimiter)
+            header = _read_header(source, name, delimiter)
         elif header is None:
             stream.seek(0)
-            header = _read_header(_Lines(stream, 0), delimiter)
+            header = _read_header(_Lines(stream, 0), name, delimiter)
             stream.seek(start.offset)
         for row, offset, fields in _records(source, delimiter, start.row):
             if isinstance(fields, str):
@@ -258,16 +258,16 @@ def csv_reader(delimiter: str) -> Reader:
     return rows
 
 
-def likely_delimiter(stream: BufferedReader, delimiter: str) -> str | None:
+def likely_delimiter(stream: BufferedReader, name: str, delimiter: str) -> str | None:
     """Another delimiter, if the header at the stream's start has one column whose name contains it; else None.
 
     Raises UserError if the header can't be used.
     """
-    header = _read_header(_Lines(stream, 0), delimiter)
+    header = _read_header(_Lines(stream, 0), name, delimiter)
     return next((other for other in (";", "\t", "|", ",") if other in header[0]), None) if len(header) == 1 else None
 
 
-def _read_header(source: _Lines, delimiter: str) -> list[str]:
+def _read_header(source: _Lines, name: str, delimiter: str) -> list[str]:
     """Read the column names from the start; `source` is then after them."""
     _, _, names = next(_records(source, delimiter, 0), (0, 0, list[str]()))
     if isinstance(names, str):
@@ -278,7 +278,7 @@ def _read_header(source: _Lines, delimiter: str) -> list[str]:
         problem = f"not valid UTF-8{_likely_format(names[0].encode('utf-8', 'surrogateescape'))}"
     else:
         return names
-    raise UserError(f"the header of a csv file can't be used: {problem}", field=FIELD)
+    raise UserError(f"the header of the csv file {name} can't be used: {problem}", field=FIELD)
 
 
 def _has_surrogates(text: str) -> bool:

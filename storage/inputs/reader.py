@@ -168,7 +168,7 @@ def _reader(file: InputFile, chunk_chars: int | None) -> lines.Reader:
     if file.format in {"txt", "text"} and chunk_chars is not None:
         return lines.piece_reader(chunk_chars)
     if file.format == "csv":
-        return lines.csv_reader(_delimiter_of(file))
+        return lines.csv_reader(file.name, _delimiter_of(file))
     return {"jsonl": lines.jsonl_rows, "txt": lines.txt_rows, "text": lines.whole_rows}[file.format]
 
 
@@ -189,7 +189,7 @@ def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
     for file in files:
         if file.format == "csv":
             with open_stream(file, s3=s3) as stream:
-                other = lines.likely_delimiter(stream, _delimiter_of(file))
+                other = lines.likely_delimiter(stream, file.name, _delimiter_of(file))
             if other is not None:
                 named = "tab" if other == "\t" else other
                 return f"; the header of {file.name} looks delimited by {other!r}: set input.delimiter to '{named}'"

@@ -698,7 +698,8 @@ def _templates(sound: Path) -> Iterator[Case]:
     yield from _of("template", "model/chat_template.jinja", of_any_file(data, 14), run)
     yield from _of("template", "model/chat_template.jinja", of_text(data), run)
     data = (sound / "examples.jsonl").read_bytes()
-    run = _on_spec(prompt="{template: '{{ text }}', examples: {path: examples.jsonl, k: 2}}")[1]
+    shown = "{% for one in examples %}{{ one.text }}{% endfor %}{{ text }}"
+    run = _on_spec(prompt=f"{{template: '{shown}', examples: {{path: examples.jsonl, k: 2}}}}")[1]
     yield from _of("template", "examples.jsonl", of_any_file(data, 15), run)
     yield from _of("template", "examples.jsonl", of_text(data), run)
 
