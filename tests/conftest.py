@@ -56,13 +56,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not want
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as slow all but one in n cases of a test with the mark `one_in(n)`; leave out `soak` without its option."""
+    """Mark as slow all but one in n cases of a test with the mark `one_in(n)`, and with `one_in(n, soak=m)` as soak all but one
+    in m; leave out `soak` without its option."""
     cases = Counter[str]()
     for item in items:
         if mark := item.get_closest_marker("one_in"):
             test = item.nodeid.partition("[")[0]
             if cases[test] % mark.args[0]:
                 item.add_marker("slow")
+            if cases[test] % mark.kwargs.get("soak", 1):
+                item.add_marker("soak")
             cases[test] += 1
     if config.getoption("--soak"):
         return
