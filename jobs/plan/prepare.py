@@ -268,7 +268,8 @@ def read_examples(examples: Examples, s3: S3Options) -> list[dict[str, Any]]:
             f"{examples.k}, but {examples.path} has {counted(len(chosen), 'row')}", field="prompt.examples.k"
         )
     if bad := [row for row in chosen if row.error is not None]:
-        raise UserError(f"row {bad[0].row} can't be read: {bad[0].error}", field="prompt.examples.path")
+        reason = f"row {bad[0].row} of {examples.path} can't be read: {bad[0].error}"
+        raise UserError(reason, field="prompt.examples.path")
     return [plain(row.values or {}) for row in chosen]
 
 

@@ -545,7 +545,7 @@ def _csv() -> Iterator[Damage]:
     yield "a header alone", b"id,text\n"
     yield "no names", b",,\na,b,c\n"
     yield "100,000 columns", b",".join([b"c%d" % n for n in range(100_000)]) + b"\n"
-    yield "a long field", b"id,text\na," + b"x" * 10**7 + b"\n"
+    yield "a long field", b"id,text\na," + b"x" * 4 * 10**6 + b"\n"
     yield "a bare return", b"id,text\ra,b\r"
     yield "NULs", b"id,text\n" + bytes(1000)
 

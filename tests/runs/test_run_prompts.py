@@ -95,7 +95,7 @@ def test_examples_that_are_not_there_and_columns_that_no_row_has_are_refused_bef
             prepare(spec, open_store(spec.output.path))
     (world.folder / "shots.jsonl").write_text('{"q": 1}\n{broken\n')
     spec = spec_of(world, "never", examples={"path": str(world.folder / "shots.jsonl"), "k": 2})
-    with pytest.raises(UserError, match=r"prompt\.examples\.path: row 1 can't be read: bad_json"):
+    with pytest.raises(UserError, match=r"prompt\.examples\.path: row 1 of .*can't be read: bad_json"):
         prepare(spec, open_store(spec.output.path))
     with pytest.raises(
         UserError, match=r"prompt\.template: no row has all columns: 'answer' is undefined; the row has"
