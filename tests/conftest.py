@@ -64,8 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             test = item.nodeid.partition("[")[0]
             if cases[test] % mark.args[0]:
                 item.add_marker("slow")
-            if cases[test] % mark.kwargs.get("soak", 1):
-                item.add_marker("soak")
+                if cases[test] % mark.kwargs.get("soak", 1):
+                    item.add_marker("soak")
             cases[test] += 1
     if config.getoption("--soak"):
         return

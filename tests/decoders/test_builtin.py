@@ -66,7 +66,7 @@ def baseline(model, requests):
     ]
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(17, soak=3)
 @pytest.mark.parametrize("rows", [1, 3, 16, 64])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_speculative_text_is_sequential_text_token_for_token(model, requests, baseline, variant, rows):

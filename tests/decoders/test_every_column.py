@@ -181,7 +181,7 @@ def compare(case: Case, requests: list[Request], *, scores: bool = False) -> Non
                 assert columns == expected[index], (case, rows)
 
 
-@pytest.mark.one_in(53)
+@pytest.mark.one_in(53, soak=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_batch_changes_a_bit_of_a_result(monkeypatch, case):
     monkeypatch.setattr(DraftBudget, "plan", random_lengths)

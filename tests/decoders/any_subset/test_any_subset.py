@@ -34,7 +34,7 @@ def table():
     return TableBackbone(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
 
 
-@pytest.mark.one_in(53)
+@pytest.mark.one_in(53, soak=3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("warp", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 2}], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16])
@@ -95,7 +95,7 @@ def test_the_sequential_decoder_equals_its_reference():
         assert outcomes[request.index].nfe == trail.nfe == len(trail.tokens) - num_prompt
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(7, soak=3)
 @pytest.mark.parametrize("variant", ["self", "rows", "ends"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("k", [2, 3, 5, 8])

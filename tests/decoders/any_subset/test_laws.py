@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(17, soak=3)
 @pytest.mark.parametrize(("name", "canvas", "k"), CASES)
 def test_every_variant_has_the_sequential_law_to_1e_12(name, canvas, k):
     law = law_of(setup(), variant(name, k), [request(CANVASES[canvas])], 0)

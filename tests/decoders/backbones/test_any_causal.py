@@ -150,6 +150,7 @@ def test_greedy_texts_are_those_of_generate(name, load):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.one_in(99, soak=3)
 def test_lossless_decoders_give_the_text_of_autoregressive(name, temperature, load):
     folder, _, backbone = load(name)
     info, sampling = inspect_model(folder), Sampling(temperature=temperature)

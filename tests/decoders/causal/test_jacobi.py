@@ -77,7 +77,7 @@ def agree(outcomes, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(11, soak=3)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("stops", [Stops(), Stops(ids=(2,))], ids=["free", "stopped"])
 def test_every_setting_gives_the_sequential_text_in_no_more_forwards(table, sampling, stops):

@@ -51,7 +51,7 @@ def sequential(requests, sampling=Sampling(), **more):  # noqa: B008
 # ---- the text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(17, soak=2)
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("warp", WARPS, ids=str)
 def test_coupled_text_is_the_autoregressive_text(warp, steps):
@@ -100,7 +100,7 @@ def same_as_reference(outcome, trail, num_prompt):
     assert outcome.accept_hist == np.bincount(trail.committed).tolist()
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(11, soak=3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("window", ["short", "full"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])

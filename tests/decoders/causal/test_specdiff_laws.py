@@ -151,6 +151,7 @@ def request_of(index, prompt=2, holes=3):
 @pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (2, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("window", ["short", "full"])
 @pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.one_in(99, soak=3)
 @pytest.mark.slow
 def test_the_decoder_in_the_engine_has_the_autoregressive_law(gamma, steps, window, with_head):
     heads = toy_heads(VOCAB + 1) if with_head else None

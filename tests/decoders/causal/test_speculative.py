@@ -87,7 +87,7 @@ def requests_of(*canvases):
 # ---- the text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(19)
+@pytest.mark.one_in(19, soak=2)
 @pytest.mark.parametrize("drafter", ALL)
 @pytest.mark.parametrize("warp", WARPS, ids=str)
 def test_coupled_text_is_the_autoregressive_text(drafter, warp):

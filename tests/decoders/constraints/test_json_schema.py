@@ -187,7 +187,7 @@ class Schemas:
         return {"type": self.rng.choice(["string", "integer", "boolean", "array"]), "not": self.any(depth - 1)}
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(12, soak=3)
 @pytest.mark.parametrize("seed", range(60))
 def test_texts_of_generated_schemas_are_valid_at_every_length(seed):
     rng, outcomes = random.Random(seed), Counter[str]()

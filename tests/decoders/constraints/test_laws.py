@@ -237,7 +237,7 @@ def requests_of(
     return made
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(5, soak=3)
 @pytest.mark.parametrize("sampling", WARPS, ids=str)
 @pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] != "baseline"])
 def test_coupled_every_decoder_gives_the_texts_of_its_baseline_and_all_match(kind, name, sampling):

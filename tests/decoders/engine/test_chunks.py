@@ -119,6 +119,7 @@ def whole(name: str, acceptance: str) -> tuple[dict[int, list[Any]], int]:
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 64])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(99, soak=3)
 @pytest.mark.slow
 def test_texts_log_probabilities_and_counts_are_the_same_bits_under_any_budget(name: str, budget: int) -> None:
     expected, rows = whole(name, "coupled")

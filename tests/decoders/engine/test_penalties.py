@@ -127,7 +127,7 @@ def plain_request(canvas: list[int], index: int = 0) -> Request:
     return Request(index, sample_key(0, str(index)), np.array(canvas, dtype=np.int32))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(5, soak=3)
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("name", PENALTIES)
 def test_a_causal_text_has_the_law_of_transformers_processors(name, warp):
@@ -228,7 +228,7 @@ def test_under_rejection_every_decoder_has_the_law_of_its_baseline(kind, decoder
         assert total_variation(*laws) < 1e-12
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(17, soak=3)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), WARPS["all"]], ids=str)
 @pytest.mark.parametrize(("kind", "decoder"), LOSSLESS)
 def test_coupled_every_decoder_gives_the_texts_of_its_baseline_in_mixed_batches(kind, decoder, sampling):

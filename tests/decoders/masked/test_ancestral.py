@@ -182,7 +182,7 @@ def by_chances(monkeypatch, key):
     return use
 
 
-@pytest.mark.one_in(29)
+@pytest.mark.one_in(29, soak=5)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("predictor", PREDICTORS)
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def by_reference(request, settings, sampling):
     )
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(11, soak=4)
 @pytest.mark.parametrize("predictor", PREDICTORS)
 @pytest.mark.parametrize("steps", [1, 3, 20])
 @pytest.mark.parametrize("warp", [{}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.8}], ids=str)
