@@ -22,7 +22,8 @@ STORE_FULL = "store_full"
 """The `error_kind` of an INFRA failure whose reason is a full disk: a retry helps only once somebody makes room."""
 
 CHANGED_INPUT = "changed_input"
-"""The `error_kind` of an INFRA failure whose reason is an input that is not what was planned: a retry never helps."""
+"""The `error_kind` of an INFRA failure whose reason is an input that is not what was planned, or a damaged file of results: a
+retry never helps."""
 
 MOST_UNITS = 4
 """Maximum units that a worker holds: one that waits, and those that are being decoded or written."""

@@ -30,7 +30,7 @@ from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Eff
 from draftmill.actors.planning.beginnings import group_texts
 from draftmill.actors.rows.samples import Meter, Sample, length_of
 from draftmill.decoders.base import HOLE, Decoder, Outcome
-from draftmill.storage.errors import ChangedInput, RowError, StoreError, StoreFull, UserError
+from draftmill.storage.errors import ChangedInput, DamagedRun, RowError, StoreError, StoreFull, UserError
 
 _log = logging.getLogger(__name__)
 
@@ -308,7 +308,8 @@ class UnitRunner:
 def unit_failure(unit: WorkUnit, error: BaseException, *, worker: str, stage: str) -> Failure:
     """The failure of a unit: INFRA for errors of stores and machines, TASK for all others, which its rows may cause."""
     infra = isinstance(error, StoreError | UserError | OSError)
-    kinds = ((StoreFull, STORE_FULL), (ChangedInput, CHANGED_INPUT))
+    remedy = "; put the planned content back" if isinstance(error, ChangedInput) else ""
+    kinds = ((StoreFull, STORE_FULL), (ChangedInput, CHANGED_INPUT), (DamagedRun, CHANGED_INPUT))
     return Failure(
         lease=unit.lease,
         unit=unit.unit,
@@ -316,7 +317,7 @@ def unit_failure(unit: WorkUnit, error: BaseException, *, worker: str, stage: st
         kind="INFRA" if infra else "TASK",
         error_kind=next((kind for of, kind in kinds if isinstance(error, of)), "store" if infra else "worker_error"),
         stage=stage,
-        error=str(error) if isinstance(error, StoreError | UserError) else f"{type(error).__name__}: {error}",
+        error=f"{error}{remedy}" if isinstance(error, StoreError | UserError) else f"{type(error).__name__}: {error}",
     )
 
 

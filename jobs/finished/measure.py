@@ -271,6 +271,8 @@ def measure_units(
                 backend.retire(pool)
             else:
                 pool.close()
+    if finish.how == "unusable":
+        raise UserError(finish.message)
     if finish.how in {"failed", "full"}:
         raise StoreError(f"{finish.message}; run it again to resume")
     return is_done

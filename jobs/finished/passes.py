@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from draftmill.jobs.plan.plan import Plan, load_plan, names_of
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.runs.commit import Manifest, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
@@ -143,11 +143,11 @@ def failed_rows(part: Pass) -> Iterator[pa.Table]:
 def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Every row of the run once, in plan order, from the last finished pass that has it; one table per unit.
 
-    `columns` selects columns, None for all. Raises StoreError if the passes don't match each other.
+    `columns` selects columns, None for all. Raises DamagedRun if the passes don't match each other.
     """
     wanted = None if columns is None else list(dict.fromkeys(["id", "sample", "status", *columns]))
-    streams = [_rows_of(part, wanted) for part in finished_passes(passes)]
-    for table in reduce(_overlay, streams):
+    first, *later = finished_passes(passes)
+    for table in reduce(lambda before, part: _overlay(before, part, wanted), later, _rows_of(first, wanted)):
         yield table if columns is None else table.select(list(columns))
 
 
@@ -159,21 +159,23 @@ def _rows_of(part: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         yield table.replace_schema_metadata(None)
 
 
-def _overlay(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The rows of `before`, with the failed ones replaced by the rows of `after`, in order."""
-    later = PassRows(after)
+def _overlay(before: Iterator[pa.Table], after: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+    """The rows of `before`, with the failed ones replaced by the rows of the pass `after`, in order."""
+    later = PassRows(_rows_of(after, columns))
     for table in before:
         places = np.flatnonzero(pc.equal(table["status"], "failed").to_numpy())
-        yield _replace_rows(table, places, later.take(len(places))) if len(places) else table
+        yield _replace_rows(table, places, later.take(len(places)), after) if len(places) else table
     if later.take(1) is not None:
-        raise StoreError("a later pass has rows that did not fail in the pass before it; `draftmill verify` says more")
+        raise _mismatch(after, "it has rows that did not fail in the pass before it")
 
 
-def _replace_rows(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
+def _mismatch(part: Pass, reason: str) -> DamagedRun:
+    return DamagedRun(part.store.url, reason, "`draftmill verify` says more")
+
+
+def _replace_rows(table: pa.Table, places: np.ndarray, fresh: pa.Table | None, after: Pass) -> pa.Table:
     if fresh is None or names_of(fresh) != names_of(table.take(places)):
-        raise StoreError(
-            "the rows of a later pass differ from the failed rows of the one before; `draftmill verify` says more"
-        )
+        raise _mismatch(after, "its rows differ from the failed rows of the pass before it")
     order = np.arange(table.num_rows)
     order[places] = table.num_rows + np.arange(len(places))
     return pa.concat_tables([table, fresh]).unify_dictionaries().take(order)
@@ -181,6 +183,4 @@ def _replace_rows(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -
 
 def _check_names(part: Pass, planned: pa.Table, results: pa.Table) -> None:
     if names_of(planned) != names_of(results):
-        raise StoreError(
-            f"{part.store.url}: the rows of a unit differ from the planned ones; `draftmill verify` says more"
-        )
+        raise _mismatch(part, "the rows of a unit differ from the planned ones")

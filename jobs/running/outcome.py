@@ -227,6 +227,8 @@ def raise_unfinished(store: Store, plan: Plan, finish: Finish, *, by_signal: boo
     """Raise the error that says how an unfinished run ended: Ended, or a StoreError."""
     if finish.how == "full":
         raise StoreFull(full_disk_text(finish))
+    if finish.how == "unusable":
+        raise UserError(finish.message)
     if finish.how == "failed":
         raise StoreError(f"{finish.message}; run it again to resume")
     done = f"{len(done_units(store)):,} of {plan.units:,} units done"

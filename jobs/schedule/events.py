@@ -154,9 +154,10 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The job ends: every unit is done, it was drained, too many samples failed, the disk is full, or it can't continue."""
+    """The job ends: every unit is done, it was drained, too many samples failed, the disk is full, it can't continue now, or it
+    can't continue until somebody puts a file right."""
 
-    how: Literal["done", "drained", "hopeless", "full", "failed"]
+    how: Literal["done", "drained", "hopeless", "full", "failed", "unusable"]
     message: str = ""
 
 

@@ -259,7 +259,7 @@ class Scheduler:
         unit.infra_failures += 1
         full = kind == STORE_FULL
         if kind == CHANGED_INPUT:
-            self._finish("failed", f"{message}; put the planned content back")
+            self._finish("unusable", message)
         elif unit.infra_failures >= (self.limits.full if full else self.limits.infra):
             reason = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
             self._finish("full" if full else "failed", reason)
@@ -411,7 +411,7 @@ class Scheduler:
         if unit.resting_until_s is None and (unit.bisection is not None or not unit.leases):
             self.state.enqueue(lease.unit)
 
-    def _finish(self, how: Literal["done", "drained", "full", "failed"], message: str = "") -> None:
+    def _finish(self, how: Literal["done", "drained", "full", "failed", "unusable"], message: str = "") -> None:
         if self.finished is None:
             self.finished = Finish(how, message)
             self._out.append(self.finished)

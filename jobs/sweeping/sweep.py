@@ -168,6 +168,8 @@ def decode_case(
                 case.fail(TOO_MANY_FAILED, f"{finish.message}; raise errors.max_rate or errors.max_count to continue")
             case "full":
                 case.fail(INTERRUPTED, full_disk_text(finish))
+            case "unusable":
+                case.fail(UNUSABLE, finish.message)
             case "failed":
                 case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
             case _:

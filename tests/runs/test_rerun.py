@@ -182,7 +182,7 @@ def test_verify_sees_a_pass_that_has_other_rows(folder: Path, capsys: pytest.Cap
     assert main(["verify", str(folder / "run")]) == 1
     out = capsys.readouterr().out
     assert "BROKEN: pass 3: " in out and "it has rows that did not fail in the pass before it" in out
-    with pytest.raises(StoreError, match="a later pass has rows"):
+    with pytest.raises(StoreError, match="0003 is damaged: it has rows"):
         list(latest_rows(passes_of(open_store(str(folder / "run")))))
 
 

@@ -323,7 +323,7 @@ def test_a_changed_input_ends_the_job_at_once():
     scheduler = Scheduler(sizes(9), workers=1, limits=Limits())
     (work,) = units_of(started(scheduler))
     (finish,) = scheduler.on(replace(failure(work, "INFRA"), error_kind=CHANGED_INPUT))
-    assert isinstance(finish, Finish) and finish.how == "failed" and finish.message.startswith("it broke; put")
+    assert isinstance(finish, Finish) and finish.how == "unusable" and finish.message == "it broke"
 
 
 def test_a_worker_that_is_not_heard_of_is_killed_and_its_late_answer_still_counts():
