@@ -392,6 +392,7 @@ def test_ssd_has_the_law_of_stepwise_where_three_tokens_are_cut_to_two():
     assert total_variation(*laws) < 1e-12
 
 
+@pytest.mark.one_in(99, soak=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 5])
 def test_ssd_has_the_law_of_stepwise_beside_other_samples_and_in_slots_that_are_refilled(number: int):

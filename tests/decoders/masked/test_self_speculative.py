@@ -47,7 +47,7 @@ def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
     return requests
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(17, soak=3)
 @pytest.mark.parametrize(
     ("draft_length", "tree"), [*((length, "chain") for length in range(1, 9)), (2, "mixed"), (5, "mixed")]
 )
@@ -108,7 +108,7 @@ def masks_only(length):
     return Request(0, 7, np.full(length, -1, dtype=np.int32))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, soak=3)
 @pytest.mark.parametrize("block_length", [None, 1, 3])
 @pytest.mark.parametrize("draft_length", range(1, 9))
 def test_a_model_that_keeps_its_mind_gives_all_drafts_and_one_token_more(draft_length, block_length):
