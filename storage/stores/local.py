@@ -33,6 +33,8 @@ class LocalStore:
 
     def get(self, name: str) -> bytes:
         with translate_errors(self._path(name)) as path:
+            if path.is_dir():  # as on S3, where a folder is no object
+                raise NotFound(f"{path} is a folder, not a file")
             return path.read_bytes()
 
     def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:

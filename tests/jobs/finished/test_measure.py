@@ -369,10 +369,17 @@ def test_what_can_not_be_measured_is_refused_before_any_work(
     )
 
 
-def test_a_damaged_result_ends_a_measure_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_damaged_result_ends_a_measure_at_once(
+    tmp_path: Path, is_folder: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = write(tmp_path)
     damaged = sorted((tmp_path / "run" / "data").iterdir())[0]
-    damaged.write_bytes(b"odd")
+    damaged.unlink()
+    if is_folder:
+        damaged.mkdir()
+    else:
+        damaged.write_bytes(b"odd")
     assert measure(store, "length") == 2
     said = capsys.readouterr().err
     assert f"{damaged.name} is damaged" in said and "times" not in said
