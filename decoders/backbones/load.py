@@ -137,7 +137,6 @@ def _load_module(
     from draftmill.decoders.backbones.ddit import DDiTBackbone
     from draftmill.decoders.backbones.network import RotaryBackbone
     from draftmill.decoders.backbones.self_test import check_masking
-    from draftmill.decoders.backbones.transformer import TransformerBackbone
 
     # Our own networks keep some of their weights in float32 whatever their dtype.
     # transformers puts the weights of the other causal models together on the CPU; small ones are made there, too.
@@ -146,17 +145,15 @@ def _load_module(
     full = family.full_names(weights)
     weights = {full[name]: tensor for name, tensor in weights.items()}
     kinds: Any = {"exact": exact, "small": small}
-    backbone: AnyCausalBackbone | DDiTBackbone | RotaryBackbone | TransformerBackbone
+    backbone: AnyCausalBackbone | DDiTBackbone | RotaryBackbone
     if family.ddit is not None:
         backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device, exact=exact)
     elif family.rotary is not None:
         weights = family.convert(weights)
         backbone = RotaryBackbone(family.rotary(config), weights, dtype=dtype, device=device, **kinds)
-    elif family.any_causal:
-        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, **kinds)
     else:
-        assert family.causal is not None
-        backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device, **kinds)
+        assert family.any_causal, "all other families have a network of their own"
+        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, **kinds)
     check_masking(backbone)
     return backbone
 

@@ -34,7 +34,7 @@ from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_p
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.speculator_files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.split import SplitBackbone
-from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone, TransformerBackbone
+from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone
 from draftmill.decoders.kernels.find import forget_verdicts, verdicts
 
 Turn = Tensor
@@ -288,7 +288,7 @@ def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor 
 def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Speculator:
     """Load a head onto the device of its target; ValueError as read_speculator, where its tensors do not fit its config, or where
     the target is of a kind whose layers can't be read."""
-    kinds = RotaryBackbone, TransformerBackbone, AnyCausalBackbone
+    kinds = RotaryBackbone, AnyCausalBackbone
     if not isinstance(target, kinds) or isinstance(target, SplitBackbone):
         raise ValueError(
             "decoder.drafter.kind: 'head' reads states of the model's layers; allowed: a causal model on one device"

@@ -1,8 +1,6 @@
-"""The causal model families: their transformers classes and the tensors of their checkpoints.
+"""The causal model families of network.py: how config.json names their sizes, and the tensors of their checkpoints.
 
-A checkpoint is described from its JSON alone (config_fields.py, and `shapes_of` below). transformers takes seconds to import,
-and is imported only where the weights are loaded (`parse_config`, `empty_model`). Only its own classes are used: a checkpoint's
-remote code is never run.
+A checkpoint is described from its JSON alone (config_fields.py, and `shapes_of` below); its remote code is never run.
 """
 
 from __future__ import annotations
@@ -54,24 +52,12 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
-def _gpt_neo_windows(config: Any) -> tuple[int | None, ...]:
-    window = _window(config.window_size, "window_size")
-    return tuple(window if kind == "local" else None for kind in config.attention_layers)
-
-
-def _own_fields(config: Config) -> Config:
-    """Remove the fields of grouped heads, which GPT-2's modules do not read."""
-    return {key: value for key, value in config.items() if key not in {"num_key_value_heads", "head_dim"}}
-
-
 @dataclass(frozen=True, slots=True)
 class CausalFamily:
     """One architecture. `prefix` is what public checkpoints put before the names of the base model, or leave out.
 
-    `buffers` are tensors that checkpoints may hold and no module reads, `{}` standing for the layer. `position_table` says
-    that positions are learned, so texts cannot be longer than the table. `windows` says how many positions back each layer
-    sees, its own included, None for all. Where the module that runs the weights is not the
-    family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out.
+    `buffers` are tensors that checkpoints may hold and no module reads, `{}` standing for the layer. `windows` says how many
+    positions back each layer sees, its own included, None for all. `convert` gives weights the names of transformers' Llama.
     `translate` maps config.json to the fields of `config_class`, if the family names them differently.
     """
 
@@ -80,46 +66,9 @@ class CausalFamily:
     model_class: str
     prefix: str
     buffers: tuple[str, ...]
-    position_table: bool = False
-    module_class: str = ""
-    runs_as: Callable[[Any], Any] = lambda config: config
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
     windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
     translate: Callable[[Config], Config] = lambda config: config
-
-
-def _gpt_neo_as_gpt2(config: Any) -> Any:
-    from transformers import GPT2Config
-
-    return GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.max_position_embeddings,
-        n_embd=config.hidden_size,
-        n_layer=config.num_layers,
-        n_head=config.num_heads,
-        n_inner=config.intermediate_size,
-        activation_function=config.activation_function,
-        layer_norm_epsilon=config.layer_norm_epsilon,
-        scale_attn_weights=False,
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
-
-
-def _gpt_neo_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give GPT-Neo's weights the names and the layout of GPT-2's modules: matrices [in, out]; queries, keys, values in one."""
-    import torch
-
-    ready: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        stem, _, projection = name.partition("attention.")
-        if projection == "q_proj.weight":
-            joined = torch.cat([weights[f"{stem}attention.{which}_proj.weight"] for which in ("q", "k", "v")])
-            ready[stem + "c_attn.weight"] = joined.T.contiguous()
-            ready[stem + "c_attn.bias"] = joined.new_zeros(joined.shape[0])
-        elif projection not in {"k_proj.weight", "v_proj.weight"}:
-            is_matrix = tensor.ndim == 2 and (".mlp." in name or ".out_proj." in name)
-            ready[name.replace("attention.out_proj", "c_proj")] = tensor.T.contiguous() if is_matrix else tensor
-    return ready
 
 
 def rotary_family(name: str, classes: str, **more: Any) -> CausalFamily:
@@ -133,29 +82,6 @@ CAUSAL_FAMILIES: Final = (
     rotary_family("mistral", "Mistral", windows=_one_window),
     rotary_family("qwen2", "Qwen2", windows=_windows_by_type),
     rotary_family("qwen3", "Qwen3", windows=_windows_by_type),
-    CausalFamily(
-        name="gpt2",
-        config_class="GPT2Config",
-        model_class="GPT2LMHeadModel",
-        prefix="transformer.",
-        buffers=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
-        position_table=True,
-        translate=_own_fields,
-    ),
-    # The same network as GPT-2, except for unscaled scores and windowed layers, so it runs on GPT-2's module.
-    CausalFamily(
-        name="gpt_neo",
-        config_class="GPTNeoConfig",
-        model_class="GPTNeoForCausalLM",
-        prefix="transformer.",
-        buffers=("transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"),
-        position_table=True,
-        module_class="GPT2LMHeadModel",
-        runs_as=_gpt_neo_as_gpt2,
-        convert=_gpt_neo_weights,
-        windows=_gpt_neo_windows,
-        translate=_own_fields,
-    ),
 )
 
 
@@ -174,23 +100,11 @@ def read_config(family: CausalFamily, config: Config) -> Any:
     return parsed
 
 
-def parse_config(family: CausalFamily, config: Config) -> Any:
-    """Return config.json as transformers' config object; ValueError if it is unusable, or unsuited to batching."""
-    import transformers
-    from huggingface_hub.errors import StrictDataclassError
-
-    read_config(family, config)
-    with fitting(family.name, *_UNREADABLE, StrictDataclassError):
-        return getattr(transformers, family.config_class).from_dict(_fields(family, config))
-
-
 def _fields(family: CausalFamily, config: Config) -> dict[str, Any]:
     return {key: value for key, value in family.translate(config).items() if key not in _HOW_TO_RUN}
 
 
 def _check(family: CausalFamily, config: Config, parsed: Any) -> None:
-    if getattr(parsed, "add_cross_attention", False):
-        raise ValueError("add_cross_attention = True; supported: False")
     heads, key_heads = parsed.num_attention_heads, key_value_heads(parsed)
     if min(heads, key_heads, parsed.num_hidden_layers, parsed.hidden_size, parsed.vocab_size) < 1:
         raise ValueError("it has a layer, head, width or vocabulary count below 1")
@@ -275,19 +189,6 @@ def _rotary_shape(family: CausalFamily, parsed: Any) -> RotaryShape:
 # ---- its tensors -------------------------------------------------------------------------------------------------
 
 
-def empty_model(model_class: str, parsed: Any) -> Any:
-    """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
-    import torch
-    import transformers
-
-    module_class = getattr(transformers, model_class)
-    try:
-        with torch.device("meta"):
-            return module_class(parsed)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"model.path: {model_class} rejects config.json: {type(error).__name__}: {error}") from error
-
-
 def weight_shapes(family: CausalFamily, config: Config) -> Shapes:
     """Name every tensor that a checkpoint must have, with its shape; a tied output layer is not one of them."""
     parsed = read_config(family, config)
@@ -324,8 +225,6 @@ _BIASES: Final = {
 
 def shapes_of(model_class: str, parsed: Any) -> Shapes:
     """Every tensor of a model, the output layer included though it may be tied; `parsed` as read_fields returns it."""
-    if model_class in {"GPT2LMHeadModel", "GPTNeoForCausalLM"}:
-        return _gpt_shapes(parsed, is_neo=model_class == "GPTNeoForCausalLM")
     vocab, width = parsed.vocab_size, parsed.hidden_size
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
     for layer in range(parsed.num_hidden_layers):
@@ -377,26 +276,4 @@ def product_shapes(name: str, num_out: int, num_in: int, *, bias: bool = True) -
     shapes: Shapes = {f"{name}.weight": (num_out, num_in)}
     if bias:
         shapes[f"{name}.bias"] = (num_out,)
-    return shapes
-
-
-def _gpt_shapes(parsed: Any, *, is_neo: bool) -> Shapes:
-    """GPT-2's matrices are [in, out], those of GPT-Neo [out, in]."""
-    vocab, width = parsed.vocab_size, parsed.hidden_size
-    inner = (parsed.intermediate_size if is_neo else parsed.n_inner) or 4 * width
-    norms: Shapes = {f"{norm}.{name}": (width,) for norm in ("ln_1", "ln_2") for name in ("weight", "bias")}
-    block = norms | {"mlp.c_fc.bias": (inner,), "mlp.c_proj.bias": (width,)}
-    if is_neo:
-        block |= {f"attn.attention.{name}_proj.weight": (width, width) for name in ("q", "k", "v", "out")}
-        block |= {"attn.attention.out_proj.bias": (width,)}
-        block |= {"mlp.c_fc.weight": (inner, width), "mlp.c_proj.weight": (width, inner)}
-    else:
-        block |= {"attn.c_attn.weight": (width, 3 * width), "attn.c_attn.bias": (3 * width,)}
-        block |= {"attn.c_proj.weight": (width, width), "attn.c_proj.bias": (width,)}
-        block |= {"mlp.c_fc.weight": (width, inner), "mlp.c_proj.weight": (inner, width)}
-    shapes: Shapes = {f"transformer.ln_f.{name}": (width,) for name in ("weight", "bias")}
-    shapes |= {"transformer.wte.weight": (vocab, width), "lm_head.weight": (vocab, width)}
-    shapes["transformer.wpe.weight"] = (parsed.max_position_embeddings, width)
-    for layer in range(parsed.num_hidden_layers):
-        shapes |= {f"transformer.h.{layer}.{name}": shape for name, shape in block.items()}
     return shapes

@@ -56,17 +56,6 @@ _LLAMA: Final[Fields] = _ROTARY | {
     "eos_token_id": ("int | list[int] | None", 2),
     "head_dim": ("int | None", None),
 }
-_GPT: Final[Fields] = _BASE | {
-    "vocab_size": ("int", 50257),
-    "activation_function": ("str", "gelu_new"),
-    "layer_norm_epsilon": ("float", 1e-5),
-    "initializer_range": ("float", 0.02),
-    "use_cache": ("bool", True),
-    "bos_token_id": ("int | None", 50256),
-    "eos_token_id": ("int | list[int] | None", 50256),
-    "pad_token_id": ("int | None", None),
-    "tie_word_embeddings": ("bool", True),
-}
 FIELDS: Final[dict[str, Fields]] = {
     "LlamaConfig": _LLAMA
     | {
@@ -102,51 +91,10 @@ FIELDS: Final[dict[str, Fields]] = {
         "router_aux_loss_coef": ("float", 0.001),
         "mlp_only_layers": ("list[int] | None", None),
     },
-    "GPT2Config": _GPT
-    | {
-        "n_positions": ("int", 1024),
-        "n_embd": ("int", 768),
-        "n_layer": ("int", 12),
-        "n_head": ("int", 12),
-        "n_inner": ("int | None", None),
-        "resid_pdrop": (_NUMBER, 0.1),
-        "embd_pdrop": (_NUMBER, 0.1),
-        "attn_pdrop": (_NUMBER, 0.1),
-        "summary_type": ("str", "cls_index"),
-        "summary_use_proj": ("bool", True),
-        "summary_activation": ("str | None", None),
-        "summary_proj_to_labels": ("bool", True),
-        "summary_first_dropout": (_NUMBER, 0.1),
-        "scale_attn_weights": ("bool", True),
-        "scale_attn_by_inverse_layer_idx": ("bool", False),
-        "reorder_and_upcast_attn": ("bool", False),
-        "add_cross_attention": ("bool", False),
-    },
-    "GPTNeoConfig": _GPT
-    | {
-        "max_position_embeddings": ("int", 2048),
-        "hidden_size": ("int", 2048),
-        "num_layers": ("int", 24),
-        "attention_types": ("list | tuple | None", None),
-        "num_heads": ("int", 16),
-        "intermediate_size": ("int | None", None),
-        "window_size": ("int", 256),
-        "resid_dropout": (_NUMBER, 0.0),
-        "embed_dropout": (_NUMBER, 0.0),
-        "attention_dropout": (_NUMBER, 0.0),
-        "classifier_dropout": (_NUMBER, 0.1),
-    },
 }
 """Type and default of every field, by the config class of transformers that has it."""
 
 ALIASES: Final[dict[str, dict[str, str]]] = {
-    "GPT2Config": {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    "GPTNeoConfig": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
     "Qwen3MoeConfig": {"num_local_experts": "num_experts"},
 }
 """Second names of fields."""
@@ -314,25 +262,12 @@ def _is_number(value: Any) -> bool:
     return _is(value, "int") or _is(value, "float")
 
 
-def _gpt_neo(parsed: Any) -> None:
-    parsed.attention_layers = [
-        kind for kinds, times in parsed.attention_types or [[["global", "local"], 12]] for kind in list(kinds) * times
-    ]
-    if len(parsed.attention_layers) != parsed.num_layers:
-        raise ValueError(f"attention_types names {len(parsed.attention_layers)} layers of {parsed.num_layers}")
-    unknown = sorted(set(map(str, parsed.attention_layers)) - {"global", "local"})
-    if unknown:
-        raise ValueError(f"attention_types holds {', '.join(unknown)}; supported: global, local")
-
-
 _DERIVE: Final[dict[str, Callable[[Any], None]]] = {
     "LlamaConfig": _llama,
     "MistralConfig": _mistral,
     "Qwen2Config": _qwen_layers,
     "Qwen3Config": _qwen_layers,
     "Qwen3MoeConfig": _qwen_moe,
-    "GPT2Config": lambda parsed: None,
-    "GPTNeoConfig": _gpt_neo,
 }
 
 

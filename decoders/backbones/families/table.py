@@ -44,8 +44,8 @@ class Family:
     name in a tokenizer, used if config.json has no id; `max_length` reads the longest text from config.json. `shift`,
     `left_shift`, `prompt_block` and `block_size`, and `ends`, the special tokens that end a turn of a chat, are as in ModelInfo
     and `stop_ids`.
-    `rotary` is set for the families that run on network.py, `ddit` for those on ddit.py, `causal` alone for those on modules of
-    transformers, and `any_causal` for those that are not in the table. `convert` gives weights the names that these have.
+    `rotary` is set for the families that run on network.py, `ddit` for those on ddit.py, `any_causal` for causal models
+    of transformers, which are not in the table. `convert` gives weights the names that these have.
     Texts are at most `max_length` tokens if `is_bounded`.
     """
 
@@ -92,10 +92,9 @@ def _causal(family: CausalFamily) -> Family:
         full_names=partial(causal_families.full_names, family),
         has_mask=False,
         max_length=partial(causal_families.max_positions, family),
-        is_bounded=lambda config: family.position_table,
         shift=1,
         causal=family,
-        rotary=None if family.position_table else partial(causal_families.rotary_shape, family),
+        rotary=partial(causal_families.rotary_shape, family),
         convert=family.convert,
     )
 
