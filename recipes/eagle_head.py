@@ -151,7 +151,7 @@ class Trainee:
         output = backbone.head
         self._output_VD: Tensor = output.weight_MK() if hasattr(output, "weight_MK") else output.weight
         sizes = shape.head_dim, shape.head_dim, shape.max_position_embeddings
-        self._rotation = Rotation(shape.rope_parameters, *sizes, torch.float32, backbone.device)
+        self._rotation = Rotation(shape.rope, *sizes, torch.float32, backbone.device)
 
     def laws(self, tokens_BL: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(log p, log q) of the rows [M, V] whose next tokens are in the windows, for each step."""

@@ -54,9 +54,7 @@ def _plain_model(family: Family, base: Path) -> Any:
         model_class = transformers.AutoModelForCausalLM
         return model_class.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     config = read_config(base)
-    tied = bool(config.get("tie_word_embeddings") or config.get("weight_tying"))
-    if family.any_causal:
-        tied = any("lm_head" in name for name in family.optional(config))
+    tied = bool(family.shape(config).optional())
     model: Any = modules_of(load_weights(base, dtype=torch.float32))
     model.config = transformers.PretrainedConfig()
     model.config.tie_word_embeddings = tied

@@ -147,7 +147,7 @@ def import_for_decoding(family: str, decoder: str) -> None:
         import transformers  # noqa: F401
 
         import draftmill.decoders.backbones.any_causal
-    elif FAMILIES[family].rotary is not None:
+    elif family != "xlnet":
         import draftmill.decoders.backbones.network  # noqa: F401
 
 

@@ -6,15 +6,14 @@ package `speculators` 0.9.0 writes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from draftmill.decoders.backbones.checkpoint import header_shapes
 from draftmill.decoders.backbones.checkpoint import read_config as read_json
-from draftmill.decoders.backbones.families.causal import CausalFamily, Shapes, read_config, shapes_of
-from draftmill.decoders.backbones.families.table import FAMILIES
+from draftmill.decoders.backbones.families.causal import rotary_shape
+from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes
 from draftmill.decoders.base import ModelInfo
 
 _PATH: Final = "decoder.drafter.path"
@@ -26,17 +25,15 @@ _FLAGS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorConfig:
-    """A head of a `kind`. It reads the target's states after each of `layer_ids` layers, has layers of its own by the config
-    `fields` of a family (`parsed` as families/causal.py reads them), and `draft_vocab` tokens. `flags` are the switches of an
+    """A head of a `kind`. It reads the target's states after each of `layer_ids` layers, has layers of its own of the
+    sizes `parsed`, and `draft_vocab` tokens. `flags` are the switches of an
     EAGLE-3 head. A DFlash head drafts in blocks: the last token and masks, `block_size` in all, whose first row drafts if
     `from_anchor`. A DSpark head is one that also adds to a draft's logits what follows from the token before it, by matrices of
     `markov_rank`, 0 without them; `is_gated` by its state."""
 
     kind: str
     layer_ids: tuple[int, ...]
-    family: CausalFamily
-    fields: Mapping[str, Any]
-    parsed: Any
+    parsed: RotaryShape
     draft_vocab: int
     flags: frozenset[str]
     block_size: int
@@ -53,10 +50,7 @@ class SpeculatorConfig:
     def shapes(self, width_read: int) -> Shapes:
         """The tensors of its file, for a target with states of this width; what it may share with the target included."""
         width, num_read = self.parsed.hidden_size, len(self.layer_ids) * width_read
-        shapes = {
-            name.removeprefix("model."): shape
-            for name, shape in shapes_of(self.family.model_class, self.parsed).items()
-        }
+        shapes = {name.removeprefix("model."): shape for name, shape in self.parsed.tensors().items()}
         shapes |= {"fc.weight": (width, num_read), "lm_head.weight": (self.draft_vocab, width)}
         if self.kind != "eagle3":
             rank, markov = self.markov_rank, dict[str, tuple[int, ...]]()
@@ -92,12 +86,9 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
     demand(isinstance(fields, dict), f"config.json has transformer_layer_config = {fields!r}; allowed: an object")
     layers, key = fields.get("model_type", "qwen3"), _KINDS[str(kind)]
     demand(layers in _LAYERS, f"layers of model_type {layers!r}; allowed: {', '.join(_LAYERS)}")
-    family = FAMILIES[layers].causal
-    assert family is not None, "these families are causal"
-    parsed = read_config(family, fields)
-    act, windows = parsed.hidden_act, family.windows(parsed)
-    demand(act == "silu", f"hidden_act = {act!r}; allowed: silu")
-    demand(not any(windows), "layer_types holds sliding_attention; allowed: full_attention")
+    parsed = rotary_shape(fields, name=layers, like=layers)
+    demand(parsed.hidden_act == "silu", f"hidden_act = {parsed.hidden_act!r}; allowed: silu")
+    demand(not any(parsed.windows), "layer_types holds sliding_attention; allowed: full_attention")
     ids, vocab = config.get(key), config.get("draft_vocab_size", 32000)
     are_ids = isinstance(ids, list) and all(isinstance(one, int) for one in ids) and len(set(ids)) == len(ids) > 0
     demand(are_ids, f"{key} = {ids!r}; allowed: a list of different numbers of layers")
@@ -117,8 +108,6 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
     return SpeculatorConfig(
         kind=str(kind),
         layer_ids=tuple(ids or ()),
-        family=family,
-        fields=fields,
         parsed=parsed,
         draft_vocab=vocab,
         flags=frozenset(name for name in _FLAGS if config.get(name)),

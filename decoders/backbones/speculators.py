@@ -17,6 +17,7 @@ layers, H heads, K key heads, X = 2 K.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
-from draftmill.decoders.backbones.families.causal import head_width
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.network import RotaryBackbone, Rotation
 from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_pack
@@ -146,13 +146,16 @@ class DraftStack(nn.Module):
 def shape_of(head: SpeculatorConfig, names: Collection[str], *, target_vocab: int, num_read: int) -> Any:
     """The sizes of a head whose file has tensors of these `names`, for a target of `target_vocab` ids. It reads `num_read`
     numbers of a column."""
-    own = {
+    more = {
         "vocab_size": head.draft_vocab,
-        "head_dim": head_width(head.parsed),
+        "target_vocab": target_vocab,
+        "num_read": num_read,
+        "names": frozenset(names),
+        "head": head,
     }
-    more = {"target_vocab": target_vocab, "num_read": num_read, "names": frozenset(names), "head": head}
     more["num_last"] = head.parsed.hidden_size + head.markov_rank
-    return SimpleNamespace(**vars(head.parsed) | own | more)
+    sizes = {field.name: getattr(head.parsed, field.name) for field in fields(head.parsed)}
+    return SimpleNamespace(**sizes | more)
 
 
 class Speculator(NetworkBackbone):
@@ -171,7 +174,7 @@ class Speculator(NetworkBackbone):
             weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], weights.pop("markov_w2")], 1)
         shape = shape_of(head, weights, target_vocab=target.vocab_size, num_read=num_read)
         width = shape.head_dim
-        self._rotation = Rotation(shape.rope_parameters, width, width, shape.max_position_embeddings, dtype, device)
+        self._rotation = Rotation(shape.rope, width, width, shape.max_position_embeddings, dtype, device)
         named = {name if name.startswith("lm_head.") else f"model.{name}": weights.pop(name) for name in list(weights)}
         named["model.word_embeddings.weight"] = named.pop("model.embed_tokens.weight")
         super().__init__(DraftStack, shape, named, dtype=dtype, device=device, exact=exact)

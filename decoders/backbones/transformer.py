@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged
 from draftmill.decoders.backbones.cache import OnSlots, SlotCache
-from draftmill.decoders.backbones.families.causal import head_width, key_value_heads
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
@@ -82,13 +81,14 @@ class ModuleBackbone(OnSlots, ABC):
             self.head = FixedLinear(self.head.weight, self.head.bias)
         self.embedding_VD: Tensor = self.model.get_input_embeddings().weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
-        heads = key_value_heads(parsed), parsed.num_attention_heads // key_value_heads(parsed), head_width(parsed)
-        longest = getattr(parsed, "max_position_embeddings", None) or getattr(parsed, "max_length", None)
+        key_heads, width = parsed.num_key_value_heads, parsed.head_dim
+        heads = key_heads, parsed.num_attention_heads // key_heads, width
+        longest = getattr(parsed, "max_position_embeddings", None) or parsed.max_length
         all_products = [*products(self.base), *products(self.head)]
         self.rules = model_rules(all_products, heads, dtype, self.device, longest, exact=exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         on_cpu = self.device.type == "cpu"
-        self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner) if on_cpu else 1
+        self._row_multiple = VECTOR // math.gcd(VECTOR, width, *inner) if on_cpu else 1
         self._prepare_experts(mixtures, fixed=is_fixed)
         self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
         self._attend = find_attention(

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families.config_fields import fitting
+from draftmill.decoders.backbones.families.rotary import Shapes
 
 TESTED: Final = (
     "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2",
@@ -42,7 +43,6 @@ _HOW_TO_RUN: Final = {
 # Frequencies that follow the longest text of a batch. Up to the length of the training they are what they are without it.
 _LONGER_ROPE: Final = {"dynamic", "longrope"}
 _OLD_BUFFERS: Final = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.(attention\.)?bias$")
-_HEADS: Final = {"lm_head.weight", "lm_head.bias", "embed_out.weight"}
 _LAYERS: Final = {"full_attention", "sliding_attention"}
 
 Config = Mapping[str, Any]
@@ -65,8 +65,21 @@ class CausalFacts:
     is_plain: bool
     max_position_embeddings: int | None
     is_bounded: bool
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Shapes
     tied: frozenset[str]
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest text, in tokens, if the model has one."""
+        return self.max_position_embeddings
+
+    def tensors(self) -> Shapes:
+        """Every tensor that a checkpoint must have by its name there, with its shape."""
+        return self.shapes
+
+    def optional(self) -> set[str]:
+        """Name the tensors that a checkpoint may have or lack."""
+        return set(self.tied)
 
 
 def is_causal(name: str) -> bool:
@@ -86,11 +99,9 @@ def _classes() -> dict[str, str]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def full_names(name: str, names: Iterable[str]) -> dict[str, str]:
-    """Map a checkpoint's names to full ones: those of a bare base model lack its prefix."""
-    prefix, names = f"{_class(name).base_model_prefix}.", list(names)
-    is_bare = not any(held.startswith(prefix) for held in names)
-    return {held: prefix + held if is_bare and held not in _HEADS else held for held in names}
+def prefix(name: str) -> str:
+    """What a checkpoint of the whole model puts before the names of the base model's tensors."""
+    return f"{_class(name).base_model_prefix}."
 
 
 def is_unread(name: str, tensor: str) -> bool:

@@ -384,7 +384,7 @@ def test_an_output_layer_beside_tied_embeddings_is_used_where_it_differs(tmp_pat
         ("qwen2", {"hidden_act": "swoosh"}, "swoosh"),
         ("qwen2", {"hidden_size": "wide"}, "hidden_size"),
         ("qwen2", {"num_key_value_heads": 3}, "4 heads and 3 key heads do not divide"),
-        ("qwen2", {"vocab_size": 0}, "vocab_size = 0; allowed: numbers >= 1"),
+        ("qwen2", {"vocab_size": 0}, "vocab_size = 0; allowed: whole numbers >= 1"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ("qwen2", {"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'; supported: gptq"),
         (
