@@ -38,18 +38,12 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
     if own_kind != kind:
         raise ValueError(f"decoder.head: {path} is of kind {own_kind!r}; allowed here: {kind}")
     missing = {"width", "markov_hidden"} - sizes.keys()
-    sizes.pop("chain_hidden", None)  # see is_given_up
     unknown = sizes.keys() - {"width", "markov_hidden"}
     if missing or unknown:
         raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
     if not all(type(size) is int and size > 0 for size in sizes.values()):
         raise ValueError(f"decoder.head: {path}: {sizes}; allowed: whole numbers from 1 on")
     return sizes
-
-
-def is_given_up(tensor: str) -> bool:
-    """Whether a tensor is of a second network, which early files also hold and no decoder reads any more."""
-    return tensor.startswith("chain.")
 
 
 def check_files(folder: Path, kind: HeadKind) -> bool:
@@ -60,8 +54,7 @@ def check_files(folder: Path, kind: HeadKind) -> bool:
     path = folder / WEIGHTS
     try:
         with safe_open(path, framework="np") as file:
-            names = [name for name in file.keys() if not is_given_up(name)]  # noqa: SIM118
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"decoder.head: {path} is damaged or not a safetensors file: {error}") from error
     if shapes != head_shapes(sizes):

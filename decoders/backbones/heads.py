@@ -25,7 +25,6 @@ from draftmill.decoders.backbones.head_files import (
     MAX_UNSEEN,
     WEIGHTS,
     HeadKind,
-    is_given_up,
     read_sizes,
 )
 
@@ -98,7 +97,7 @@ def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
     if sizes is None:
         return None
     heads, path = DraftHeads(**sizes), folder / WEIGHTS
-    weights = {name: tensor.float() for name, tensor in load_file(path).items() if not is_given_up(name)}
+    weights = {name: tensor.float() for name, tensor in load_file(path).items()}
     try:
         heads.load_state_dict(weights, strict=True)
     except RuntimeError as error:
