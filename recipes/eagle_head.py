@@ -32,11 +32,11 @@ from transformers import PreTrainedTokenizerFast
 
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
+from draftmill.decoders.backbones.heads.published import DraftStack, load_speculator, shape_of
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.network import Rotation
 from draftmill.decoders.backbones.rows import causal_rows
-from draftmill.decoders.backbones.speculator_files import SpeculatorConfig, read_speculator
-from draftmill.decoders.backbones.speculators import DraftStack, load_speculator, shape_of
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import HeadDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
@@ -143,7 +143,7 @@ class Trainee:
 
     def __init__(self, target: Target, head: SpeculatorConfig, plan: HeadPlan) -> None:
         backbone, self.target, self.plan = target.backbone, target, plan
-        shape = shape_of(head, (), target_vocab=backbone.vocab_size, num_read=len(head.layer_ids) * backbone.width)
+        shape = shape_of(head, target_vocab=backbone.vocab_size, num_read=len(head.layer_ids) * backbone.width)
         with torch.random.fork_rng():
             torch.manual_seed(plan.seed)
             self.stack = DraftStack(shape)

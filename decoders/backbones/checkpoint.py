@@ -147,13 +147,18 @@ def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> 
     """Call `take` for every tensor of the checkpoint, opened for `framework`; ValueError where a file is damaged."""
     taken: dict[str, T] = {}
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework=framework) as file:
-                taken |= {name: take(file, name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            problem = pointer_problem(path) or f"{path} is damaged or not a safetensors file: {error}"
-            raise ValueError(f"model.path: {problem}") from error
+        taken |= file_tensors(path, take, framework)
     return _of_text_model(taken)
+
+
+def file_tensors(path: Path, take: Callable[[Any, str], T], framework: str, field: str = "model.path") -> dict[str, T]:
+    """Call `take` for every tensor of a safetensors file; ValueError, with the spec's `field`, where it is damaged."""
+    try:
+        with safe_open(path, framework=framework) as file:
+            return {name: take(file, name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        problem = pointer_problem(path) or f"{path} is damaged or not a safetensors file: {error}"
+        raise ValueError(f"{field}: {problem}") from error
 
 
 def _of_text_model(taken: dict[str, T]) -> dict[str, T]:

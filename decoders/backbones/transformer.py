@@ -104,7 +104,7 @@ class ModuleBackbone(OnSlots, ABC):
             self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
         self.reader: Any = None
-        """The draft head that reads states of the layers, if any (speculators.py); its cache follows this one's."""
+        """The draft head that reads states of the layers, if any (heads/published.py); its cache follows this one's."""
         self._hooks, self._tapped = list[Any](), dict[int, Tensor]()
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftmill.decoders.any_subset.settings import AssdSettings
-from draftmill.decoders.backbones.heads import DraftHeads, MarkovHead, load_heads
+from draftmill.decoders.backbones.heads.markov import DraftHeads, MarkovHead, load_heads
 from draftmill.decoders.backbones.invariance import rows_exact
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings

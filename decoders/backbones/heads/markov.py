@@ -19,14 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.head_files import (
-    CONFIG,
-    MAX_DISTANCE,
-    MAX_UNSEEN,
-    WEIGHTS,
-    HeadKind,
-    read_sizes,
-)
+from draftmill.decoders.backbones.heads.files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
 
 
 def distance_index(position: Tensor, other: Tensor) -> Tensor:
