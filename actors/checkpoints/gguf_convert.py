@@ -84,6 +84,8 @@ class GGUF:
 
 def convert(file: Path, folder: Path, content: str) -> None:
     """Write the checkpoint of `file` into `folder`. Raises ConversionRefused if a part of it can't be preserved."""
+    from transformers import AutoModelForCausalLM
+
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     gguf = GGUF(file)
@@ -91,7 +93,8 @@ def convert(file: Path, folder: Path, content: str) -> None:
     if config["model_type"] not in _FAMILIES:
         known = ", ".join(_FAMILIES)
         raise ConversionRefused(f"its architecture {gguf.architecture!r} is not supported; supported families: {known}")
-    model = any_causal.empty_model(config["model_type"], config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(any_causal.parse(config["model_type"], config))
     write_weights(gguf, model, config, folder)
     _write(folder / "config.json", config | {"architectures": [type(model).__name__]})
     ends, begin = gguf.end_ids(), gguf.get("tokenizer.ggml.bos_token_id")

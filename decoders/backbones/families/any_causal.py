@@ -126,18 +126,6 @@ def parse(name: str, config: Config) -> Any:
         return CONFIG_MAPPING[name].from_dict(fields)
 
 
-def empty_model(name: str, config: Config) -> Any:
-    """Build transformers' module on the meta device: names and shapes, no memory. ValueError where it can't be built."""
-    import torch
-
-    parsed = parse(name, config)
-    try:
-        with torch.device("meta"):
-            return _class(name)(parsed)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"model.path: {name} rejects config.json: {type(error).__name__}: {error}") from error
-
-
 def facts(name: str, config: Config) -> CausalFacts:
     """What is known of a model of this `model_type`; ValueError, in one line, if it can't run on the slot cache."""
     return _facts(name, json.dumps(dict(config), sort_keys=True))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families.causal import rotary_shape
-from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, numbers, positive, whole
+from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, positive, whole, wholes
 from draftmill.decoders.backbones.families.masked import Built
 from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
 
@@ -74,11 +74,10 @@ _TURNED: Final = 0.5
 
 def llada2_shape(config: Config) -> RotaryShape:
     """Read a LLaDA2 config; ValueError names the first missing, invalid or unsupported field."""
-    counts = numbers(config, {key: key for key in _COUNTS}, "llada2")
-    heads, width = counts["num_attention_heads"], counts["hidden_size"]
-    own = config.get("head_dim") is not None
-    head_dim = numbers(config, {"head_dim": "head_dim"}, "llada2")["head_dim"] if own else width // heads
     with fitting("llada2"):
+        counts = wholes(config, {key: key for key in _COUNTS})
+        heads, width = counts["num_attention_heads"], counts["hidden_size"]
+        head_dim = whole(config, "head_dim", width // heads)
         demand(config, _LLADA2_BUILT)
         config = _with_rope_parameters(config)
         same: dict[str, Any] = {key: counts[key] for key in _SAME}

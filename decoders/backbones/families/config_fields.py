@@ -47,17 +47,9 @@ def flag(config: Config, key: str) -> bool:
     return bool(value)
 
 
-def numbers(config: Config, names: Mapping[str, str], family: str) -> dict[str, int]:
-    """Read whole numbers >= 1; `names` maps ours to config.json's. ValueError names the first missing or invalid one."""
-    sizes = {}
-    for ours, theirs in names.items():
-        value = config.get(theirs)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"model.path: config.json of family {family!r} has {theirs} = {value!r}; allowed: whole numbers >= 1"
-            )
-        sizes[ours] = value
-    return sizes
+def wholes(config: Config, names: Mapping[str, str]) -> dict[str, int]:
+    """Read whole numbers >= 1; `names` maps ours to config.json's."""
+    return {ours: whole(config, theirs) for ours, theirs in names.items()}
 
 
 def demand(config: Config, supported: Mapping[str, tuple[Any, ...]]) -> None:

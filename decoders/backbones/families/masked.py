@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from draftmill.decoders.backbones.families.causal import rotary_shape
-from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, numbers
+from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, whole, wholes
 from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes, product_shapes
 
 Built = dict[str, tuple[Any, ...]]
@@ -147,9 +147,7 @@ class DDiTShape:
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError(
-                f"model.path: config.json: width {self.hidden_size} does not give {self.num_attention_heads} heads of even width"
-            )
+            raise ValueError(f"width {self.hidden_size} does not give {self.num_attention_heads} heads of even width")
 
     @property
     def num_key_value_heads(self) -> int:
@@ -212,11 +210,7 @@ def mdlm_shape(config: Config) -> DDiTShape:
     kind = noise.get("type") if takes_sigma and isinstance(noise, Mapping) else "loglinear"
     with fitting("mdlm"):
         demand({**config, "noise.type": kind}, _MDLM_BUILT)
-    return DDiTShape(
-        **numbers(sizes, names, "mdlm"),
-        **numbers(vocabulary, {"vocab_size": "vocab_size"}, "mdlm"),
-        takes_sigma=takes_sigma,
-    )
+        return DDiTShape(**wholes(sizes, names), vocab_size=whole(vocabulary, "vocab_size"), takes_sigma=takes_sigma)
 
 
 def sedd_shape(config: Config) -> DDiTShape:
@@ -230,5 +224,4 @@ def sedd_shape(config: Config) -> DDiTShape:
     with fitting("sedd"):
         demand(kinds, {"graph.type": ("absorb",), "noise.type": ("loglinear",)})
         demand(model, {"type": ("ddit",), "scale_by_sigma": (True,)})
-    tokens = numbers(config, {"tokens": "tokens"}, "sedd")["tokens"]
-    return DDiTShape(**numbers(model, _NESTED, "sedd"), vocab_size=tokens + 1, takes_sigma=True)
+        return DDiTShape(**wholes(model, _NESTED), vocab_size=whole(config, "tokens") + 1, takes_sigma=True)

@@ -22,7 +22,7 @@ from draftmill.decoders.backbones.families.blocks import (
     nemotron_shape,
 )
 from draftmill.decoders.backbones.families.causal import Like, rotary_shape
-from draftmill.decoders.backbones.families.config_fields import numbers, token_id
+from draftmill.decoders.backbones.families.config_fields import fitting, token_id, whole
 from draftmill.decoders.backbones.families.masked import (
     LLADA_BUILT,
     LLADA_MOE_BUILT,
@@ -108,20 +108,21 @@ class Family:
         """The id of the mask token; ValueError if config.json has an invalid one."""
         if self.mask is None:
             return self.shape(config).vocab_size - 1 if self.mask_is_last else None
-        return token_id(config, _first(config, self.mask_keys) or "", self.mask)
+        return token_id(config, _first(config, self.mask_keys), self.mask)
 
     def block_size(self, config: Config) -> int | None:
         """The block size of the training; ValueError if config.json has an invalid one."""
-        key = _first(config, self.block_keys)
-        return self.block if key is None else numbers(config, {key: key}, self.name)[key]
+        with fitting(self.name):
+            return whole(config, _first(config, self.block_keys), self.block) if self.block else None
 
 
 # Output layers, which have no prefix.
 _HEADS: Final = ("lm_head.", "embed_out.")
 
 
-def _first(config: Config, keys: tuple[str, ...]) -> str | None:
-    return next((key for key in keys if config.get(key) is not None), None)
+def _first(config: Config, keys: tuple[str, ...]) -> str:
+    """The first of the keys that config.json has; an empty one if it has none."""
+    return next((key for key in keys if config.get(key) is not None), "")
 
 
 def _like(like: Like, name: str, kind: ModelKind, reads: Mapping[str, Any] | None = None, **facts: Any) -> Family:
@@ -312,8 +313,8 @@ def _max_length(family: Family, config: Config, shape: Any, asked: int | None) -
     ours, public = config.get("draftmill") or {}, shape.max_length
     if not isinstance(ours, Mapping):
         raise ValueError(f"model.path: config.json has draftmill = {ours!r}; allowed: an object")
-    held = ours.get("max_length") is not None
-    own = numbers(ours, {"max_length": "max_length"}, family.name)["max_length"] if held else None
+    with fitting(family.name):
+        own = None if ours.get("max_length") is None else whole(ours, "max_length")
     if isinstance(public, int) and public > _MOST_POSITIONS:
         raise ValueError(f"model.path: config.json has texts of {public:,} tokens; allowed: up to {_MOST_POSITIONS:,}")
     length = next((value for value in (asked, own, public) if value is not None), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, numbers
+from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, wholes
 from draftmill.decoders.backbones.families.rotary import Shapes, product_shapes
 
 
@@ -75,11 +75,10 @@ _BUILT: Final[dict[str, tuple[Any, ...]]] = {
 
 def xlnet_shape(config: Config) -> XLNetShape:
     """Read an XLNet config; ValueError names the first missing, invalid or unsupported field."""
-    sizes = numbers(config, {key: key for key in _SIZES}, "xlnet")
     with fitting("xlnet"):
         demand(config, _BUILT)
         shape = XLNetShape(
-            **sizes,
+            **wholes(config, {key: key for key in _SIZES}),
             clamp_len=_number(config, "clamp_len", -1, int),
             layer_norm_eps=_number(config, "layer_norm_eps", 1e-12, float),
             ff_activation=config.get("ff_activation", "gelu"),
