@@ -19,6 +19,7 @@ class GPTNeoAttention(nn.Module):
     def __init__(self, own: Any, given: dict[str, Any]) -> None:
         super().__init__()
         self.attention, self.layer_idx, self.given = own.attention, own.layer_id, given
+        self.attention.bias = None  # its mask of all positions, a few MiB a layer
         self.window = own.attention.config.window_size if own.attention_type == "local" else None
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:

@@ -201,13 +201,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 def _forced(name: str) -> Family:
     """A masked model that was trained by discrete diffusion forcing (D2F; Wang et al., 2025, and its public code): the same
     network, which sees blocks of a text one after the other. They had 16 tokens in training."""
-    return dataclasses.replace(
-        FAMILIES[name],
-        name=f"d2f_{name}",
-        kind="blocks",
-        prompt_block=True,
-        block=16,
-    )
+    return dataclasses.replace(FAMILIES[name], name=f"d2f_{name}", kind="blocks", prompt_block=True, block=16)
 
 
 # No config says that a model was trained so: the user does.

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, cast
 from draftmill.decoders.backbones.checkpoint import file_tensors, header_shapes, pointer_problem, read_object
 from draftmill.decoders.backbones.checkpoint import read_config as read_json
 from draftmill.decoders.backbones.families.causal import rotary_shape
-from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes
+from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes, product_shapes
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import DecoderChoice
 
@@ -115,11 +115,11 @@ _FLAGS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorConfig:
-    """A head of a `kind`. It reads the target's states after each of `layer_ids` layers, has layers of its own of the
-    sizes `parsed`, and `draft_vocab` tokens. `flags` are the switches of an
-    EAGLE-3 head. A DFlash head drafts in blocks: the last token and masks, `block_size` in all, whose first row drafts if
-    `from_anchor`. A DSpark head is one that also adds to a draft's logits what follows from the token before it, by matrices of
-    `markov_rank`, 0 without them; `is_gated` by its state."""
+    """A head of a `kind`. It reads the target's states after each of `layer_ids` layers, has layers of its own of the sizes
+    `parsed`, and `draft_vocab` tokens. `flags` are the switches of an EAGLE-3 head. A DFlash head drafts in blocks: the last
+    token and masks, `block_size` in all, whose first row drafts if `from_anchor`. A DSpark head is one that also adds to a
+    draft's logits what follows from the token before it, by matrices of `markov_rank`, 0 without them; `is_gated` by its state.
+    """
 
     kind: str
     layer_ids: tuple[int, ...]
@@ -143,15 +143,12 @@ class SpeculatorConfig:
         shapes = {name.removeprefix("model."): shape for name, shape in self.parsed.tensors().items()}
         shapes |= {"fc.weight": (width, num_read), "lm_head.weight": (self.draft_vocab, width)}
         if self.kind != "eagle3":
-            rank, markov = self.markov_rank, dict[str, tuple[int, ...]]()
+            rank = self.markov_rank
             if rank:
-                markov = {
-                    "markov_w1.weight": (self.parsed.vocab_size, rank),
-                    "markov_w2.weight": (self.draft_vocab, rank),
-                }
+                shapes["markov_head.markov_w1.weight"] = (self.parsed.vocab_size, rank)
+                shapes["markov_head.markov_w2.weight"] = (self.draft_vocab, rank)
             if self.is_gated:
-                markov |= {"gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)}
-            shapes |= {f"markov_head.{name}": shape for name, shape in markov.items()}
+                shapes |= product_shapes("markov_head.gate_proj", rank, width + rank)
             return shapes | {"hidden_norm.weight": (width,)}
         for letter in "qkv":
             name = f"layers.0.self_attn.{letter}_proj.weight"
