@@ -26,7 +26,7 @@ from benchmarks.public_loop import LoopResult, PublicLoop
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from draftmill.decoders.backbones.base import Backbone
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import CachedDecoder, ModelInfo, Outcome, Request
 from draftmill.decoders.common_settings import Sampling

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.any_subset import drain
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
+from draftmill.decoders.backbones.heads.published import load_speculator
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.speculators import load_speculator
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.families.rotary import RotaryShape
 from draftmill.decoders.backbones.families.table import describe, find_family
-from draftmill.decoders.backbones.families.xlnet import xlnet_shape
 from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome, Request
@@ -95,7 +95,7 @@ class Made:
 def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Made:
     """Make a model with random weights: scales are one, everything else is normal with a small spread."""
     family = find_family(config, "auto")
-    family.check(config)
+    sizes = family.shape(config)
     generator = torch.Generator(device).manual_seed(0)
     weights = {}
     for name, shape in family.weight_shapes(config).items():
@@ -105,12 +105,10 @@ def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
             weights[name] = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, _SPREAD, generator=generator)
     backbone: Any
     if family.rows_are_tokens:
-        full = family.full_names(weights)
-        named = {full[name]: tensor for name, tensor in weights.items()}
-        assert family.rotary is not None, "only models with rotary positions are made here"
-        backbone = RotaryBackbone(family.rotary(config), family.convert(named), dtype=dtype, device=device)
+        assert isinstance(sizes, RotaryShape), "only models with rotary positions are made here"
+        backbone = RotaryBackbone(sizes, family.own_names(config, weights), dtype=dtype, device=device)
     else:
-        backbone = XLNetBackbone(xlnet_shape(config), weights, dtype=dtype, device=device)
+        backbone = XLNetBackbone(sizes, weights, dtype=dtype, device=device)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     return Made(cast(Model, backbone), describe(family, config, mask_id=None, max_length=None), num_bytes)
 

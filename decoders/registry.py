@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.backbones.head_files import head_place
-from draftmill.decoders.backbones.heads import DraftHeads, load_heads
+from draftmill.decoders.backbones.heads.files import head_place
+from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
 from draftmill.decoders.backbones.packed import can_pack, fix_products, pack_products
 from draftmill.decoders.base import CachedDecoder
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from draftmill.decoders.backbones.families.masked import LLADA, llada_shapes
+from draftmill.decoders.backbones.families.masked import llada_name
+from draftmill.decoders.backbones.families.table import FAMILIES
 from draftmill.decoders.backbones.load import load_weights
 from recipes import absorbing, absorbing_quality, folder
 from recipes.absorbing_quality import Report
@@ -70,16 +71,12 @@ def llada_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def llama_names(config: dict[str, Any]) -> dict[str, str]:
-    """What transformers' Llama calls each tensor of a checkpoint with this config."""
-    return {theirs: next(iter(LLADA.convert({theirs: torch.empty(0)}))) for theirs in llada_shapes(config)}
-
-
 def save_model(out: Path, model: LlamaForCausalLM, shape: Shape, tokenizer: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors; copy the files of the `tokenizer`'s folder."""
     config, weights = llada_config(shape), model.state_dict()
     write_beside(out, config, tokenizer)
-    tensors = {theirs: weights[ours] for theirs, ours in llama_names(config).items()}
+    names = FAMILIES["llada"].shape(config).tensors()
+    tensors = {llada_name(name): weights[name] for name in names}
     folder.write_half(tensors, out / "model.safetensors")
 
 
@@ -87,7 +84,7 @@ def load_model(path: Path, device: torch.device) -> LlamaForCausalLM:
     """The stored model in float32: figures are measured on the shipped weights."""
     config = json.loads((path / "config.json").read_text())
     model = absorbing.empty_model(Shape(**{ours: config[theirs] for theirs, ours in SIZES.items()}))
-    weights = LLADA.convert(load_weights(path, dtype=torch.float32))
+    weights = FAMILIES["llada"].own_names(config, load_weights(path, dtype=torch.float32))
     model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     torch.nn.Module.to(model, device)
     return model.eval()

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftmill.decoders.backbones.heads import DraftHeads, load_heads
+from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
 from recipes import corpus, draft_heads, evaluation, folder, loop, training
 from recipes.masking import MAX_STALE
 from recipes.two_stream import Shape, TwoStream

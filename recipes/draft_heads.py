@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.heads import DraftHeads, distance_index
+from draftmill.decoders.backbones.heads.markov import DraftHeads, distance_index
 from recipes.corpus import MASK_ID, TokenStream
 from recipes.head_training import HeadSchedule, fit_heads, head_loss
 from recipes.loop import autocast

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace, Sampling

@@ -32,11 +32,11 @@ from transformers import PreTrainedTokenizerFast
 
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
+from draftmill.decoders.backbones.heads.published import DraftStack, load_speculator, shape_of
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.network import Rotation
 from draftmill.decoders.backbones.rows import causal_rows
-from draftmill.decoders.backbones.speculator_files import SpeculatorConfig, read_speculator
-from draftmill.decoders.backbones.speculators import DraftStack, load_speculator, shape_of
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import HeadDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
@@ -143,7 +143,7 @@ class Trainee:
 
     def __init__(self, target: Target, head: SpeculatorConfig, plan: HeadPlan) -> None:
         backbone, self.target, self.plan = target.backbone, target, plan
-        shape = shape_of(head, (), target_vocab=backbone.vocab_size, num_read=len(head.layer_ids) * backbone.width)
+        shape = shape_of(head, target_vocab=backbone.vocab_size, num_read=len(head.layer_ids) * backbone.width)
         with torch.random.fork_rng():
             torch.manual_seed(plan.seed)
             self.stack = DraftStack(shape)
@@ -151,7 +151,7 @@ class Trainee:
         output = backbone.head
         self._output_VD: Tensor = output.weight_MK() if hasattr(output, "weight_MK") else output.weight
         sizes = shape.head_dim, shape.head_dim, shape.max_position_embeddings
-        self._rotation = Rotation(shape.rope_parameters, *sizes, torch.float32, backbone.device)
+        self._rotation = Rotation(shape.rope, *sizes, torch.float32, backbone.device)
 
     def laws(self, tokens_BL: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(log p, log q) of the rows [M, V] whose next tokens are in the windows, for each step."""

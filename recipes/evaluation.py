@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.heads.markov import DraftHeads
 from recipes.corpus import TokenStream
 from recipes.draft_heads import (
     log_law,

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from draftmill.decoders.backbones.head_files import HeadKind
-from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.heads.files import HeadKind
+from draftmill.decoders.backbones.heads.markov import DraftHeads
 from recipes.evaluation import Quality
 from recipes.loop import distinct_tensors, write_json
 from recipes.two_stream import Shape, TwoStream

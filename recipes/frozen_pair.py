@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.heads import MarkovHead, distance_index
+from draftmill.decoders.backbones.heads.markov import MarkovHead, distance_index
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.base import ModelInfo

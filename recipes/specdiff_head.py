@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from draftmill.decoders.backbones.heads import DraftHeads, load_heads
+from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
 from recipes import causal, corpus, draft_report, folder, frozen_pair, loop
 from recipes.frozen_pair import Pair, PairRows, Windows
 from recipes.head_training import HeadSchedule, fit_heads, head_loss

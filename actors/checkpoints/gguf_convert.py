@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftmill.actors.checkpoints.gguf_files import by_hand, weights_hash
 from draftmill.actors.checkpoints.made_folders import refuse, write_source
-from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily, empty_model, parse_config
+from draftmill.decoders.backbones.families import any_causal
 
 # Keys that change what a model computes and that no family here supports, with their neutral values.
 _NEUTRAL: Final = {
@@ -31,6 +31,7 @@ _NEUTRAL: Final = {
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
 }
+_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 _END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Pre-tokenizer rules that transformers does not know; each is a part of a tokenizer.json.
 _PLAIN: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -83,13 +84,19 @@ class GGUF:
 
 def convert(file: Path, folder: Path, content: str) -> None:
     """Write the checkpoint of `file` into `folder`. Raises ConversionRefused if a part of it can't be preserved."""
+    from transformers import AutoModelForCausalLM
+
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     gguf = GGUF(file)
     config = read_config(gguf)
-    family = _family(gguf, config)
-    write_weights(gguf, family, config, folder)
-    _write(folder / "config.json", config | {"architectures": [family.model_class]})
+    if config["model_type"] not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        raise ConversionRefused(f"its architecture {gguf.architecture!r} is not supported; supported families: {known}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(any_causal.parse(config["model_type"], config))
+    write_weights(gguf, model, config, folder)
+    _write(folder / "config.json", config | {"architectures": [type(model).__name__]})
     ends, begin = gguf.end_ids(), gguf.get("tokenizer.ggml.bos_token_id")
     generation = {"bos_token_id": begin, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     _write(folder / "generation_config.json", {key: value for key, value in generation.items() if value is not None})
@@ -158,24 +165,15 @@ def _llama3(rope: dict[str, Any], factors: Tensor, config: dict[str, Any]) -> di
     return scaled
 
 
-def _family(gguf: GGUF, config: dict[str, Any]) -> CausalFamily:
-    for family in CAUSAL_FAMILIES:
-        if family.name == config["model_type"]:
-            return family
-    known = ", ".join(family.name for family in CAUSAL_FAMILIES)
-    raise ConversionRefused(f"its architecture {gguf.architecture!r} is not supported; supported families: {known}")
-
-
 # ---- weights -----------------------------------------------------------------------------------------------------
 
 
-def write_weights(gguf: GGUF, family: CausalFamily, config: dict[str, Any], folder: Path) -> None:
+def write_weights(gguf: GGUF, model: Any, config: dict[str, Any], folder: Path) -> None:
     """Write model.safetensors: every tensor of the file, in a narrow dtype if that represents all of its numbers."""
     from safetensors.torch import save_file
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, load_gguf_checkpoint
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map as names_of
 
-    model = empty_model(family.model_class, parse_config(family, config))
     processor = TENSOR_PROCESSORS.get(gguf.architecture, TensorProcessor)(config=config)
     named = names_of(model, processor)
     passed_over = {tensor.name for tensor in gguf.reader.tensors} - named.keys() - {"rope_freqs.weight"}

@@ -5,7 +5,7 @@
 PEFT merges in float32, whatever the checkpoint's dtype, so that `model.dtype` rounds only once. Every weight of the adapter
 must match a weight of the model: PEFT itself only warns about others.
 
-A causal model of the table is built by transformers. Of all others only the modules are built that hold their tensors, under the
+transformers builds the causal models of `_WHOLE`. Of all others only the modules are built that hold their tensors, under the
 checkpoint's names: adapters name them so, and merging runs no forward.
 """
 
@@ -22,11 +22,11 @@ from torch import nn
 from draftmill.actors.checkpoints.made_folders import SOURCE, read_source, refuse, write_source
 from draftmill.actors.checkpoints.models import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from draftmill.decoders.backbones.checkpoint import inspect_model, read_config
-from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES
 from draftmill.decoders.backbones.families.table import FAMILIES, Family, find_family
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.quantized import find_form
 
+_WHOLE = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo")
 _TABLES = ("embed_tokens", "wte", "word_embeddings")
 _ENDS = ("lm_head", *_TABLES)
 
@@ -50,14 +50,11 @@ def merge(base: Path, base_hash: str, adapter: Path, digest: str, folder: Path) 
 def _plain_model(family: Family, base: Path) -> Any:
     import transformers
 
-    if family.causal in CAUSAL_FAMILIES:
-        assert family.causal is not None
-        model_class = getattr(transformers, family.causal.model_class)
+    if family.name in _WHOLE:
+        model_class = transformers.AutoModelForCausalLM
         return model_class.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     config = read_config(base)
-    tied = bool(config.get("tie_word_embeddings") or config.get("weight_tying"))
-    if family.any_causal:
-        tied = any("lm_head" in name for name in family.optional(config))
+    tied = bool(family.shape(config).optional())
     model: Any = modules_of(load_weights(base, dtype=torch.float32))
     model.config = transformers.PretrainedConfig()
     model.config.tie_word_embeddings = tied

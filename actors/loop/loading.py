@@ -16,8 +16,7 @@ from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokeniz
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.rows.text import Tokenizer, has_tokenizer, load_tokenizer
 from draftmill.actors.task import Score, Task
-from draftmill.decoders.backbones.head_files import check_heads, head_place, read_sizes
-from draftmill.decoders.backbones.speculator_files import check_speculator
+from draftmill.decoders.backbones.heads.files import check_heads, check_speculator, head_place, read_sizes
 from draftmill.decoders.base import Decoder, ModelInfo
 from draftmill.decoders.causal.settings import HeadDrafterSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace, Estimate, Sampling
@@ -28,7 +27,7 @@ from draftmill.storage.stores.interface import S3Options
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.base import Model, TokenBackbone
-    from draftmill.decoders.backbones.heads import DraftHeads
+    from draftmill.decoders.backbones.heads.markov import DraftHeads
 
 
 T = TypeVar("T")
@@ -139,7 +138,7 @@ def load_networks(
     if drafter_folder is None:
         return Networks(backbone, model_cache.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
     if isinstance(getattr(decoder, "drafter", None), HeadDrafterSettings):
-        from draftmill.decoders.backbones.speculators import load_speculator
+        from draftmill.decoders.backbones.heads.published import load_speculator
 
         load_head = partial(load_speculator, drafter_folder, backbone, exact=place.exact)
         head = model_cache.take("drafter", keys, load_head)

@@ -143,14 +143,12 @@ def import_for_decoding(family: str, decoder: str) -> None:
 
     importlib.import_module(decoder.partition(":")[0])
 
-    causal = FAMILIES[family].causal
-    if FAMILIES[family].rotary is not None:
-        import draftmill.decoders.backbones.network  # noqa: F401
-    elif causal is not None:
-        import transformers
+    if family not in FAMILIES:
+        import transformers  # noqa: F401
 
-        for name in (causal.config_class, causal.module_class or causal.model_class):
-            getattr(transformers, name)
+        import draftmill.decoders.backbones.any_causal
+    elif family != "xlnet":
+        import draftmill.decoders.backbones.network  # noqa: F401
 
 
 def build_runner(

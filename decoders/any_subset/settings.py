@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelKind
 from draftmill.decoders.common_settings import FOLDER, DecoderChoice
@@ -50,22 +50,6 @@ class AssdSettings(DecoderChoice):
     )
     fused: Literal["none", "rows"] = Field(default="none", description="rows: one forward verifies and drafts anew")
     rows: Literal["all", "ends"] = Field(default="all", description="fused: prepare for all outcomes or for two")
-
-    @field_validator("drafter", mode="before")
-    @classmethod
-    def _no_suffixes(cls, drafter: Any) -> Any:
-        if drafter == "suffix" or (isinstance(drafter, dict) and drafter.get("kind") == "suffix"):
-            raise ValueError(
-                "decoder.drafter: 'suffix' was given up for assd; allowed: self, ngram (which needs fewer forwards)"
-            )
-        return drafter
-
-    @field_validator("fused", mode="before")
-    @classmethod
-    def _not_given_up(cls, fused: Any) -> Any:
-        if fused == "chain":
-            raise ValueError("decoder.fused: 'chain' was given up; allowed: none, rows (which needs fewer forwards)")
-        return fused
 
     @model_validator(mode="after")
     def _consistent(self) -> AssdSettings:

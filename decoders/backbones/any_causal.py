@@ -17,11 +17,15 @@ from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
 from draftmill.decoders.backbones.families.any_causal import CausalFacts, facts, parse, pin_rotations
+from draftmill.decoders.backbones.gpt_neo import use_interface
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.moe import GivenExperts, is_experts, take_experts
 from draftmill.decoders.backbones.rows import TokenRows, causal_rows
 from draftmill.decoders.backbones.small_weights import shrink_products
-from draftmill.decoders.backbones.transformer import ATTENTION, ModuleBackbone
+from draftmill.decoders.backbones.transformer import ModuleBackbone
+
+ATTENTION: Final = "draftmill_slots"
+"""The name of slot_attention in transformers' interface."""
 
 # Texts of the comparison, and the window that stands in for a longer one: shorter than the texts.
 _LENGTHS: Final = (23, 5, 14)
@@ -34,6 +38,8 @@ _FORWARDS: Final = (
 )
 # The largest difference of a row of hidden states, beside the row: rounding in other orders, through all layers.
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+# Families whose operations beside products and attention have the same bits in any batch on a GPU.
+_FIXED: Final = ("gpt2", "gpt_neo")
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
 Chosen = tuple[Tensor, Tensor]
@@ -61,7 +67,7 @@ class AnyCausalBackbone(ModuleBackbone):
         small: str = "auto",
     ) -> None:
         known, where = facts(name, config), torch.device(device)
-        if exact and where.type != "cpu":
+        if exact and where.type != "cpu" and name not in _FIXED:
             raise ValueError(
                 f"model.exact: true, but models of family {name!r} are not exact on GPUs; allowed there: false"
             )
@@ -72,9 +78,10 @@ class AnyCausalBackbone(ModuleBackbone):
         model.to(first)
         if small != "auto":
             shrink_products(base, small, first)
-        self._forward, self._given = base.forward, torch.empty(0)
         own, choices = _own_states(model, known, first)
         take_experts(model)
+        use_interface(model)
+        self._forward, self._given = base.forward, torch.empty(0)
         if small != "auto":
             shrink_products(base, small, where)
             model.to(where)
@@ -120,9 +127,9 @@ class AnyCausalBackbone(ModuleBackbone):
         """ValueError if a row differs from the model's own forward by more than rounding. The cache is empty afterwards."""
         experts = {which: part for which, part in self.base.named_modules() if isinstance(part, GivenExperts)}
         windows = self.windows
-        self.windows = tuple(None if window is None else _WINDOW for window in windows)
         try:
-            with _narrow(self.base, windows):
+            with _narrow(self.base, windows) as narrowed:
+                self.windows = tuple(_WINDOW if window in narrowed else window for window in windows)
                 found = self._states([(experts[which], chosen) for which, chosen in choices.items()])
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -205,15 +212,16 @@ def _own_states(model: Any, known: CausalFacts, device: torch.device) -> tuple[l
 
 
 @contextmanager
-def _narrow(base: Any, windows: tuple[int | None, ...]) -> Iterator[None]:
-    """Within the `with` block, the layers with a window have one of _WINDOW positions."""
+def _narrow(base: Any, windows: tuple[int | None, ...]) -> Iterator[set[int]]:
+    """Within the `with` block, the layers with a window have one of _WINDOW positions, if the modules ask for its size in each
+    forward. Yields the sizes that were replaced."""
     sizes = {window for window in windows if window is not None}
     holders = [base.config, *base.modules()]
     held = [(one, value) for one in holders if (value := getattr(one, "sliding_window", None)) in sizes]
     try:
         for one, _ in held:
             one.sliding_window = _WINDOW
-        yield
+        yield {value for _, value in held}
     finally:
         for one, value in held:
             one.sliding_window = value

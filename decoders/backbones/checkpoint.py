@@ -16,9 +16,8 @@ from typing import Any, Final, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from draftmill.decoders.backbones.families.blocks import MASK_KEYS
 from draftmill.decoders.backbones.families.shares import check_shares
-from draftmill.decoders.backbones.families.table import Family, describe, find_family, turn_ends
+from draftmill.decoders.backbones.families.table import MASK_KEYS, Family, describe, find_family, turn_ends
 from draftmill.decoders.backbones.quantized import find_form
 from draftmill.decoders.base import ModelInfo
 
@@ -141,20 +140,25 @@ def model_shapes(config: Mapping[str, Any], folder: Path) -> dict[str, tuple[int
 def check_split(family: str, folder: Path, count: int) -> None:
     """ValueError, with the field's path, if a model can't be split over so many processes."""
     config = read_config(folder)
-    check_shares(find_family(config, family).causal, family, config, count)
+    check_shares(family, find_family(config, family).shape(config), count)
 
 
 def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> dict[str, T]:
     """Call `take` for every tensor of the checkpoint, opened for `framework`; ValueError where a file is damaged."""
     taken: dict[str, T] = {}
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework=framework) as file:
-                taken |= {name: take(file, name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            problem = pointer_problem(path) or f"{path} is damaged or not a safetensors file: {error}"
-            raise ValueError(f"model.path: {problem}") from error
+        taken |= file_tensors(path, take, framework)
     return _of_text_model(taken)
+
+
+def file_tensors(path: Path, take: Callable[[Any, str], T], framework: str, field: str = "model.path") -> dict[str, T]:
+    """Call `take` for every tensor of a safetensors file; ValueError, with the spec's `field`, where it is damaged."""
+    try:
+        with safe_open(path, framework=framework) as file:
+            return {name: take(file, name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        problem = pointer_problem(path) or f"{path} is damaged or not a safetensors file: {error}"
+        raise ValueError(f"{field}: {problem}") from error
 
 
 def _of_text_model(taken: dict[str, T]) -> dict[str, T]:
@@ -205,8 +209,8 @@ def _counts(held: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raise ValueError where a tensor is missing, unexpected, or of another shape than config.json says."""
-    expected, optional = family.weight_shapes(config), family.optional(config)
-    full = family.full_names(shapes)
+    expected, full = family.weight_shapes(config), family.full_names(shapes)
+    optional = {family.theirs(name) for name in family.shape(config).optional()}
     shapes = {full[name]: shape for name, shape in shapes.items()}
     missing = sorted(expected.keys() - shapes.keys())
     surplus = sorted(name for name in shapes.keys() - expected.keys() - optional if not family.is_unread(name))

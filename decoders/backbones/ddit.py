@@ -31,8 +31,6 @@ from draftmill.decoders.backbones.transformer import NetworkBackbone
 
 _HEAD: Final = "output_layer.linear."
 _PERIOD: Final = 10000.0
-# In checkpoints, but recomputed here, since half precision would round them.
-_FREQUENCIES: Final = "rotary_emb.inv_freq"
 
 
 class _SigmaMap(nn.Module):
@@ -168,11 +166,9 @@ class DDiTBackbone(NetworkBackbone):
     ) -> None:
         self.takes_sigma = shape.takes_sigma
         self.exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        bare = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
         ready = {
             _own_name(name): tensor.to(device=device, dtype=dtype if _is_product(name) else self.exact_dtype)
-            for name, tensor in bare.items()
-            if name != _FREQUENCIES
+            for name, tensor in weights.items()
         }
         super().__init__(DDiT, shape, ready, dtype=dtype, device=device, exact=exact)
         self._at_zero = self.base.modulations(torch.zeros(1, dtype=self.exact_dtype, device=self.device))

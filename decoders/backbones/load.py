@@ -24,9 +24,11 @@ from draftmill.decoders.backbones.checkpoint import (
     read_config,
     stop_ids,
 )
-from draftmill.decoders.backbones.families.shares import Share, check_shares
+from draftmill.decoders.backbones.families.any_causal import CausalFacts
+from draftmill.decoders.backbones.families.masked import DDiTShape
+from draftmill.decoders.backbones.families.rotary import RotaryShape
+from draftmill.decoders.backbones.families.shares import Share, check_shares, share_of_shape
 from draftmill.decoders.backbones.families.table import Family, find_family
-from draftmill.decoders.backbones.families.xlnet import xlnet_shape
 from draftmill.decoders.backbones.quantized import Form, find_form
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.kernels.find import forget_verdicts, verdicts
@@ -96,7 +98,7 @@ def load_backbone(
     entry = find_family(config, family)
     shapes = model_shapes(config, folder)
     check_counts(config, shapes, folder)
-    entry.check(config)
+    sizes = entry.shape(config)
     place = pick_device(device)
     if place.startswith("cuda:"):
         torch.cuda.set_device(place)  # Triton starts kernels on the current device
@@ -105,7 +107,7 @@ def load_backbone(
     if exact and share is not None and place != "cpu":
         raise ValueError(f"model.exact: true, but workers.gpus_per_model is {share.count}; allowed on GPUs: 1")
     problems = {
-        f"family {entry.name!r} has no small form": entry.ddit is not None or not entry.rows_are_tokens,
+        f"family {entry.name!r} has no small form": not isinstance(sizes, RotaryShape | CausalFacts),
         "model.dtype is float64": torch_dtype == torch.float64,
         "workers.gpus_per_model is above 1": share is not None,
         "model.exact has other products on a GPU": exact and place != "cpu",
@@ -115,7 +117,7 @@ def load_backbone(
     forget_verdicts()
     if not entry.rows_are_tokens:
         weights = load_weights(folder, dtype=torch_dtype, device=place, form=find_form(config))
-        backbone: Any = XLNetBackbone(xlnet_shape(config), weights, dtype=torch_dtype, device=place, exact=exact)
+        backbone: Any = XLNetBackbone(sizes, weights, dtype=torch_dtype, device=place, exact=exact)
     elif share is not None:
         backbone = _load_split(entry, config, folder, share, torch_dtype, place)
     else:
@@ -137,26 +139,22 @@ def _load_module(
     from draftmill.decoders.backbones.ddit import DDiTBackbone
     from draftmill.decoders.backbones.network import RotaryBackbone
     from draftmill.decoders.backbones.self_test import check_masking
-    from draftmill.decoders.backbones.transformer import TransformerBackbone
 
-    # Our own networks keep some of their weights in float32 whatever their dtype.
-    # transformers puts the weights of the other causal models together on the CPU; small ones are made there, too.
-    place, stored = "cpu" if family.any_causal or small != "auto" else device, family.causal is None
-    weights = load_weights(folder, dtype=None if stored else dtype, device=place, form=find_form(config))
-    full = family.full_names(weights)
-    weights = {full[name]: tensor for name, tensor in weights.items()}
+    # transformers puts the weights of its models together on the CPU; small ones are made there, too.
+    shape = family.shape(config)
+    place = "cpu" if isinstance(shape, CausalFacts) or small != "auto" else device
+    # A network may keep some of its weights in float32 whatever its dtype.
+    first = dtype if isinstance(shape, RotaryShape) and not shape.has_groups else None
+    weights = load_weights(folder, dtype=first, device=place, form=find_form(config))
+    weights = family.own_names(config, weights)
     kinds: Any = {"exact": exact, "small": small}
-    backbone: AnyCausalBackbone | DDiTBackbone | RotaryBackbone | TransformerBackbone
-    if family.ddit is not None:
-        backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device, exact=exact)
-    elif family.rotary is not None:
-        weights = family.convert(weights)
-        backbone = RotaryBackbone(family.rotary(config), weights, dtype=dtype, device=device, **kinds)
-    elif family.any_causal:
-        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, **kinds)
+    backbone: AnyCausalBackbone | DDiTBackbone | RotaryBackbone
+    if isinstance(shape, DDiTShape):
+        backbone = DDiTBackbone(shape, weights, dtype=dtype, device=device, exact=exact)
+    elif isinstance(shape, RotaryShape):
+        backbone = RotaryBackbone(shape, weights, dtype=dtype, device=device, **kinds)
     else:
-        assert family.causal is not None
-        backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device, **kinds)
+        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, **kinds)
     check_masking(backbone)
     return backbone
 
@@ -167,14 +165,13 @@ def _load_split(
     from draftmill.decoders.backbones.self_test import check_masking
     from draftmill.decoders.backbones.split import SplitBackbone, share_of_weight
 
-    check_shares(family.causal, family.name, config, share.count)
-    assert family.causal is not None
-    full = family.full_names(model_shapes(config, folder))
+    shape = family.shape(config)
+    check_shares(family.name, shape, share.count)
 
     def ready(name: str, tensor: Tensor) -> Tensor:
-        return share_of_weight(full[name], tensor, share).to(device=device, dtype=dtype)
+        return share_of_weight(name, tensor, share).to(device=device, dtype=dtype)
 
-    weights = {full[name]: tensor for name, tensor in _each_ready(folder, find_form(config), ready).items()}
-    backbone = SplitBackbone(family.causal, config, weights, share=share, dtype=dtype, device=device)
+    weights = family.own_names(config, _each_ready(folder, find_form(config), ready))
+    backbone = SplitBackbone(share_of_shape(shape, share), weights, share=share, dtype=dtype, device=device)
     check_masking(backbone)
     return backbone

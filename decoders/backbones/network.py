@@ -7,8 +7,8 @@
               states += down_proj(act(gate) * up)                    or a mixture of experts (moe.py)
     the result is norm(states)
 
-Families differ in sizes, biases, norms of heads, the rotated part of a head, windows and experts: RotaryShape and the tensors of
-the checkpoint say which. The caller decides what a row sees; attention.py alone knows other rows and the cache.
+Families differ in sizes, biases, norms of heads, the rotated part of a head, windows and experts: RotaryShape says which. The
+caller decides what a row sees; attention.py alone knows other rows and the cache.
 
 On a GPU kernels run all that stands between the products and attention (decoders/kernels/layers.py): nine launches a layer.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -137,26 +137,22 @@ class Norm(nn.RMSNorm):
 
 
 class Layer(nn.Module):
-    """The weights of one layer. Biases, and norms of queries and keys, are there where the checkpoint has them (`names`)."""
+    """The weights of one layer."""
 
-    def __init__(self, shape: RotaryShape, index: int, names: Collection[str]) -> None:
+    def __init__(self, shape: RotaryShape, index: int) -> None:
         super().__init__()
         width, outer, eps = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.rms_norm_eps
-        prefix = f"model.layers.{index}."
-
-        def product(name: str, num_in: int, num_out: int) -> nn.Linear:
-            return UnsetLinear(num_in, num_out, bias=f"{prefix}{name}.bias" in names)
-
-        self.qkv_proj = product("qkv_proj", width, outer + 2 * shape.num_key_value_heads * shape.head_dim)
-        self.o_proj = product("o_proj", outer, width)
+        joined = outer + 2 * shape.num_key_value_heads * shape.head_dim
+        self.qkv_proj = UnsetLinear(width, joined, bias=shape.qkv_bias)
+        self.o_proj = UnsetLinear(outer, width, bias=shape.output_bias)
         self.input_layernorm, self.post_attention_layernorm = Norm(width, eps), Norm(width, eps)
-        if f"{prefix}q_norm.weight" in names:
+        if shape.head_norms:
             self.q_norm, self.k_norm = Norm(shape.head_dim, eps), Norm(shape.head_dim, eps)
         if shape.mixture is not None and index not in shape.dense:
             self.mlp = _mixture(width, shape.mixture)
         else:
-            self.gate_up_proj = product("gate_up_proj", width, 2 * shape.intermediate_size)
-            self.down_proj = product("down_proj", shape.intermediate_size, width)
+            self.gate_up_proj = UnsetLinear(width, 2 * shape.intermediate_size, bias=shape.inner_bias)
+            self.down_proj = UnsetLinear(shape.intermediate_size, width, bias=shape.inner_bias)
 
 
 def _mixture(width: int, shape: MixtureShape) -> Mixture:
@@ -198,13 +194,13 @@ class _Parts:
 class RotaryNetwork(nn.Module):
     """All but the output layer; see the module's docstring. `bind` comes before the first forward."""
 
-    def __init__(self, shape: RotaryShape, names: Collection[str]) -> None:
+    def __init__(self, shape: RotaryShape) -> None:
         super().__init__()
         self.shape = shape
         sizes = shape.vocab_size, shape.hidden_size
         # Random numbers would be drawn for a weight that is not given; on the meta device that imports torch's compilers.
         self.word_embeddings = nn.Embedding(*sizes, _weight=torch.empty(sizes))
-        self.layers = nn.ModuleList(Layer(shape, index, names) for index in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.kernels: Any = None
         """Those between the products; None where torch's own operations run."""
@@ -317,8 +313,8 @@ def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: 
     same rows are joined. `order_d` is the Rotation's; `num_turned` heads are rotated. They are removed from the dict."""
     ready: dict[str, Tensor] = {}
     for name in list(weights):
-        if name not in weights or name.endswith("inv_freq"):
-            continue  # joined with one before it; a buffer of older versions
+        if name not in weights:
+            continue  # joined with one before it
         found = _OF_LAYER.fullmatch(name)
         if found is None:
             own = name.replace("embed_tokens", "word_embeddings").replace(".gate.expert_bias", ".expert_bias")
@@ -364,10 +360,8 @@ class RotaryBackbone(NetworkBackbone):
         first = (
             where if small == "auto" else torch.device("cpu")
         )  # full weights never reach a device that gets small ones
-        has_groups = shape.mixture is not None and shape.mixture.groups is not None
         for name in list(weights):
-            # The router of LLaDA2 computes in float32 or better.
-            wide = torch.promote_types(dtype, torch.float32) if has_groups and _WIDE in name else dtype
+            wide = torch.promote_types(dtype, torch.float32) if shape.has_groups and _WIDE in name else dtype
             weights[name] = weights[name].to(device=first, dtype=wide)
         rope = shape.rope, shape.head_dim, shape.rotary_dim, shape.max_position_embeddings
         self._rotation = Rotation(*rope, dtype, where)
@@ -375,8 +369,7 @@ class RotaryBackbone(NetworkBackbone):
         embedding_VD, head_VD = ready["model.word_embeddings.weight"], ready.get("lm_head.weight")
         if head_VD is None or (shape.tied and torch.equal(head_VD, embedding_VD)):
             ready["lm_head.weight"] = embedding_VD
-        stack = partial(RotaryNetwork, names=frozenset(ready))
-        super().__init__(stack, shape, ready, dtype=dtype, device=device, exact=exact, small=small)
+        super().__init__(RotaryNetwork, shape, ready, dtype=dtype, device=device, exact=exact, small=small)
         self.bind()
 
     def bind(self) -> None:

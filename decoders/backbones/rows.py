@@ -45,7 +45,7 @@ class TokenRows:
     slot follow each other. `sigma_B` is the total noise of the canvas that these rows belong to (float, >= 0;
     decoders/draws/schedule.py), for models that are conditioned on it; all others ignore it. A slot may be named twice: its rows
     may have been computed under different noise, or see different columns. `tables` are the tiles of an attention kernel.
-    `takes_drafts`: the tokens are those that the model has just drafted, which matters to a draft head (speculators.py).
+    `takes_drafts`: the tokens are those that the model has just drafted, which matters to a draft head (heads/published.py).
     """
 
     slots_B: Tensor

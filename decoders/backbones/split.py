@@ -2,7 +2,7 @@
 
 The split is transformers' own tensor-parallel plan (`base_model_tp_plan`): q, k, v, gate and up by their outputs, o and down by
 their inputs, whose partial sums the processes exchange. Norms, embeddings and the output layer are whole in each. A process runs
-the network of a config with fewer heads. Rank 0 decodes; it tells the others each call of its backbone, and
+a network with fewer heads. Rank 0 decodes; it tells the others each call of its backbone, and
 they repeat it (`follow`). Partial sums are added in the order of the ranks, so every rank has the same bits in any batch.
 
 A call is told by two messages: a header of integers, from host to host (gloo), and its arrays as one int64 tensor, from device to
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, Final
@@ -23,8 +23,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, distributed, nn
 
-from draftmill.decoders.backbones.families.causal import CausalFamily, rotary_shape
-from draftmill.decoders.backbones.families.shares import Share, kind_of, share_of_config
+from draftmill.decoders.backbones.families.rotary import RotaryShape
+from draftmill.decoders.backbones.families.shares import Share, kind_of
 from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.rows import TokenRows
 
@@ -104,13 +104,12 @@ def gather(own: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 class SplitBackbone(RotaryBackbone):
-    """A rank's part of a causal model; `weights` are its shares. On rank 0, after `lead`, it is a backbone like any other. The
-    constructor raises RuntimeError if the ranks' self-tests found different shape rules."""
+    """A rank's part of a causal model; `shape` and `weights` are its shares. On rank 0, after `lead`, it is a backbone like any
+    other. The constructor raises RuntimeError if the ranks' self-tests found different shape rules."""
 
     def __init__(
         self,
-        family: CausalFamily,
-        config: Mapping[str, Any],
+        shape: RotaryShape,
         weights: dict[str, Tensor],
         *,
         share: Share,
@@ -118,7 +117,6 @@ class SplitBackbone(RotaryBackbone):
         device: torch.device | str,
     ) -> None:
         self._leads = False
-        shape = rotary_shape(family, share_of_config(family, config, share))
         super().__init__(shape, weights, dtype=dtype, device=device)
         for parent in list(self.base.modules()):
             for name, child in list(parent.named_children()):

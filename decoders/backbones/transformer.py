@@ -1,35 +1,26 @@
-"""Runs transformers' causal models, unmodified, and networks of our own under any visibility rule over the slot cache.
+"""Runs a module over the slot cache under any visibility rule: a network of our own, or a causal model of transformers.
 
-The rows of a forward run through the module as one flat sequence with explicit positions; its attention modules call
-ours (attention.py), which alone knows slots, columns and masks. transformers builds no mask and no cache of its own here. On a
-CPU the layers of the rotary families are called without the module's wrappers, where that gives the same bits (rotary.py).
+The rows of a forward run through the module as one flat sequence with explicit positions. Its layers call attention.py, which
+alone knows slots, columns and masks.
 
 Legend: N rows of all slots, P the same with padding.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged, slot_attention
+from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged
 from draftmill.decoders.backbones.cache import OnSlots, SlotCache
-from draftmill.decoders.backbones.families.causal import (
-    CausalFamily,
-    empty_model,
-    head_width,
-    key_value_heads,
-    parse_config,
-)
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
@@ -46,9 +37,6 @@ from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.backbones.small_weights import SmallLinear, shrink_products
 from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
-
-ATTENTION: Final = "draftmill_slots"
-"""The name of slot_attention in transformers' interface."""
 
 
 class ModuleBackbone(OnSlots, ABC):
@@ -93,13 +81,14 @@ class ModuleBackbone(OnSlots, ABC):
             self.head = FixedLinear(self.head.weight, self.head.bias)
         self.embedding_VD: Tensor = self.model.get_input_embeddings().weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
-        heads = key_value_heads(parsed), parsed.num_attention_heads // key_value_heads(parsed), head_width(parsed)
-        longest = getattr(parsed, "max_position_embeddings", None) or getattr(parsed, "max_length", None)
+        key_heads, width = parsed.num_key_value_heads, parsed.head_dim
+        heads = key_heads, parsed.num_attention_heads // key_heads, width
+        longest = getattr(parsed, "max_position_embeddings", None) or parsed.max_length
         all_products = [*products(self.base), *products(self.head)]
         self.rules = model_rules(all_products, heads, dtype, self.device, longest, exact=exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         on_cpu = self.device.type == "cpu"
-        self._row_multiple = VECTOR // math.gcd(VECTOR, head_width(parsed), *inner) if on_cpu else 1
+        self._row_multiple = VECTOR // math.gcd(VECTOR, width, *inner) if on_cpu else 1
         self._prepare_experts(mixtures, fixed=is_fixed)
         self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
         self._attend = find_attention(
@@ -115,7 +104,7 @@ class ModuleBackbone(OnSlots, ABC):
             self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
         self.reader: Any = None
-        """The draft head that reads states of the layers, if any (speculators.py); its cache follows this one's."""
+        """The draft head that reads states of the layers, if any (heads/published.py); its cache follows this one's."""
         self._hooks, self._tapped = list[Any](), dict[int, Tensor]()
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
@@ -306,66 +295,6 @@ class ModuleBackbone(OnSlots, ABC):
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return token embeddings [R, D]."""
         return self.embedding_VD[tokens_R].to(self.dtype)
-
-
-class TransformerBackbone(ModuleBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness. They
-    are removed from the dict, so that no reference keeps the experts in memory a second time. `small` is a kind of
-    small_weights.py."""
-
-    layers_by = "transformers' code"
-
-    def __init__(
-        self,
-        family: CausalFamily,
-        config: Mapping[str, Any],
-        weights: dict[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-        small: str = "auto",
-    ) -> None:
-        where, parsed = torch.device(device), parse_config(family, config)
-        first = where if small == "auto" else torch.device("cpu")
-        ready = {name: weights.pop(name).to(device=first, dtype=dtype) for name in list(weights)}
-        model = load_module(family, parsed, ready)
-        ready.clear()
-        if small != "auto":
-            shrink_products(model.base_model, small, where)
-            model.to(where)
-        super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where, exact=exact)
-        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
-
-    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
-        hidden_1PD: Tensor = self.base(
-            input_ids=tokens_P.unsqueeze(0),
-            position_ids=positions_P.unsqueeze(0),
-            attention_mask=self._no_mask,
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state
-        return hidden_1PD[0]
-
-
-def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor]) -> Any:
-    """Build the transformers module that runs a checkpoint, with these tensors as its parameters (no copies). `weights` have
-    the family's full names. As transformers does, a tied output layer takes the embeddings unless the checkpoint holds another
-    one."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, slot_attention)
-    config = family.runs_as(parsed)
-    config._attn_implementation = ATTENTION
-    model = empty_model(family.module_class or family.model_class, config)
-    model.load_state_dict(family.convert(weights), strict=False, assign=True)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if parsed.tie_word_embeddings and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
-        head.weight = embedding.weight
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    empty = [name for name, tensor in tensors if tensor.is_meta]
-    assert not empty, f"this version of transformers has tensors that no checkpoint fills: {', '.join(empty[:5])}"
-    return model.eval().requires_grad_(False)
 
 
 # ---- networks of our own -----------------------------------------------------------------------------------------------

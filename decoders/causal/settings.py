@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import FOLDER, DecoderChoice, DrafterPlace, Settings, Tasks
@@ -145,16 +145,6 @@ class JacobiSettings(CausalSettings):
     kind: Literal["jacobi"]
     block_size: int = Field(default=16, ge=1, le=256, description="tokens of a block")
     window: Literal["fixed", "running"] = Field(default="fixed", description="a block at a time, or always N drafts")
-
-    @field_validator("block_size", mode="before")
-    @classmethod
-    def _a_number(cls, block_size: Any) -> Any:
-        if block_size == "auto":
-            raise ValueError(
-                "decoder.block_size: 'auto' was given up: where blocks did not pay it ran without any, which "
-                "decoder.kind 'autoregressive' does; allowed: 1 to 256"
-            )
-        return block_size
 
 
 class MultiblockJacobiSettings(CausalSettings):

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.head_files import MAX_DISTANCE
-from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.heads.files import MAX_DISTANCE
+from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.engine.asks import DRAFT, INDEPENDENT, MODEL, NO_DRAFT, Answer, Ask, Ints, Roll, Run
 from draftmill.decoders.engine.batch import Batch, Layout, Rule, add_sampled, pack

@@ -11,7 +11,7 @@ from draftmill.decoders.engine.ends import Stops
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.base import Model, TokenBackbone
-    from draftmill.decoders.backbones.heads import DraftHeads
+    from draftmill.decoders.backbones.heads.markov import DraftHeads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import DecoderChoice, Tasks
@@ -98,16 +98,6 @@ class SelfSpeculativeSettings(MaskedSettings):
     kind: Literal["ssd"]
     draft_length: int = Field(default=4, ge=1, le=64, description="most drafts N in a forward, of N + 1 canvases")
     tree: Literal["chain", "mixed"] = Field(default="chain", description="mixed: 2 N canvases, for swapped drafts")
-
-    @field_validator("draft_length", mode="before")
-    @classmethod
-    def _not_given_up(cls, draft_length: Any) -> Any:
-        if draft_length == "auto":
-            raise ValueError(
-                "decoder.draft_length: 'auto' was given up; allowed: 1 to 64, fewer where a forward costs more with more rows; "
-                "kind stepwise gives the same text without drafts"
-            )
-        return draft_length
 
 
 class ThresholdSettings(MaskedSettings):

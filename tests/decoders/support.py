@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import sample_key

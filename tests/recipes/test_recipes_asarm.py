@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 
-from draftmill.decoders.backbones.heads import DraftHeads, load_heads
+from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
 from recipes import asarm, corpus, draft_heads, evaluation, folder, head_training, loop, masking, training
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from draftmill.decoders.backbones.heads.files import read_speculator
+from draftmill.decoders.backbones.heads.published import load_speculator
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
-from draftmill.decoders.backbones.speculator_files import read_speculator
-from draftmill.decoders.backbones.speculators import load_speculator
 from recipes import eagle_head
 from recipes.eagle_head import HeadPlan, Target, Trainee
 from recipes.head_training import fit_heads

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from draftmill.decoders.backbones.heads import DraftHeads, load_heads
+from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
 from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace, Sampling
 from draftmill.decoders.registry import find_heads

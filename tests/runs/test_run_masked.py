@@ -109,7 +109,6 @@ def test_a_prompt_is_completed_as_far_as_its_first_end_token(world: Path) -> Non
     [
         ({"kind": "assd"}, INFILL, "'assd' does not run on models of family 'llada'; allowed: stepwise, threshold"),
         ({"kind": "ssd", "draft_length": 0}, INFILL, "decoder.draft_length"),
-        ({"kind": "ssd", "draft_length": "auto"}, INFILL, "decoder.draft_length: 'auto' was given up; allowed: 1 to 64"),
         ({"kind": "ssd", "cache": "dual"}, INFILL, "decoder.cache: 'dual' is not allowed"),
         ({"kind": "stepwise", "refresh": 8}, INFILL, "decoder.refresh: 8, but cache 'none' has nothing to refresh; allowed"),
         ({"kind": "stepwise", "steps": 8, "tokens_per_step": 2}, INFILL, "give tokens_per_step or steps, not both"),

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families.table import find_family
-from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace
 from draftmill.storage.errors import UserError

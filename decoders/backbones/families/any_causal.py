@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families.config_fields import fitting
+from draftmill.decoders.backbones.families.rotary import Shapes
 
 TESTED: Final = (
     "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2",
-    "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "helium",
-    "mimo_v2_flash", "minicpm3", "ministral3", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe",
-    "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+    "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "granite",
+    "granite_swa", "granitemoe", "helium", "mimo_v2_flash", "minicpm3", "ministral3", "mixtral", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
 TESTED_WITH: Final = "5.23.0"
 """The types of which tiny random models were compared with transformers' own texts, and its version."""
@@ -37,11 +38,11 @@ _HOW_TO_RUN: Final = {
     "_experts_implementation",
     "quantization_config",
     "compression_config",
+    "reorder_and_upcast_attn",
 }
 # Frequencies that follow the longest text of a batch. Up to the length of the training they are what they are without it.
 _LONGER_ROPE: Final = {"dynamic", "longrope"}
-_OLD_BUFFERS: Final = (r"rotary_emb\.inv_freq$", r"\.masked_bias$")
-_HEADS: Final = {"lm_head.weight", "lm_head.bias", "embed_out.weight"}
+_OLD_BUFFERS: Final = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.(attention\.)?bias$")
 _LAYERS: Final = {"full_attention", "sliding_attention"}
 
 Config = Mapping[str, Any]
@@ -64,8 +65,21 @@ class CausalFacts:
     is_plain: bool
     max_position_embeddings: int | None
     is_bounded: bool
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Shapes
     tied: frozenset[str]
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest text, in tokens, if the model has one."""
+        return self.max_position_embeddings
+
+    def tensors(self) -> Shapes:
+        """Every tensor that a checkpoint must have by its name there, with its shape."""
+        return self.shapes
+
+    def optional(self) -> set[str]:
+        """Name the tensors that a checkpoint may have or lack."""
+        return set(self.tied)
 
 
 def is_causal(name: str) -> bool:
@@ -85,11 +99,9 @@ def _classes() -> dict[str, str]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def full_names(name: str, names: Iterable[str]) -> dict[str, str]:
-    """Map a checkpoint's names to full ones: those of a bare base model lack its prefix."""
-    prefix, names = f"{_class(name).base_model_prefix}.", list(names)
-    is_bare = not any(held.startswith(prefix) for held in names)
-    return {held: prefix + held if is_bare and held not in _HEADS else held for held in names}
+def prefix(name: str) -> str:
+    """What a checkpoint of the whole model puts before the names of the base model's tensors."""
+    return f"{_class(name).base_model_prefix}."
 
 
 def is_unread(name: str, tensor: str) -> bool:
@@ -140,6 +152,9 @@ def _facts(name: str, config: str) -> CausalFacts:
             raise ValueError(
                 "its layers have unequal numbers of heads; supported: one number, and key heads that divide it"
             )
+        windows = tuple(call["window"] for call in found)
+        if any(window is not None and window < 1 for window in windows):
+            raise ValueError(f"its layers have windows of {windows} positions; supported: numbers >= 1")
     longest = getattr(parsed, "max_position_embeddings", None)
     if pinned:
         trained = parsed.rope_parameters.get("original_max_position_embeddings")
@@ -152,7 +167,7 @@ def _facts(name: str, config: str) -> CausalFacts:
         num_attention_heads=heads.pop(),
         num_key_value_heads=keys,
         head_dim=max(call["width"] for call in found),
-        windows=tuple(call["window"] for call in found),
+        windows=windows,
         is_plain=all(call["plain"] for call in found),
         max_position_embeddings=longest,
         is_bounded=bool(pinned) or num_tables > 1,
@@ -195,6 +210,8 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    from draftmill.decoders.backbones.gpt_neo import use_interface
+
     calls: list[tuple[int, dict[str, Any]]] = []
 
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any) -> Any:
@@ -215,11 +232,12 @@ def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], di
 
     AttentionInterface.register(PROBE, attention)
     ALL_EXPERTS_FUNCTIONS.register(PROBE, lambda module, hidden, index, weight: hidden)
-    parsed._attn_implementation = parsed._experts_implementation = PROBE
     module_class = _class(name)
     try:
         with torch.no_grad(), torch.device("meta"):
             model = pin_rotations(module_class(parsed)).eval()
+            use_interface(model)
+            parsed._attn_implementation = parsed._experts_implementation = PROBE
             rows = {"input_ids": torch.zeros(1, 1).long(), "position_ids": torch.zeros(1, 1).long()}
             if model.get_decoder() is model:
                 raise TypeError("its layers and its output layer are one module")

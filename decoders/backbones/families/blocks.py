@@ -1,159 +1,152 @@
 """The block-diffusion families: SDAR (a Qwen3), Fast-dLLM v2 (a Qwen2), Nemotron-Labs-Diffusion (a Llama), and LLaDA2.
 
-Pure tables and checks over a config dict; reads no weights and imports no torch. Qwen3 may have experts. A model of these
-families sees every finished block and, in both directions, the current block; the decoder decides what a row sees. Remote code
-is never run.
+A model of these families sees every finished block and, in both directions, the current block; the decoder decides what a row
+sees. (LLaDA2's released code adds a mask of zeros and ones to the scores, which hides nothing.) Remote code is never run.
 
 Sources: the checkpoints' configs, and the model files of SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.0
-(Bie et al., 2025) and Nemotron-Labs-Diffusion (NVIDIA, 2026).
+(Bie et al., 2025) and 2.1, and Nemotron-Labs-Diffusion (NVIDIA, 2026).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
-from draftmill.decoders.backbones.families.causal import (
-    CausalFamily,
-    Config,
-    Shapes,
-    max_positions,
-    rotary_family,
-    weight_shapes,
-)
-from draftmill.decoders.backbones.families.config_fields import demand, numbers, token_id
+from draftmill.decoders.backbones.families.causal import rotary_shape
+from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, positive, whole, wholes
+from draftmill.decoders.backbones.families.masked import Built
+from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
 
-MASK_KEYS: Final = ("mask_token_id", "mask_id")
-"""The fields of config.json that may name the mask, the first one first."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFacts:
-    """Facts shared by the public checkpoints of a family, which are often not in their files. `mask_id` is the default if
-    neither config.json nor the tokenizer (`mask_token`) has one, `block_size` if none of the fields `block_keys` of config.json
-    does. `ends` are the tokens that end a turn of a chat; `shift`, `left_shift` and `prompt_block` are as in ModelInfo."""
-
-    mask_token: str
-    mask_id: int
-    block_keys: tuple[str, ...]
-    block_size: int
-    ends: tuple[str, ...]
-    shift: int = 0
-    left_shift: int | None = None
-    prompt_block: bool = False
-
-    def find_mask(self, config: Config) -> int:
-        """The id of the mask token; ValueError if config.json has an invalid one."""
-        return token_id(config, _first(config, MASK_KEYS) or MASK_KEYS[0], self.mask_id)
-
-    def find_block(self, config: Config) -> int:
-        """The block size of the training; ValueError if config.json has an invalid one."""
-        key = _first(config, self.block_keys)
-        return self.block_size if key is None else numbers(config, {key: key}, str(config.get("model_type")))[key]
-
-
-def _first(config: Config, keys: tuple[str, ...]) -> str | None:
-    return next((key for key in keys if config.get(key) is not None), None)
-
-
-# ---- SDAR and Fast-dLLM v2: Qwen3, and Qwen2 that still predicts the next token, seeing their block in both directions -----
-
-# Fields that name other code, or the kernels of a training run; they are ignored.
-_NOT_OURS: Final = {"model_type", "architectures", "auto_map", "attn_implementation"}
-
-
-def _full_attention(config: Config) -> Config:
-    demand(config, {"use_sliding_window": (False, None)})
-    return {key: value for key, value in config.items() if key not in _NOT_OURS}
-
-
-def _full_attention_moe(config: Config) -> Config:
-    demand(config, {"hidden_act": ("silu",)})
-    return {key: value for key, value in _full_attention(config).items() if key != "output_router_logits"}
-
-
-_SDAR: Final = BlockFacts(
-    mask_token="<|MASK|>", mask_id=151669, block_keys=("block_size", "block_length"), block_size=4, ends=("<|im_end|>",)
-)
-_FAST_DLLM_V2: Final = BlockFacts(
-    mask_token="|<MASK>|",
-    mask_id=151665,
-    block_keys=("bd_size", "block_size"),
-    block_size=32,
-    ends=("<|im_end|>",),
-    shift=1,
-)
-QWEN_FAMILIES: Final = (
-    (rotary_family("sdar", "Qwen3", translate=_full_attention), _SDAR),
-    (rotary_family("sdar_moe", "Qwen3Moe", translate=_full_attention_moe), _SDAR),
-    (rotary_family("fast_dllm_v2", "Qwen2", translate=_full_attention), _FAST_DLLM_V2),
-)
-
+FULL_ATTENTION: Final[Built] = {"use_sliding_window": (False, None)}
 
 # ---- Nemotron-Labs-Diffusion: a Llama (Ministral 3) that is causal, too, and predicts the next token where it is ----------
 
-
-_NEMOTRON_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+_NEMOTRON_BUILT: Final[Built] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "sliding_window": (None,),
     "tie_word_embeddings": (False,),
 }
-_SCALING: Final = "llama_4_scaling_beta"
-_HEAD: Final = "diffusion_head.weight"
 
 
-def _nemotron_as_llama(config: Config) -> Config:
-    """Without the scaling of queries by their position, which is 1 within the length that YaRN starts from."""
-    demand(config, _NEMOTRON_BUILT)
-    ours = {key: value for key, value in config.items() if key not in _NOT_OURS | {"rope_scaling"}}
-    return ours | {"rope_parameters": {key: value for key, value in _rope_of(config).items() if key != _SCALING}}
+def nemotron_shape(config: Config) -> RotaryShape:
+    """Read a Nemotron-Labs-Diffusion config. Its queries are scaled by their position, by 1 within the length that YaRN starts
+    from: longer texts are refused."""
+    shape = rotary_shape(config, name="nemotron_labs_diffusion", like="llama", built=_NEMOTRON_BUILT)
+    unscaled = shape.rope.get("original_max_position_embeddings") if shape.rope.get("llama_4_scaling_beta") else None
+    longest = min(shape.max_position_embeddings, unscaled or shape.max_position_embeddings)
+    return dataclasses.replace(shape, longest=longest, is_bounded=True)
 
 
-def _rope_of(config: Config) -> dict[str, Any]:
-    """The rotary settings; both fields have the same ones."""
-    return dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+def nemotron_name(name: str) -> str:
+    """Nemotron's name of a tensor of Llama."""
+    return "diffusion_head.weight" if name == "lm_head.weight" else "encoder." + name.removeprefix("model.")
 
 
-def _llama_name(name: str) -> str:
-    return "lm_head.weight" if name == _HEAD else "model." + name.removeprefix(NEMOTRON.prefix)
+# ---- LLaDA2 --------------------------------------------------------------------------------------------------------------
+
+_SAME: Final = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+_COUNTS: Final = (*_SAME, "num_experts", "num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size")
+_LLADA2_BUILT: Final[Built] = {
+    "hidden_act": ("silu",),
+    "use_qk_norm": (True,),
+    "use_qkv_bias": (False,),
+    "use_bias": (False,),
+    "use_rmsnorm": (True,),
+    "using_split_qkv_in_self_attention": (False,),
+    "norm_head": (False,),
+    "norm_softmax": (False,),
+    "norm_topk_prob": (True,),
+    "score_function": ("sigmoid",),
+    "moe_router_enable_expert_bias": (True,),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False, None),
+    "tie_word_embeddings": (False,),
+    "quantization_config": (None,),
+}
+_TURNED: Final = 0.5
 
 
-NEMOTRON: Final = CausalFamily(
-    name="nemotron_labs_diffusion",
-    config_class="LlamaConfig",
-    model_class="LlamaForCausalLM",
-    prefix="encoder.",
-    buffers=(),
-    convert=lambda weights: {_llama_name(name): tensor for name, tensor in weights.items()},
-    translate=_nemotron_as_llama,
-)
-NEMOTRON_FACTS: Final = BlockFacts(
-    mask_token="", mask_id=100, block_keys=("block_size",), block_size=32, ends=(), left_shift=1, prompt_block=True
-)
+def llada2_shape(config: Config) -> RotaryShape:
+    """Read a LLaDA2 config; ValueError names the first missing, invalid or unsupported field."""
+    with fitting("llada2"):
+        counts = wholes(config, {key: key for key in _COUNTS})
+        heads, width = counts["num_attention_heads"], counts["hidden_size"]
+        head_dim = whole(config, "head_dim", width // heads)
+        demand(config, _LLADA2_BUILT)
+        config = _with_rope_parameters(config)
+        same: dict[str, Any] = {key: counts[key] for key in _SAME}
+        return RotaryShape(
+            **same,
+            head_dim=head_dim,
+            rotary_dim=_rotary_dim(config, head_dim),
+            rms_norm_eps=positive(config, "rms_norm_eps"),
+            rope={"rope_theta": positive(config, "rope_theta")},
+            windows=(None,) * counts["num_hidden_layers"],
+            mixture=_mixture(config, counts),
+            dense=frozenset(range(whole(config, "first_k_dense_replace", 0, least=0))),
+            head_norms=True,
+            is_joined=True,
+        )
 
 
-def nemotron_shapes(config: Config) -> Shapes:
-    """Name every tensor of a Nemotron-Labs-Diffusion checkpoint as it names them, with its shape."""
-    shapes = weight_shapes(NEMOTRON, config)
-    head = shapes.pop("lm_head.weight")
-    return {NEMOTRON.prefix + name.removeprefix("model."): shape for name, shape in shapes.items()} | {_HEAD: head}
+def _mixture(config: Config, counts: Mapping[str, int]) -> MixtureShape:
+    count, chosen = counts["num_experts"], counts["num_experts_per_tok"]
+    groups, kept = counts["n_group"], counts["topk_group"]
+    each = count // groups
+    if count % groups or each < 2 or kept > groups:
+        raise ValueError(
+            f"{count} experts in n_group = {groups}, of which topk_group = {kept} are kept; allowed: equal groups of at least 2, "
+            "no more kept than there are"
+        )
+    if chosen > kept * each:
+        raise ValueError(f"num_experts_per_tok = {chosen}; {kept} groups of {each} have fewer experts")
+    inner = counts["moe_intermediate_size"]
+    return MixtureShape(
+        num_experts=count,
+        num_chosen=chosen,
+        inner=inner,
+        groups=(groups, kept),
+        scale=positive(config, "routed_scaling_factor"),
+        shared=whole(config, "num_shared_experts", 0, least=0) * inner,
+    )
 
 
-def nemotron_length(config: Config) -> int | None:
-    """The longest text whose queries are not scaled, or the config's own length."""
-    rope, longest = _rope_of(config), max_positions(NEMOTRON, config)
-    unscaled = rope.get("original_max_position_embeddings") if rope.get(_SCALING) else None
-    return min((length for length in (longest, unscaled) if length is not None), default=None)
+def _with_rope_parameters(config: Config) -> Config:
+    """Take `rope_theta` and `partial_rotary_factor` from `rope_parameters` (newer configs); ValueError on a contradiction."""
+    rope = config.get("rope_parameters") or {}
+    demand({"rope_parameters.rope_type": rope.get("rope_type", "default")}, {"rope_parameters.rope_type": ("default",)})
+    inner = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
+    for key, value in inner.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"it has {key} = {config[key]!r}, but {value!r} in rope_parameters")
+    return {**config, **inner}
 
 
-# ---- LLaDA2: a network of its own ---------------------------------------------------------------------------------------
+def _rotary_dim(config: Config, head_dim: int) -> int:
+    """The rotated dimensions of a head; two fields may give them, the public code reads only the factor."""
+    turned = int(head_dim * positive(config, "partial_rotary_factor", _TURNED))
+    if config.get("rotary_dim") not in {None, turned}:
+        raise ValueError(f"it has rotary_dim = {config['rotary_dim']!r}, but partial_rotary_factor makes it {turned}")
+    return turned
 
-LLADA2: Final = BlockFacts(
-    mask_token="<|mask|>",
-    mask_id=156895,
-    block_keys=("block_size", "block_length"),
-    block_size=32,
-    ends=("<|role_end|>",),
-)
+
+_LLADA2_NAMES: Final = {
+    ".embed_tokens.": ".word_embeddings.",
+    ".self_attn.qkv_proj.": ".attention.query_key_value.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.q_norm.": ".attention.query_layernorm.",
+    ".self_attn.k_norm.": ".attention.key_layernorm.",
+}
+
+
+def llada2_name(name: str) -> str:
+    """LLaDA2's name of a tensor of Llama."""
+    for ours, theirs in _LLADA2_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name

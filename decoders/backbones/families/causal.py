@@ -1,402 +1,133 @@
-"""The causal model families: their transformers classes and the tensors of their checkpoints.
+"""Reads config.json of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, and of families that are like one of them (network.py).
 
-A checkpoint is described from its JSON alone (config_fields.py, and `shapes_of` below). transformers takes seconds to import,
-and is imported only where the weights are loaded (`parse_config`, `empty_model`). Only its own classes are used: a checkpoint's
-remote code is never run.
+Only fields that decide a number or a tensor are read. Defaults are those of transformers' config classes, from which
+config.json may leave fields out; sizes have none. Compared with transformers in tests/decoders/backbones/test_causal_config.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
 
-from draftmill.decoders.backbones.families.config_fields import fitting, read_fields
+from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, flag, positive, whole
 from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Config = Mapping[str, Any]
-Shapes = dict[str, tuple[int, ...]]
+Like = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+_LONGEST: Final = {"llama": 2048, "mistral": 131072}
+_WINDOW: Final = 4096
 # Frequencies that follow the longest sequence of a batch would make a sample depend on its neighbours.
-_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
-# Fields about how to run the weights, without effect on what they compute.
-_HOW_TO_RUN: Final = {
-    "attn_implementation", "_attn_implementation", "return_dict", "architectures", "transformers_version",
-    "id2label", "label2id", "num_labels", "problem_type", "quantization_config", "compression_config",
-}  # fmt: skip
-
-
-def _no_windows(config: Any) -> tuple[int | None, ...]:
-    return (None,) * config.num_hidden_layers
-
-
-def _window(size: int | None, field: str) -> int | None:
-    if size is not None and size < 1:
-        raise ValueError(f"{field} = {size}; allowed: numbers of positions >= 1")
-    return size
-
-
-def _one_window(config: Any) -> tuple[int | None, ...]:
-    return (_window(config.sliding_window, "sliding_window"),) * config.num_hidden_layers
-
-
-def _windows_by_type(config: Any) -> tuple[int | None, ...]:
-    unknown = sorted(set(config.layer_types) - {"sliding_attention", "full_attention"})
-    if unknown:
-        raise ValueError(f"layer_types holds {', '.join(unknown)}; supported: full_attention, sliding_attention")
-    if "sliding_attention" in config.layer_types and config.sliding_window is None:
-        raise ValueError(
-            "layer_types holds sliding_attention, but sliding_window is null or use_sliding_window is false"
-        )
-    window = _window(config.sliding_window, "sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-
-
-def _gpt_neo_windows(config: Any) -> tuple[int | None, ...]:
-    window = _window(config.window_size, "window_size")
-    return tuple(window if kind == "local" else None for kind in config.attention_layers)
-
-
-def _own_fields(config: Config) -> Config:
-    """Remove the fields of grouped heads, which GPT-2's modules do not read."""
-    return {key: value for key, value in config.items() if key not in {"num_key_value_heads", "head_dim"}}
-
-
-@dataclass(frozen=True, slots=True)
-class CausalFamily:
-    """One architecture. `prefix` is what public checkpoints put before the names of the base model, or leave out.
-
-    `buffers` are tensors that checkpoints may hold and no module reads, `{}` standing for the layer. `position_table` says
-    that positions are learned, so texts cannot be longer than the table. `windows` says how many positions back each layer
-    sees, its own included, None for all. Where the module that runs the weights is not the
-    family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out.
-    `translate` maps config.json to the fields of `config_class`, if the family names them differently.
-    """
-
-    name: str
-    config_class: str
-    model_class: str
-    prefix: str
-    buffers: tuple[str, ...]
-    position_table: bool = False
-    module_class: str = ""
-    runs_as: Callable[[Any], Any] = lambda config: config
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
-    windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
-    translate: Callable[[Config], Config] = lambda config: config
-
-
-def _gpt_neo_as_gpt2(config: Any) -> Any:
-    from transformers import GPT2Config
-
-    return GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.max_position_embeddings,
-        n_embd=config.hidden_size,
-        n_layer=config.num_layers,
-        n_head=config.num_heads,
-        n_inner=config.intermediate_size,
-        activation_function=config.activation_function,
-        layer_norm_epsilon=config.layer_norm_epsilon,
-        scale_attn_weights=False,
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
-
-
-def _gpt_neo_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give GPT-Neo's weights the names and the layout of GPT-2's modules: matrices [in, out]; queries, keys, values in one."""
-    import torch
-
-    ready: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        stem, _, projection = name.partition("attention.")
-        if projection == "q_proj.weight":
-            joined = torch.cat([weights[f"{stem}attention.{which}_proj.weight"] for which in ("q", "k", "v")])
-            ready[stem + "c_attn.weight"] = joined.T.contiguous()
-            ready[stem + "c_attn.bias"] = joined.new_zeros(joined.shape[0])
-        elif projection not in {"k_proj.weight", "v_proj.weight"}:
-            is_matrix = tensor.ndim == 2 and (".mlp." in name or ".out_proj." in name)
-            ready[name.replace("attention.out_proj", "c_proj")] = tensor.T.contiguous() if is_matrix else tensor
-    return ready
-
-
-def rotary_family(name: str, classes: str, **more: Any) -> CausalFamily:
-    """A family on transformers' `classes` with rotary positions; `more` are other fields of CausalFamily."""
-    buffers = ("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq")
-    return CausalFamily(name, f"{classes}Config", f"{classes}ForCausalLM", "model.", buffers, **more)
-
-
-CAUSAL_FAMILIES: Final = (
-    rotary_family("llama", "Llama"),
-    rotary_family("mistral", "Mistral", windows=_one_window),
-    rotary_family("qwen2", "Qwen2", windows=_windows_by_type),
-    rotary_family("qwen3", "Qwen3", windows=_windows_by_type),
-    CausalFamily(
-        name="gpt2",
-        config_class="GPT2Config",
-        model_class="GPT2LMHeadModel",
-        prefix="transformer.",
-        buffers=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
-        position_table=True,
-        translate=_own_fields,
-    ),
-    # The same network as GPT-2, except for unscaled scores and windowed layers, so it runs on GPT-2's module.
-    CausalFamily(
-        name="gpt_neo",
-        config_class="GPTNeoConfig",
-        model_class="GPTNeoForCausalLM",
-        prefix="transformer.",
-        buffers=("transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"),
-        position_table=True,
-        module_class="GPT2LMHeadModel",
-        runs_as=_gpt_neo_as_gpt2,
-        convert=_gpt_neo_weights,
-        windows=_gpt_neo_windows,
-        translate=_own_fields,
-    ),
-)
-
-
-# ---- what config.json says ---------------------------------------------------------------------------------------
-
-
+_ROPE_NEEDS: Final = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 # What reading an invalid config may raise besides ValueError.
 _UNREADABLE: Final = (TypeError, KeyError, AttributeError, ArithmeticError)
 
 
-def read_config(family: CausalFamily, config: Config) -> Any:
-    """Return the fields of config.json as `parse_config` would; ValueError if it is unusable, or unsuited to batching."""
-    with fitting(family.name, *_UNREADABLE):
-        parsed = read_fields(family.config_class, _fields(family, config))
-        _check(family, config, parsed)
-    return parsed
+def rotary_shape(
+    config: Config,
+    *,
+    name: str,
+    like: Like,
+    built: Mapping[str, tuple[Any, ...]] | None = None,
+    translate: Callable[[Config], Config] = lambda config: config,
+) -> RotaryShape:
+    """The sizes of a model of family `name`, whose fields are those of family `like`, after `translate` where they have other
+    names. `built` has the supported values of further fields, as `demand` takes them. ValueError if config.json is invalid, or
+    asks for what is not supported."""
+    with fitting(name, *_UNREADABLE):
+        demand(config, built or {})
+        return _shape(translate(config), like)
 
 
-def parse_config(family: CausalFamily, config: Config) -> Any:
-    """Return config.json as transformers' config object; ValueError if it is unusable, or unsuited to batching."""
-    import transformers
-    from huggingface_hub.errors import StrictDataclassError
-
-    read_config(family, config)
-    with fitting(family.name, *_UNREADABLE, StrictDataclassError):
-        return getattr(transformers, family.config_class).from_dict(_fields(family, config))
-
-
-def _fields(family: CausalFamily, config: Config) -> dict[str, Any]:
-    return {key: value for key, value in family.translate(config).items() if key not in _HOW_TO_RUN}
-
-
-def _check(family: CausalFamily, config: Config, parsed: Any) -> None:
-    if getattr(parsed, "add_cross_attention", False):
-        raise ValueError("add_cross_attention = True; supported: False")
-    heads, key_heads = parsed.num_attention_heads, key_value_heads(parsed)
-    if min(heads, key_heads, parsed.num_hidden_layers, parsed.hidden_size, parsed.vocab_size) < 1:
-        raise ValueError("it has a layer, head, width or vocabulary count below 1")
-    if heads % key_heads or (getattr(parsed, "head_dim", None) is None and parsed.hidden_size % heads):
-        raise ValueError(f"width {parsed.hidden_size}, {heads} heads and {key_heads} key heads do not divide evenly")
-    _check_rope(getattr(parsed, "rope_parameters", None) or {})
-    family.windows(parsed)
-
-
-def _check_rope(rope_parameters: Config) -> None:
-    rope, turned = rope_parameters.get("rope_type", "default"), rope_parameters.get("partial_rotary_factor")
-    if rope not in _ROPE_TYPES:
-        raise ValueError(
-            f"rope type {rope!r}; supported: {', '.join(_ROPE_TYPES)} (one whose frequencies follow the longest sequence "
-            "of a batch would make samples depend on each other)"
-        )
-    # The default type rotates whole heads and ignores this field; the other types would give too few angles.
-    if rope != "default" and turned not in {None, 1.0}:
-        raise ValueError(
-            f"partial_rotary_factor = {turned!r} with rope type {rope!r}; supported: 1 (whole heads are rotated)"
-        )
-
-
-def key_value_heads(parsed: Any) -> int:
-    """How many key heads a layer has."""
-    return int(getattr(parsed, "num_key_value_heads", None) or parsed.num_attention_heads)
-
-
-def head_width(parsed: Any) -> int:
-    """The width of one head."""
-    return int(getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads)
-
-
-def max_positions(family: CausalFamily, config: Config) -> int | None:
-    """The longest text that the model supports."""
-    return getattr(read_config(family, config), "max_position_embeddings", None)
-
-
-def vocab_size(family: CausalFamily, config: Config) -> int:
-    """The number of token ids, used or not."""
-    return int(read_config(family, config).vocab_size)
-
-
-def rotary_shape(family: CausalFamily, config: Config) -> RotaryShape:
-    """The sizes of the network of a family with rotary positions; ValueError as read_config."""
-    parsed = read_config(family, config)
-    with fitting(family.name):
-        return _rotary_shape(family, parsed)
-
-
-def _rotary_shape(family: CausalFamily, parsed: Any) -> RotaryShape:
-    mixture, dense = None, frozenset[int]()
-    if family.config_class == "Qwen3MoeConfig":
-        layers = range(parsed.num_hidden_layers)
-        dense = frozenset(layer for layer in layers if _is_dense(family.model_class, parsed, layer))
-        mixture = MixtureShape(
-            num_experts=parsed.num_experts,
-            num_chosen=parsed.num_experts_per_tok,
-            inner=parsed.moe_intermediate_size,
-            normalise=parsed.norm_topk_prob,
-        )
+def _shape(config: Config, like: Like) -> RotaryShape:
+    width, layers, heads = (whole(config, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    key_heads = whole(config, "num_key_value_heads", heads)
+    if config.get("head_dim") is None and like != "qwen3" and width % heads:
+        raise ValueError(f"hidden_size {width} is not a multiple of {heads} heads")
+    head_dim = whole(config, "head_dim", 128 if like == "qwen3" else width // heads)
+    asked = flag(config, "attention_bias")
+    mixture, dense = _mixture(config, layers) if like == "qwen3_moe" else (None, frozenset[int]())
     return RotaryShape(
-        vocab_size=parsed.vocab_size,
-        hidden_size=parsed.hidden_size,
-        intermediate_size=parsed.intermediate_size,
-        num_hidden_layers=parsed.num_hidden_layers,
-        num_attention_heads=parsed.num_attention_heads,
-        num_key_value_heads=key_value_heads(parsed),
-        head_dim=head_width(parsed),
-        rotary_dim=head_width(parsed),
-        rms_norm_eps=parsed.rms_norm_eps,
-        rope=parsed.rope_parameters,
-        max_position_embeddings=parsed.max_position_embeddings,
-        windows=family.windows(parsed),
-        hidden_act=parsed.hidden_act,
-        tied=parsed.tie_word_embeddings,
+        vocab_size=whole(config, "vocab_size"),
+        hidden_size=width,
+        intermediate_size=whole(config, "intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        rotary_dim=head_dim,
+        rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
+        rope=_rope(config),
+        max_position_embeddings=whole(config, "max_position_embeddings", _LONGEST.get(like, 32768)),
+        windows=_windows(config, like, layers),
+        hidden_act=config.get("hidden_act", "silu"),
+        tied=flag(config, "tie_word_embeddings"),
         mixture=mixture,
         dense=dense,
+        qkv_bias={"mistral": False, "qwen2": True}.get(like, asked),
+        output_bias=asked and like not in {"mistral", "qwen2"},
+        inner_bias=like == "llama" and flag(config, "mlp_bias"),
+        head_norms=like in {"qwen3", "qwen3_moe"},
     )
 
 
-# ---- its tensors -------------------------------------------------------------------------------------------------
+def _rope(config: Config) -> dict[str, Any]:
+    """The rotary settings as one dict, for config.json of any version of transformers."""
+    held = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(held, dict) or any(isinstance(value, dict) for value in held.values()):
+        raise ValueError("rope_parameters must be an object of plain values; per-layer rotations are not supported")
+    rope = {"rope_type": held.get("type", "default"), "rope_theta": config.get("rope_theta", 10_000.0), **held}
+    kind, turned = rope["rope_type"], rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if kind not in _ROPE_NEEDS:
+        raise ValueError(
+            f"rope type {kind!r}; supported: {', '.join(_ROPE_NEEDS)} (one whose frequencies follow the longest sequence "
+            "of a batch would make samples depend on each other)"
+        )
+    for key in ("rope_theta", *_ROPE_NEEDS[kind]):
+        positive(rope, key)
+    # The default type rotates whole heads and ignores this field; the other types would give too few angles.
+    if kind != "default" and turned not in {None, 1.0}:
+        raise ValueError(
+            f"partial_rotary_factor = {turned!r} with rope type {kind!r}; supported: 1 (whole heads are rotated)"
+        )
+    return rope
 
 
-def empty_model(model_class: str, parsed: Any) -> Any:
-    """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
-    import torch
-    import transformers
-
-    module_class = getattr(transformers, model_class)
-    try:
-        with torch.device("meta"):
-            return module_class(parsed)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"model.path: {model_class} rejects config.json: {type(error).__name__}: {error}") from error
-
-
-def weight_shapes(family: CausalFamily, config: Config) -> Shapes:
-    """Name every tensor that a checkpoint must have, with its shape; a tied output layer is not one of them."""
-    parsed = read_config(family, config)
-    shapes = shapes_of(family.model_class, parsed)
-    if parsed.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    return shapes
-
-
-def optional_names(family: CausalFamily, config: Config) -> set[str]:
-    """Name the tensors that a checkpoint may have besides."""
-    parsed = read_config(family, config)
-    names = {buffer.format(layer) for buffer in family.buffers for layer in range(parsed.num_hidden_layers)}
-    return names | ({"lm_head.weight"} if parsed.tie_word_embeddings else set())
+def _windows(config: Config, like: Like, layers: int) -> tuple[int | None, ...]:
+    """How many positions back each layer sees, its own included; None for all."""
+    if like in {"llama", "qwen3_moe"}:
+        return (None,) * layers
+    has_window = like == "mistral" or flag(config, "use_sliding_window")
+    has_window = has_window and config.get("sliding_window", _WINDOW) is not None
+    window = whole(config, "sliding_window", _WINDOW) if has_window else None
+    if like == "mistral":
+        return (window,) * layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = whole(config, "max_window_layers", 28, least=0)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types has no entry for each of the {layers} layers")
+    unknown = sorted({str(kind) for kind in kinds} - {"attention", "full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layer_types holds {', '.join(unknown)}; supported: full_attention, sliding_attention")
+    if "sliding_attention" in kinds and window is None:
+        raise ValueError(
+            "layer_types holds sliding_attention, but sliding_window is null or use_sliding_window is false"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def full_names(family: CausalFamily, names: Iterable[str]) -> dict[str, str]:
-    """Map a checkpoint's names to full ones; those of a bare base model (public GPT-2) lack the prefix."""
-    names = list(names)
-    if any(name.startswith(family.prefix) for name in names):
-        return {name: name for name in names}
-    return {name: name if name.startswith("lm_head.") else family.prefix + name for name in names}
-
-
-# Which attention products have a bias: (queries, keys and values; the output).
-_BIASES: Final = {
-    "LlamaForCausalLM": lambda parsed: (parsed.attention_bias, parsed.attention_bias),
-    "MistralForCausalLM": lambda parsed: (False, False),
-    "Qwen2ForCausalLM": lambda parsed: (True, False),
-    "Qwen3ForCausalLM": lambda parsed: (parsed.attention_bias, parsed.attention_bias),
-    "Qwen3MoeForCausalLM": lambda parsed: (parsed.attention_bias, parsed.attention_bias),
-}
-
-
-def shapes_of(model_class: str, parsed: Any) -> Shapes:
-    """Every tensor of a model, the output layer included though it may be tied; `parsed` as read_fields returns it."""
-    if model_class in {"GPT2LMHeadModel", "GPTNeoForCausalLM"}:
-        return _gpt_shapes(parsed, is_neo=model_class == "GPTNeoForCausalLM")
-    vocab, width = parsed.vocab_size, parsed.hidden_size
-    shapes: Shapes = {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
-    for layer in range(parsed.num_hidden_layers):
-        parts = _attention(model_class, parsed) | _inner(model_class, parsed, layer)
-        parts |= {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
-    return shapes | {"lm_head.weight": (vocab, width)}
-
-
-def _attention(model_class: str, parsed: Any) -> Shapes:
-    width, head = parsed.hidden_size, head_width(parsed)
-    outer, keys = parsed.num_attention_heads * head, parsed.num_key_value_heads * head
-    biased, output_biased = _BIASES[model_class](parsed)
-    shapes: Shapes = {}
-    for name, num_out in (("q", outer), ("k", keys), ("v", keys)):
-        shapes |= product_shapes(f"self_attn.{name}_proj", num_out, width, bias=biased)
-    shapes |= product_shapes("self_attn.o_proj", width, outer, bias=output_biased)
-    if model_class.startswith("Qwen3"):
-        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-    return shapes
-
-
-def _inner(model_class: str, parsed: Any, layer: int) -> Shapes:
-    """The feed-forward network: dense, or the experts of decoders/backbones/moe.py."""
-    width = parsed.hidden_size
-    if _is_dense(model_class, parsed, layer):
-        return gated_shapes("mlp", width, parsed.intermediate_size, bias=getattr(parsed, "mlp_bias", False) is True)
-    shapes: Shapes = {"mlp.gate.weight": (parsed.num_experts, width)}
-    for expert in range(parsed.num_experts):
-        shapes |= gated_shapes(f"mlp.experts.{expert}", width, parsed.moe_intermediate_size)
-    return shapes
-
-
-def _is_dense(model_class: str, parsed: Any, layer: int) -> bool:
-    has_experts = model_class == "Qwen3MoeForCausalLM" and layer not in parsed.mlp_only_layers
-    return not has_experts or (layer + 1) % parsed.decoder_sparse_step > 0
-
-
-def gated_shapes(prefix: str, width: int, inner: int, *, bias: bool = False) -> Shapes:
-    """The tensors of a network down(activation(gate(x)) * up(x)) under this name."""
-    shapes = product_shapes(f"{prefix}.down_proj", width, inner, bias=bias)
-    for name in ("gate_proj", "up_proj"):
-        shapes |= product_shapes(f"{prefix}.{name}", inner, width, bias=bias)
-    return shapes
-
-
-def product_shapes(name: str, num_out: int, num_in: int, *, bias: bool = True) -> Shapes:
-    """The tensors of a linear layer."""
-    shapes: Shapes = {f"{name}.weight": (num_out, num_in)}
-    if bias:
-        shapes[f"{name}.bias"] = (num_out,)
-    return shapes
-
-
-def _gpt_shapes(parsed: Any, *, is_neo: bool) -> Shapes:
-    """GPT-2's matrices are [in, out], those of GPT-Neo [out, in]."""
-    vocab, width = parsed.vocab_size, parsed.hidden_size
-    inner = (parsed.intermediate_size if is_neo else parsed.n_inner) or 4 * width
-    norms: Shapes = {f"{norm}.{name}": (width,) for norm in ("ln_1", "ln_2") for name in ("weight", "bias")}
-    block = norms | {"mlp.c_fc.bias": (inner,), "mlp.c_proj.bias": (width,)}
-    if is_neo:
-        block |= {f"attn.attention.{name}_proj.weight": (width, width) for name in ("q", "k", "v", "out")}
-        block |= {"attn.attention.out_proj.bias": (width,)}
-        block |= {"mlp.c_fc.weight": (inner, width), "mlp.c_proj.weight": (width, inner)}
-    else:
-        block |= {"attn.c_attn.weight": (width, 3 * width), "attn.c_attn.bias": (3 * width,)}
-        block |= {"attn.c_proj.weight": (width, width), "attn.c_proj.bias": (width,)}
-        block |= {"mlp.c_fc.weight": (width, inner), "mlp.c_proj.weight": (inner, width)}
-    shapes: Shapes = {f"transformer.ln_f.{name}": (width,) for name in ("weight", "bias")}
-    shapes |= {"transformer.wte.weight": (vocab, width), "lm_head.weight": (vocab, width)}
-    shapes["transformer.wpe.weight"] = (parsed.max_position_embeddings, width)
-    for layer in range(parsed.num_hidden_layers):
-        shapes |= {f"transformer.h.{layer}.{name}": shape for name, shape in block.items()}
-    return shapes
+def _mixture(config: Config, layers: int) -> tuple[MixtureShape, frozenset[int]]:
+    """The experts, and the layers that have none."""
+    count = whole(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
+    chosen = whole(config, "num_experts_per_tok")
+    if chosen > count:
+        raise ValueError(f"num_experts_per_tok = {chosen} of {count} experts; allowed: 1 to all")
+    step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    inner, normalise = whole(config, "moe_intermediate_size"), flag(config, "norm_topk_prob")
+    mixture = MixtureShape(num_experts=count, num_chosen=chosen, inner=inner, normalise=normalise)
+    return mixture, frozenset(layer for layer in range(layers) if layer in dense or (layer + 1) % step)

@@ -10,42 +10,36 @@ al., 2025), MDLM (Sahoo et al., 2024) and SEDD (Lou et al., 2024).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from draftmill.decoders.backbones.families import causal as causal_families
-from draftmill.decoders.backbones.families.causal import CausalFamily, Config, Shapes, product_shapes, rotary_family
-from draftmill.decoders.backbones.families.config_fields import demand, fitting, numbers
+from draftmill.decoders.backbones.families.causal import rotary_shape
+from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, whole, wholes
+from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes, product_shapes
 
-# Defaults of the public checkpoints for fields that config.json lacks.
-LLADA_MASK: Final = 126336
-LLADA_MOE_MASK: Final = 156895
-DREAM_MASK: Final = 151666
-# Dream was trained on texts of this length; its config still has the number of its base model.
-_DREAM_LENGTH: Final = 2048
-
+Built = dict[str, tuple[Any, ...]]
+"""Supported values of fields, as `demand` takes them."""
 
 # ---- LLaDA: a Llama that sees everything, under the names of OLMo ------------------------------------------------------
 
 LLADA_PREFIX: Final = "model.transformer."
-_LLADA_TOP: Final = {
-    "wte.weight": "model.embed_tokens.weight",
-    "ln_f.weight": "model.norm.weight",
-    "ff_out.weight": "lm_head.weight",
+_LLADA_NAMES: Final = {
+    "model.embed_tokens": "wte",
+    "model.norm": "ln_f",
+    "lm_head": "ff_out",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
 }
-_LLADA_BLOCK: Final = {
-    "attn_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "attn_out": "self_attn.o_proj",
-    "ff_norm": "post_attention_layernorm",
-    "ff_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "ff_out": "mlp.down_proj",
-}
-_LLADA_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+LLADA_BUILT: Final[Built] = {
     "block_type": ("llama",),
     "block_group_size": (1,),
     "activation_type": ("silu",),
@@ -65,8 +59,8 @@ _LLADA_BUILT: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-def _llada_as_llama(config: Config) -> Config:
-    demand(config, _LLADA_BUILT)
+def llada_as_llama(config: Config) -> Config:
+    """config.json by the names of Llama's fields."""
     heads = config["n_heads"]
     return {
         "vocab_size": config.get("embedding_size") or config["vocab_size"],
@@ -82,39 +76,18 @@ def _llada_as_llama(config: Config) -> Config:
     }
 
 
-def _llama_name(name: str) -> str:
-    bare = name.removeprefix(LLADA_PREFIX)
-    if bare in _LLADA_TOP:
-        return _LLADA_TOP[bare]
-    _, layer, part, kind = bare.split(".")
-    return f"model.layers.{layer}.{_LLADA_BLOCK[part]}.{kind}"
+def llada_name(name: str) -> str:
+    """LLaDA's name of a tensor of Llama."""
+    part, kind = name.rsplit(".", 1)
+    if part in _LLADA_NAMES:
+        return f"{LLADA_PREFIX}{_LLADA_NAMES[part]}.{kind}"
+    _, _, layer, inner = part.split(".", 3)
+    return f"{LLADA_PREFIX}blocks.{layer}.{_LLADA_NAMES[inner]}.{kind}"
 
 
-LLADA: Final = CausalFamily(
-    name="llada",
-    config_class="LlamaConfig",
-    model_class="LlamaForCausalLM",
-    prefix=LLADA_PREFIX,
-    buffers=(),
-    convert=lambda weights: {_llama_name(name): tensor for name, tensor in weights.items()},
-    translate=_llada_as_llama,
-)
+# ---- LLaDA-MoE: a Qwen3 with experts that sees everything ----------------------------------------------------------------
 
-
-def llada_shapes(config: Config) -> Shapes:
-    """Name every tensor of a LLaDA checkpoint as it names them, with its shape."""
-    llama = causal_families.weight_shapes(LLADA, config)
-    names = [
-        *_LLADA_TOP,
-        *(f"blocks.{layer}.{part}.weight" for layer in range(config["n_layers"]) for part in _LLADA_BLOCK),
-    ]
-    full = [LLADA_PREFIX + name for name in names]
-    return {name: llama[_llama_name(name)] for name in full if _llama_name(name) in llama}
-
-
-# ---- LLaDA-MoE: a Qwen3 with experts that sees everything, under its own names for the fields ----------------------------
-
-_LLADA_MOE_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+LLADA_MOE_BUILT: Final[Built] = {
     "hidden_act": ("silu",),
     "qk_layernorm": (True,),
     "clip_qkv": (None,),
@@ -127,50 +100,32 @@ _LLADA_MOE_BUILT: Final[dict[str, tuple[Any, ...]]] = {
     "norm_topk_prob": (False, None),
     "routed_scaling_factor": (1, None),
 }
-_LLADA_MOE_FIELDS: Final = {
-    "intermediate_size": "dense_intermediate_size",
-    "moe_intermediate_size": "expert_intermediate_size",
-}
-_SAME_FIELDS: Final = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts",
-    "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias",
-)  # fmt: skip
 
 
-def _llada_moe_as_qwen3_moe(config: Config) -> Config:
-    demand(config, _LLADA_MOE_BUILT)
-    heads, width, kinds = config["num_attention_heads"], config["hidden_size"], config["moe_layer_freq"]
-    if width % heads or len(kinds) != config["num_hidden_layers"]:
-        raise ValueError(
-            f"hidden_size {width} is no multiple of {heads} heads, or moe_layer_freq has not one entry for each of the "
-            f"{config['num_hidden_layers']} layers"
-        )
-    same = {key: config[key] for key in _SAME_FIELDS if config.get(key) is not None}
+def llada_moe_as_qwen3(config: Config) -> Config:
+    """config.json by the names of Qwen3-MoE's fields."""
+    kinds = config["moe_layer_freq"]
+    if len(kinds) != config["num_hidden_layers"]:
+        raise ValueError(f"moe_layer_freq has not one entry for each of the {config['num_hidden_layers']} layers")
     return {
-        "num_key_value_heads": heads,
-        **same,
-        **{ours: config[theirs] for ours, theirs in _LLADA_MOE_FIELDS.items()},
+        **config,
+        "intermediate_size": config["dense_intermediate_size"],
+        "moe_intermediate_size": config["expert_intermediate_size"],
         "mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind == 0],
     }
 
 
-LLADA_MOE: Final = rotary_family("llada_moe", "Qwen3Moe", translate=_llada_moe_as_qwen3_moe)
-
-
 # ---- Dream: a Qwen2 that sees everything and still predicts the next token -----------------------------------------------
 
-
-def _dream_as_qwen2(config: Config) -> Config:
-    demand(config, {"use_sliding_window": (False,), "use_mrope": (False,)})
-    return {key: value for key, value in config.items() if key not in {"model_type", "architectures", "auto_map"}}
-
-
-DREAM: Final = rotary_family("dream", "Qwen2", translate=_dream_as_qwen2)
+_DREAM_BUILT: Final[Built] = {"use_sliding_window": (False,), "use_mrope": (False,)}
+# Dream was trained on texts of this length; its config still has the number of its base model.
+_DREAM_LENGTH: Final = 2048
 
 
-def dream_length(config: Config) -> int:
-    """The longest text that the model was trained on."""
-    return min(_DREAM_LENGTH, causal_families.max_positions(DREAM, config) or _DREAM_LENGTH)
+def dream_shape(config: Config) -> RotaryShape:
+    """Read a Dream config."""
+    shape = rotary_shape(config, name="dream", like="qwen2", built=_DREAM_BUILT)
+    return dataclasses.replace(shape, longest=min(_DREAM_LENGTH, shape.max_position_embeddings))
 
 
 # ---- MDLM and SEDD: the diffusion transformer of ddit.py -----------------------------------------------------------------
@@ -188,14 +143,45 @@ class DDiTShape:
     num_attention_heads: int
     max_length: int
     takes_sigma: bool
+    is_bounded: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError(
-                f"model.path: config.json: width {self.hidden_size} does not give {self.num_attention_heads} heads of even width"
-            )
+            raise ValueError(f"width {self.hidden_size} does not give {self.num_attention_heads} heads of even width")
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """The number of key heads."""
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    def optional(self) -> set[str]:
+        """Name the tensors that a checkpoint may have or lack."""
+        return set()
+
+    def tensors(self) -> Shapes:
+        """Name every tensor of a checkpoint, with its shape."""
+        width, condition, vocabulary = self.hidden_size, self.cond_dim, self.vocab_size
+        shapes: Shapes = {"vocab_embed.embedding": (vocabulary, width), "output_layer.norm_final.weight": (width,)}
+        shapes |= product_shapes("sigma_map.mlp.0", condition, _SIGMA_WIDTH)
+        shapes |= product_shapes("sigma_map.mlp.2", condition, condition)
+        shapes |= product_shapes("output_layer.adaLN_modulation", 2 * width, condition)
+        shapes |= product_shapes("output_layer.linear", vocabulary, width)
+        for layer in range(self.num_hidden_layers):
+            block = f"blocks.{layer}."
+            shapes |= {block + "norm1.weight": (width,), block + "norm2.weight": (width,)}
+            shapes |= {block + "attn_qkv.weight": (3 * width, width), block + "attn_out.weight": (width, width)}
+            shapes |= product_shapes(block + "mlp.0", 4 * width, width)
+            shapes |= product_shapes(block + "mlp.2", width, 4 * width)
+            shapes |= product_shapes(block + "adaLN_modulation", 6 * width, condition)
+        return shapes
 
 
+_SIGMA_WIDTH: Final = 256
 _FLAT: Final = {
     "hidden_size": "hidden_dim",
     "cond_dim": "cond_dim",
@@ -224,11 +210,7 @@ def mdlm_shape(config: Config) -> DDiTShape:
     kind = noise.get("type") if takes_sigma and isinstance(noise, Mapping) else "loglinear"
     with fitting("mdlm"):
         demand({**config, "noise.type": kind}, _MDLM_BUILT)
-    return DDiTShape(
-        **numbers(sizes, names, "mdlm"),
-        **numbers(vocabulary, {"vocab_size": "vocab_size"}, "mdlm"),
-        takes_sigma=takes_sigma,
-    )
+        return DDiTShape(**wholes(sizes, names), vocab_size=whole(vocabulary, "vocab_size"), takes_sigma=takes_sigma)
 
 
 def sedd_shape(config: Config) -> DDiTShape:
@@ -242,32 +224,4 @@ def sedd_shape(config: Config) -> DDiTShape:
     with fitting("sedd"):
         demand(kinds, {"graph.type": ("absorb",), "noise.type": ("loglinear",)})
         demand(model, {"type": ("ddit",), "scale_by_sigma": (True,)})
-    tokens = numbers(config, {"tokens": "tokens"}, "sedd")["tokens"]
-    return DDiTShape(**numbers(model, _NESTED, "sedd"), vocab_size=tokens + 1, takes_sigma=True)
-
-
-_SIGMA_WIDTH: Final = 256
-
-
-def ddit_shapes(shape: DDiTShape, prefix: str) -> Shapes:
-    """Name every tensor of a diffusion transformer, with its shape."""
-    width, condition, vocabulary = shape.hidden_size, shape.cond_dim, shape.vocab_size
-    shapes: Shapes = {"vocab_embed.embedding": (vocabulary, width), "output_layer.norm_final.weight": (width,)}
-    shapes |= product_shapes("sigma_map.mlp.0", condition, _SIGMA_WIDTH)
-    shapes |= product_shapes("sigma_map.mlp.2", condition, condition)
-    shapes |= product_shapes("output_layer.adaLN_modulation", 2 * width, condition)
-    shapes |= product_shapes("output_layer.linear", vocabulary, width)
-    for layer in range(shape.num_hidden_layers):
-        block = f"blocks.{layer}."
-        shapes |= {block + "norm1.weight": (width,), block + "norm2.weight": (width,)}
-        shapes |= {block + "attn_qkv.weight": (3 * width, width), block + "attn_out.weight": (width, width)}
-        shapes |= product_shapes(block + "mlp.0", 4 * width, width) | product_shapes(block + "mlp.2", width, 4 * width)
-        shapes |= product_shapes(block + "adaLN_modulation", 6 * width, condition)
-    return {prefix + name: size for name, size in shapes.items()}
-
-
-def ddit_names(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Add `prefix` to a checkpoint's names, which lack it for a bare network."""
-    names = list(names)
-    bare = not any(name.startswith(prefix) for name in names)
-    return {name: prefix + name if bare else name for name in names}
+        return DDiTShape(**wholes(model, _NESTED), vocab_size=whole(config, "tokens") + 1, takes_sigma=True)

@@ -5,13 +5,10 @@ transformers' plan (`base_model_tp_plan`) for the modules of these families, who
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from draftmill.decoders.backbones.families.causal import CausalFamily, head_width, key_value_heads, read_config
-
-Config = Mapping[str, Any]
+from draftmill.decoders.backbones.families.rotary import RotaryShape
 
 COLUMNS: Final = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Products split by their outputs (transformers: colwise)."""
@@ -19,6 +16,7 @@ ROWS: Final = ("o_proj", "down_proj")
 """Products split by their inputs (transformers: rowwise); the ranks' results are added."""
 SPLIT_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """The families whose transformers module has exactly this plan."""
+_SPLIT: Final = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 FIELD: Final = "workers.gpus_per_model"
 
 
@@ -36,21 +34,16 @@ def kind_of(name: str) -> Literal["columns", "rows", "whole"]:
     return "columns" if product in COLUMNS else "rows" if product in ROWS else "whole"
 
 
-def check_shares(family: CausalFamily | None, name: str, config: Config, count: int) -> None:
-    """ValueError, with the field's path, if a model of this family can't be split into so many parts."""
+def check_shares(name: str, shape: Any, count: int) -> None:
+    """ValueError, with the field's path, if a model of family `name` can't be split into `count` parts."""
     if count == 1:
         return
-    if family is None or name not in SPLIT_FAMILIES:
+    if name not in SPLIT_FAMILIES:
         raise ValueError(
             f"{FIELD}: {count}, but models of family {name!r} can't be split; allowed: 1 "
             f"(families with a tensor-parallel plan: {', '.join(SPLIT_FAMILIES)})"
         )
-    parsed = read_config(family, config)
-    sizes = {
-        "num_attention_heads": parsed.num_attention_heads,
-        "num_key_value_heads": key_value_heads(parsed),
-        "intermediate_size": parsed.intermediate_size,
-    }
+    sizes = {key: getattr(shape, key) for key in _SPLIT}
     uneven = [f"{key} = {size}" for key, size in sizes.items() if size % count]
     if uneven:
         allowed = [n for n in range(1, min(sizes.values()) + 1) if not any(size % n for size in sizes.values())]
@@ -59,12 +52,6 @@ def check_shares(family: CausalFamily | None, name: str, config: Config, count: 
         )
 
 
-def share_of_config(family: CausalFamily, config: Config, share: Share) -> dict[str, Any]:
-    """config.json of a rank's part: fewer heads of the same width, a smaller inner width."""
-    parsed = read_config(family, config)
-    return dict(config) | {
-        "num_attention_heads": parsed.num_attention_heads // share.count,
-        "num_key_value_heads": key_value_heads(parsed) // share.count,
-        "head_dim": head_width(parsed),
-        "intermediate_size": parsed.intermediate_size // share.count,
-    }
+def share_of_shape(shape: RotaryShape, share: Share) -> RotaryShape:
+    """The sizes of a process's part: fewer heads of the same width, a smaller inner width."""
+    return replace(shape, **{key: getattr(shape, key) // share.count for key in _SPLIT})

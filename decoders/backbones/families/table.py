@@ -11,203 +11,197 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeVar
 
 from draftmill.decoders.backbones.families import any_causal
-from draftmill.decoders.backbones.families import blocks as block_families
-from draftmill.decoders.backbones.families import causal as causal_families
-from draftmill.decoders.backbones.families import masked as masked_families
-from draftmill.decoders.backbones.families.blocks import BlockFacts
-from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
-from draftmill.decoders.backbones.families.config_fields import numbers, token_id
-from draftmill.decoders.backbones.families.llada2 import llada2_names, llada2_shape, llada2_shapes
-from draftmill.decoders.backbones.families.masked import DDiTShape
-from draftmill.decoders.backbones.families.rotary import RotaryShape
-from draftmill.decoders.backbones.families.xlnet import xlnet_optional, xlnet_shape, xlnet_shapes
+from draftmill.decoders.backbones.families.blocks import (
+    FULL_ATTENTION,
+    llada2_name,
+    llada2_shape,
+    nemotron_name,
+    nemotron_shape,
+)
+from draftmill.decoders.backbones.families.causal import Like, rotary_shape
+from draftmill.decoders.backbones.families.config_fields import fitting, token_id, whole
+from draftmill.decoders.backbones.families.masked import (
+    LLADA_BUILT,
+    LLADA_MOE_BUILT,
+    LLADA_PREFIX,
+    dream_shape,
+    llada_as_llama,
+    llada_moe_as_qwen3,
+    llada_name,
+    mdlm_shape,
+    sedd_shape,
+)
+from draftmill.decoders.backbones.families.rotary import Shapes
+from draftmill.decoders.backbones.families.xlnet import xlnet_shape
 from draftmill.decoders.base import ModelInfo, ModelKind
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # More than any published model has; memory is allocated by this number.
 _MOST_POSITIONS: Final = 1 << 24
+MASK_KEYS: Final = ("mask_token_id", "mask_id")
+"""The fields of config.json that may name the mask, the first one first."""
 
 Config = Mapping[str, Any]
+T = TypeVar("T")
+
+
+def _is_frequency(name: str) -> bool:
+    return name.endswith("rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have.
+    """One model family.
 
-    `full_names` maps the names in a checkpoint to those; `is_unread` says which others may be left unread. `mask_id` gives the
-    id of the mask token, `has_mask` says whether there is one, `fixed_mask` that users cannot change it, and `mask_token` is its
-    name in a tokenizer, used if config.json has no id; `max_length` reads the longest text from config.json. `shift`,
-    `left_shift`, `prompt_block` and `block_size`, and `ends`, the special tokens that end a turn of a chat, are as in ModelInfo
-    and `stop_ids`.
-    `rotary` is set for the families that run on network.py, `ddit` for those on ddit.py, `causal` alone for those on modules of
-    transformers, and `any_causal` for those that are not in the table. `convert` gives weights the names that these have.
-    Texts are at most `max_length` tokens if `is_bounded`.
+    `shape` reads config.json: a RotaryShape, DDiTShape, XLNetShape or CausalFacts, whose network runs the model. Each has
+    `vocab_size`, `max_length`, `is_bounded` (longer texts are refused), `tensors()`, which a checkpoint must have, and
+    `optional()`, which it may have. `theirs` gives a checkpoint's name of such a tensor; `prefix` is what some checkpoints leave
+    out of all names; other tensors may be left unread where `is_unread` says so.
+
+    `mask` is the id of the mask token where none of the fields `mask_keys` of config.json has one, nor the tokenizer under the
+    name `mask_token`; with `mask_is_last` it is always the last id. `block` is the block size where none of `block_keys` is in
+    config.json. `shift`, `left_shift` and `prompt_block`, and `ends`, the special tokens that end a turn of a chat, are as in
+    ModelInfo and `stop_ids`.
     """
 
     name: str
     kind: ModelKind
-    mask_id: Callable[[Config], int | None]
-    vocab_size: Callable[[Config], int]
-    weight_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
-    optional: Callable[[Config], set[str]]
-    check: Callable[[Config], object]
-    full_names: Callable[[Iterable[str]], dict[str, str]] = lambda names: {name: name for name in names}
-    is_unread: Callable[[str], bool] = lambda name: False
-    has_mask: bool = True
-    fixed_mask: bool = False
+    shape: Callable[[Config], Any]
+    theirs: Callable[[str], str] = lambda name: name
+    prefix: str = ""
+    is_unread: Callable[[str], bool] = _is_frequency
+    mask: int | None = None
+    mask_keys: tuple[str, ...] = MASK_KEYS
     mask_token: str = ""
-    max_length: Callable[[Config], int | None] = lambda config: None
-    is_bounded: Callable[[Config], bool] = lambda config: False
+    mask_is_last: bool = False
+    block: int | None = None
+    block_keys: tuple[str, ...] = ()
     shift: int = 0
     left_shift: int | None = None
     prompt_block: bool = False
-    block_size: Callable[[Config], int | None] = lambda config: None
     ends: tuple[str, ...] = ()
-    causal: CausalFamily | None = None
-    ddit: Callable[[Config], DDiTShape] | None = None
-    rotary: Callable[[Config], RotaryShape] | None = None
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
-    any_causal: bool = False
 
     @property
     def rows_are_tokens(self) -> bool:
         """Whether every row carries a token; two-stream models have rows that don't."""
-        return any((self.causal, self.ddit, self.rotary, self.any_causal))
+        return self.kind != "any_subset"
+
+    def weight_shapes(self, config: Config) -> Shapes:
+        """Every tensor that a checkpoint must have by its name there, with its shape."""
+        return {self.theirs(name): shape for name, shape in self.shape(config).tensors().items()}
+
+    def full_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Map a checkpoint's names to those with the family's prefix, which some checkpoints lack."""
+        names = list(names)
+        is_bare = not any(name.startswith(self.prefix) for name in names)
+        return {name: self.prefix + name if is_bare and not name.startswith(_HEADS) else name for name in names}
+
+    def own_names(self, config: Config, tensors: Mapping[str, T]) -> dict[str, T]:
+        """The tensors of a checkpoint by the names of the network that runs it, without those that are left unread."""
+        shape, full = self.shape(config), self.full_names(tensors)
+        own = {self.theirs(name): name for name in (*shape.tensors(), *shape.optional())}
+        return {own[full[name]]: tensor for name, tensor in tensors.items() if full[name] in own}
+
+    def mask_id(self, config: Config) -> int | None:
+        """The id of the mask token; ValueError if config.json has an invalid one."""
+        if self.mask is None:
+            return self.shape(config).vocab_size - 1 if self.mask_is_last else None
+        return token_id(config, _first(config, self.mask_keys), self.mask)
+
+    def block_size(self, config: Config) -> int | None:
+        """The block size of the training; ValueError if config.json has an invalid one."""
+        with fitting(self.name):
+            return whole(config, _first(config, self.block_keys), self.block) if self.block else None
 
 
-def _causal(family: CausalFamily) -> Family:
-    return Family(
-        name=family.name,
-        kind="causal",
-        mask_id=lambda config: None,
-        vocab_size=partial(causal_families.vocab_size, family),
-        weight_shapes=partial(causal_families.weight_shapes, family),
-        optional=partial(causal_families.optional_names, family),
-        check=partial(causal_families.read_config, family),
-        full_names=partial(causal_families.full_names, family),
-        has_mask=False,
-        max_length=partial(causal_families.max_positions, family),
-        is_bounded=lambda config: family.position_table,
+# Output layers, which have no prefix.
+_HEADS: Final = ("lm_head.", "embed_out.")
+
+
+def _first(config: Config, keys: tuple[str, ...]) -> str:
+    """The first of the keys that config.json has; an empty one if it has none."""
+    return next((key for key in keys if config.get(key) is not None), "")
+
+
+def _like(like: Like, name: str, kind: ModelKind, reads: Mapping[str, Any] | None = None, **facts: Any) -> Family:
+    """A family on network.py whose config.json is that of family `like`; `reads` as `rotary_shape` takes it."""
+    facts.setdefault("prefix", "model.")
+    return Family(name, kind, partial(rotary_shape, name=name, like=like, **(reads or {})), **facts)
+
+
+_SDAR: Final[dict[str, Any]] = {
+    "mask": 151669,
+    "mask_token": "<|MASK|>",
+    "block": 4,
+    "block_keys": ("block_size", "block_length"),
+    "ends": ("<|im_end|>",),
+}
+_NO_WINDOWS: Final = {"built": FULL_ATTENTION}
+_NO_WINDOWS_MOE: Final = {"built": FULL_ATTENTION | {"hidden_act": ("silu",)}}
+_LLADA: Final = {"built": LLADA_BUILT, "translate": llada_as_llama}
+_LLADA_MOE: Final = {"built": LLADA_MOE_BUILT, "translate": llada_moe_as_qwen3}
+_FAMILIES: Final = (
+    Family("xlnet", "any_subset", xlnet_shape, mask=6, mask_keys=()),
+    _like("llama", "llama", "causal", shift=1),
+    _like("mistral", "mistral", "causal", shift=1),
+    _like("qwen2", "qwen2", "causal", shift=1),
+    _like("qwen3", "qwen3", "causal", shift=1),
+    _like(
+        "llama", "llada", "masked", _LLADA, theirs=llada_name, prefix=LLADA_PREFIX, mask=126336, ends=("<|eot_id|>",)
+    ),
+    _like("qwen3_moe", "llada_moe", "masked", _LLADA_MOE, mask=156895, mask_token="<|mask|>", ends=("<|role_end|>",)),
+    Family("dream", "masked", dream_shape, prefix="model.", mask=151666, shift=1, ends=("<|im_end|>",)),
+    _like("qwen3", "sdar", "blocks", _NO_WINDOWS, **_SDAR),
+    _like("qwen3_moe", "sdar_moe", "blocks", _NO_WINDOWS_MOE, **_SDAR),
+    _like(
+        "qwen2",
+        "fast_dllm_v2",
+        "blocks",
+        _NO_WINDOWS,
+        mask=151665,
+        mask_token="|<MASK>|",
+        block=32,
+        block_keys=("bd_size", "block_size"),
         shift=1,
-        causal=family,
-        rotary=None if family.position_table else partial(causal_families.rotary_shape, family),
-        convert=family.convert,
-    )
-
-
-def _ddit(name: str, shape: Callable[[Config], DDiTShape], prefix: str) -> Family:
-    return Family(
-        name=name,
-        kind="ancestral",
-        mask_id=lambda config: shape(config).vocab_size - 1,
-        fixed_mask=True,
-        vocab_size=lambda config: shape(config).vocab_size,
-        weight_shapes=lambda config: masked_families.ddit_shapes(shape(config), prefix),
-        optional=lambda config: {prefix + "rotary_emb.inv_freq"},
-        check=shape,
-        full_names=partial(masked_families.ddit_names, prefix),
-        max_length=lambda config: shape(config).max_length,
-        ddit=shape,
-    )
-
-
-def _with_facts(family: Family, facts: BlockFacts) -> Family:
-    return dataclasses.replace(
-        family,
-        kind="blocks",
-        mask_id=facts.find_mask,
-        has_mask=True,
-        mask_token=facts.mask_token,
-        shift=facts.shift,
-        left_shift=facts.left_shift,
-        prompt_block=facts.prompt_block,
-        block_size=facts.find_block,
-        ends=facts.ends,
-    )
-
-
-_LLADA2 = Family(
-    name="llada2",
-    kind="blocks",
-    mask_id=block_families.LLADA2.find_mask,
-    vocab_size=lambda config: llada2_shape(config).vocab_size,
-    weight_shapes=llada2_shapes,
-    optional=lambda config: set(),
-    check=llada2_shape,
-    max_length=lambda config: llada2_shape(config).max_position_embeddings,
-    rotary=llada2_shape,
-    convert=llada2_names,
-)
-
-FAMILIES: dict[str, Family] = {
-    "xlnet": Family(
-        name="xlnet",
-        kind="any_subset",
-        mask_id=lambda config: 6,
-        vocab_size=lambda config: xlnet_shape(config).vocab_size,
-        weight_shapes=xlnet_shapes,
-        optional=xlnet_optional,
-        check=xlnet_shape,
-    ),
-    **{family.name: _causal(family) for family in CAUSAL_FAMILIES},
-    "llada": dataclasses.replace(
-        _causal(masked_families.LLADA),
-        kind="masked",
-        mask_id=partial(token_id, key="mask_token_id", default=masked_families.LLADA_MASK),
-        has_mask=True,
-        weight_shapes=masked_families.llada_shapes,
-        # A tied checkpoint may still hold its output layer.
-        optional=lambda config: (
-            {masked_families.LLADA_PREFIX + "ff_out.weight"} if config.get("weight_tying") else set()
-        ),
-        shift=0,
-        ends=("<|eot_id|>",),
-    ),
-    "llada_moe": dataclasses.replace(
-        _causal(masked_families.LLADA_MOE),
-        kind="masked",
-        mask_id=partial(token_id, key="mask_token_id", default=masked_families.LLADA_MOE_MASK),
-        has_mask=True,
-        mask_token="<|mask|>",
-        shift=0,
-        ends=("<|role_end|>",),
-    ),
-    "dream": dataclasses.replace(
-        _causal(masked_families.DREAM),
-        kind="masked",
-        mask_id=partial(token_id, key="mask_token_id", default=masked_families.DREAM_MASK),
-        has_mask=True,
-        max_length=masked_families.dream_length,
         ends=("<|im_end|>",),
     ),
-    **{family.name: _with_facts(_causal(family), facts) for family, facts in block_families.QWEN_FAMILIES},
-    "llada2": _with_facts(_LLADA2, block_families.LLADA2),
-    "nemotron_labs_diffusion": dataclasses.replace(
-        _with_facts(_causal(block_families.NEMOTRON), block_families.NEMOTRON_FACTS),
-        weight_shapes=block_families.nemotron_shapes,
-        max_length=block_families.nemotron_length,
-        is_bounded=lambda config: True,
+    Family(
+        "llada2",
+        "blocks",
+        llada2_shape,
+        theirs=llada2_name,
+        mask=156895,
+        mask_token="<|mask|>",
+        block=32,
+        block_keys=("block_size", "block_length"),
+        ends=("<|role_end|>",),
     ),
-    "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
-    "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
-}
+    Family(
+        "nemotron_labs_diffusion",
+        "blocks",
+        nemotron_shape,
+        theirs=nemotron_name,
+        prefix="encoder.",
+        mask=100,
+        block=32,
+        block_keys=("block_size",),
+        left_shift=1,
+        prompt_block=True,
+    ),
+    Family(
+        "mdlm", "ancestral", mdlm_shape, theirs=lambda name: f"backbone.{name}", prefix="backbone.", mask_is_last=True
+    ),
+    Family("sedd", "ancestral", sedd_shape, mask_is_last=True),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 
 
 def _forced(name: str) -> Family:
     """A masked model that was trained by discrete diffusion forcing (D2F; Wang et al., 2025, and its public code): the same
     network, which sees blocks of a text one after the other. They had 16 tokens in training."""
-    return dataclasses.replace(
-        FAMILIES[name],
-        name=f"d2f_{name}",
-        kind="blocks",
-        prompt_block=True,
-        block_size=lambda config: 16,
-    )
+    return dataclasses.replace(FAMILIES[name], name=f"d2f_{name}", kind="blocks", prompt_block=True, block=16)
 
 
 # No config says that a model was trained so: the user does.
@@ -245,25 +239,13 @@ def find_family(config: Config, requested: str) -> Family:
 
 def _outside(name: str) -> Family:
     """A causal model of transformers that the table does not have."""
-
-    def known(config: Config) -> any_causal.CausalFacts:
-        return any_causal.facts(name, config)
-
     return Family(
-        name=name,
-        kind="causal",
-        mask_id=lambda config: None,
-        vocab_size=lambda config: known(config).vocab_size,
-        weight_shapes=lambda config: known(config).shapes,
-        optional=lambda config: set(known(config).tied),
-        check=known,
-        full_names=partial(any_causal.full_names, name),
+        name,
+        "causal",
+        partial(any_causal.facts, name),
+        prefix=any_causal.prefix(name),
         is_unread=partial(any_causal.is_unread, name),
-        has_mask=False,
-        max_length=lambda config: known(config).max_position_embeddings,
-        is_bounded=lambda config: known(config).is_bounded,
         shift=1,
-        any_causal=True,
     )
 
 
@@ -288,17 +270,15 @@ def turn_ends(config: Config) -> tuple[str, ...]:
 
 def describe(family: Family, config: Config, *, mask_id: int | None, max_length: int | None) -> ModelInfo:
     """Describe a checkpoint from its config alone; raises ValueError if config.json does not fit."""
-    family.check(config)
-    vocab_size = family.vocab_size(config)
-    mask = _mask_id(family, config, mask_id, vocab_size)
-    shapes = family.weight_shapes(config)
+    shape = family.shape(config)
+    mask = _mask_id(family, config, mask_id, shape.vocab_size)
     return ModelInfo(
         family=family.name,
-        vocab_size=vocab_size,
+        vocab_size=shape.vocab_size,
         mask_id=mask,
-        max_length=_max_length(family, config, max_length),
+        max_length=_max_length(family, config, shape, max_length),
         kind=family.kind,
-        num_parameters=sum(prod(shape) for shape in shapes.values()),
+        num_parameters=sum(prod(size) for size in shape.tensors().values()),
         suppressed=() if mask is None else (mask,),
         shift=family.shift,
         left_shift=family.left_shift,
@@ -308,10 +288,10 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
 
 
 def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: int) -> int | None:
-    if mask_id is not None and not family.has_mask:
-        raise ValueError(f"model.mask_id: {mask_id} given, but models of family {family.name!r} have no mask token")
     own = family.mask_id(config)
-    if family.fixed_mask and mask_id not in {None, own}:
+    if mask_id is not None and own is None:
+        raise ValueError(f"model.mask_id: {mask_id} given, but models of family {family.name!r} have no mask token")
+    if family.mask_is_last and mask_id not in {None, own}:
         raise ValueError(
             f"model.mask_id: {mask_id} given, but in models of family {family.name!r} it is the last id, {own}"
         )
@@ -322,16 +302,16 @@ def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: in
     return mask
 
 
-def _max_length(family: Family, config: Config, asked: int | None) -> int | None:
+def _max_length(family: Family, config: Config, shape: Any, asked: int | None) -> int | None:
     """The user's value, else the one under `draftmill` in config.json, else the public one in config.json."""
-    ours, public = config.get("draftmill") or {}, family.max_length(config)
+    ours, public = config.get("draftmill") or {}, shape.max_length
     if not isinstance(ours, Mapping):
         raise ValueError(f"model.path: config.json has draftmill = {ours!r}; allowed: an object")
-    held = ours.get("max_length") is not None
-    own = numbers(ours, {"max_length": "max_length"}, family.name)["max_length"] if held else None
+    with fitting(family.name):
+        own = None if ours.get("max_length") is None else whole(ours, "max_length")
     if isinstance(public, int) and public > _MOST_POSITIONS:
         raise ValueError(f"model.path: config.json has texts of {public:,} tokens; allowed: up to {_MOST_POSITIONS:,}")
     length = next((value for value in (asked, own, public) if value is not None), None)
-    if length is not None and public is not None and length > public and family.is_bounded(config):
+    if length is not None and public is not None and length > public and shape.is_bounded:
         raise ValueError(f"model.max_length: {length}, but the model's positions end at {public}")
     return length

@@ -7,10 +7,10 @@ defaults apply to fields that config.json lacks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from draftmill.decoders.backbones.families.causal import Config, Shapes, product_shapes
-from draftmill.decoders.backbones.families.config_fields import demand, fitting, numbers
+from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, wholes
+from draftmill.decoders.backbones.families.rotary import Shapes, product_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,40 @@ class XLNetShape:
     ff_activation: str
     tie_word_embeddings: bool
 
+    max_length: ClassVar[None] = None
+    is_bounded: ClassVar[bool] = False
+
     @property
     def d_head(self) -> int:
         """The width of a head."""
         return self.d_model // self.n_head
+
+    def optional(self) -> set[str]:
+        """Name the tensors that a checkpoint may have besides."""
+        # Segments are not used by any-subset decoding; a tied output layer is usually not stored.
+        names = {"lm_loss.weight"}
+        for layer in range(self.n_layer):
+            names |= {f"transformer.layer.{layer}.rel_attn.{name}" for name in ("seg_embed", "r_s_bias")}
+        return names
+
+    def tensors(self) -> Shapes:
+        """Name every tensor of a checkpoint, with its shape; a tied output layer is not one of them."""
+        width, inner, vocab = self.d_model, self.d_inner, self.vocab_size
+        shapes: Shapes = {
+            "transformer.mask_emb": (1, 1, width),
+            "transformer.word_embedding.weight": (vocab, width),
+            "lm_loss.bias": (vocab,),
+        }
+        if not self.tie_word_embeddings:
+            shapes["lm_loss.weight"] = (vocab, width)
+        for layer in range(self.n_layer):
+            attention, feed = f"transformer.layer.{layer}.rel_attn.", f"transformer.layer.{layer}.ff."
+            shapes |= {attention + name: (width, self.n_head, self.d_head) for name in ("q", "k", "v", "o", "r")}
+            shapes |= {attention + name: (self.n_head, self.d_head) for name in ("r_w_bias", "r_r_bias")}
+            for norm in (attention, feed):
+                shapes |= {f"{norm}layer_norm.weight": (width,), f"{norm}layer_norm.bias": (width,)}
+            shapes |= product_shapes(feed + "layer_1", inner, width) | product_shapes(feed + "layer_2", width, inner)
+        return shapes
 
 
 _SIZES: Final = ("vocab_size", "d_model", "n_layer", "n_head", "d_inner")
@@ -45,11 +75,10 @@ _BUILT: Final[dict[str, tuple[Any, ...]]] = {
 
 def xlnet_shape(config: Config) -> XLNetShape:
     """Read an XLNet config; ValueError names the first missing, invalid or unsupported field."""
-    sizes = numbers(config, {key: key for key in _SIZES}, "xlnet")
     with fitting("xlnet"):
         demand(config, _BUILT)
         shape = XLNetShape(
-            **sizes,
+            **wholes(config, {key: key for key in _SIZES}),
             clamp_len=_number(config, "clamp_len", -1, int),
             layer_norm_eps=_number(config, "layer_norm_eps", 1e-12, float),
             ff_activation=config.get("ff_activation", "gelu"),
@@ -68,33 +97,3 @@ def _number(config: Config, key: str, default: Any, kind: type) -> Any:
     if not isinstance(value, int | kind) or isinstance(value, bool):
         raise ValueError(f"it has {key} = {value!r}; allowed: {'whole ' if kind is int else ''}numbers")
     return value
-
-
-def xlnet_shapes(config: Config) -> Shapes:
-    """Name every tensor of an XLNet checkpoint, with its shape; a tied output layer is not one of them."""
-    shape = xlnet_shape(config)
-    width, inner, vocab = shape.d_model, shape.d_inner, shape.vocab_size
-    shapes: Shapes = {
-        "transformer.mask_emb": (1, 1, width),
-        "transformer.word_embedding.weight": (vocab, width),
-        "lm_loss.bias": (vocab,),
-    }
-    if not shape.tie_word_embeddings:
-        shapes["lm_loss.weight"] = (vocab, width)
-    for layer in range(shape.n_layer):
-        attention, feed = f"transformer.layer.{layer}.rel_attn.", f"transformer.layer.{layer}.ff."
-        shapes |= {attention + name: (width, shape.n_head, shape.d_head) for name in ("q", "k", "v", "o", "r")}
-        shapes |= {attention + name: (shape.n_head, shape.d_head) for name in ("r_w_bias", "r_r_bias")}
-        for norm in (attention, feed):
-            shapes |= {f"{norm}layer_norm.weight": (width,), f"{norm}layer_norm.bias": (width,)}
-        shapes |= product_shapes(feed + "layer_1", inner, width) | product_shapes(feed + "layer_2", width, inner)
-    return shapes
-
-
-def xlnet_optional(config: Config) -> set[str]:
-    """Name the tensors that a checkpoint may have besides."""
-    # Segments are not used by any-subset decoding; a tied output layer is usually not stored.
-    names = {"lm_loss.weight"}
-    for layer in range(xlnet_shape(config).n_layer):
-        names |= {f"transformer.layer.{layer}.rel_attn.{name}" for name in ("seg_embed", "r_s_bias")}
-    return names

@@ -21,7 +21,7 @@ from draftmill.actors.checkpoints.models import (
 )
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
-from draftmill.decoders.backbones.head_files import read_sizes
+from draftmill.decoders.backbones.heads.files import read_sizes
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options

@@ -281,8 +281,3 @@ def test_times_and_row_counts_add_up():
         assert 0.0 <= outcome.pad_fraction < 1.0
         assert outcome.total_s == pytest.approx(outcome.wait_s + outcome.prefill_s + outcome.decode_s)
         assert outcome.wait_s >= 0 and outcome.prefill_s > 0 and outcome.decode_s >= 0
-
-
-def test_a_way_to_draft_that_was_given_up_is_refused_with_what_to_use_instead():
-    with pytest.raises(ValueError, match=r"decoder\.fused: 'chain' was given up; allowed: none, rows"):
-        AssdSettings(kind="assd", fused="chain")  # type: ignore[arg-type]

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import transformers
 
+from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
-from draftmill.decoders.backbones.transformer import TransformerBackbone
 
 ROTARY: dict[str, Any] = {
     "vocab_size": 61,
@@ -69,7 +69,7 @@ def save_random(folder, name="qwen2", *, seed=0, std=0.25, **changes):
 def load(folder, dtype="float32", **more):
     """Load saved weights on the CPU."""
     backbone = load_backbone(folder, dtype=dtype, device="cpu", **more)
-    assert isinstance(backbone, RotaryBackbone | TransformerBackbone)
+    assert isinstance(backbone, RotaryBackbone | AnyCausalBackbone)
     return backbone
 
 

@@ -80,6 +80,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},
     "cohere2": HALF | {"logit_scale": 0.5},
     "starcoder2": {},
+    "gpt2": {},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
     "gpt_neox": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "glm4": {},

@@ -228,7 +228,7 @@ def test_a_tied_checkpoint_takes_its_embeddings_as_output_layer(golden, tmp_path
         ),
         ("nemotron", {"tie_word_embeddings": True}, "tie_word_embeddings = True; supported: False"),
         ("nemotron", {"attention_bias": True}, "attention_bias = True"),
-        ("llada2", {"hidden_size": None}, "family 'llada2' has hidden_size = None; allowed: whole numbers >= 1"),
+        ("llada2", {"hidden_size": None}, "family 'llada2': it has hidden_size = None; allowed: whole numbers >= 1"),
         ("llada2", {"score_function": "softmax"}, "score_function = 'softmax'; supported: 'sigmoid'"),
         ("llada2", {"use_qk_norm": False}, "use_qk_norm = False; supported: True"),
         ("llada2", {"use_qkv_bias": True}, "use_qkv_bias = True"),

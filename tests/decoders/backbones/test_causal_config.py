@@ -1,34 +1,33 @@
-"""config.json is read without transformers, and is what transformers reads: fields, defaults, shapes, and what is refused."""
+"""config.json is read without transformers, and gives the tensors, windows and rotations of transformers' own modules."""
 
-import dataclasses
 import subprocess
 import sys
-import types
-import typing
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers.activations import ACT2FN
 from transformers.core_model_loading import revert_weight_conversion
 
-from draftmill.decoders.backbones.families import causal as causal_families
-from draftmill.decoders.backbones.families import config_fields
-from draftmill.decoders.backbones.families.blocks import QWEN_FAMILIES
-from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, empty_model, parse_config, read_config
-from draftmill.decoders.backbones.families.masked import DREAM
-from tests.decoders.backbones.causal_models import GPT2, GPT_NEO, LLAMA3_ROPE, ROTARY, SLIDING
+from draftmill.decoders.backbones.families.table import FAMILIES
+from tests.decoders.backbones.causal_models import LLAMA3_ROPE, ROTARY, SLIDING
 
-FAMILIES = {family.name: family for family in (*CAUSAL_FAMILIES, DREAM, *(one for one, _ in QWEN_FAMILIES))}
-ONE_LAYER = ROTARY | {"num_hidden_layers": 1}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-SMALL = dict.fromkeys(FAMILIES, ONE_LAYER) | {
-    "gpt2": GPT2 | {"n_layer": 1},
-    "gpt_neo": GPT_NEO | {"num_layers": 1, "attention_types": [[["local"], 1]]},
-    "sdar_moe": ONE_LAYER | MOE,
+CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "dream": "Qwen2",
+    "sdar": "Qwen3",
+    "sdar_moe": "Qwen3Moe",
+    "fast_dllm_v2": "Qwen2",
 }
+ONE_LAYER: dict[str, Any] = ROTARY | {"num_hidden_layers": 1}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+SMALL = dict.fromkeys(CLASSES, ONE_LAYER) | {"sdar_moe": ONE_LAYER | MOE}
+LINEAR = {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.0}
 VARIATIONS = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": None, "rope_parameters": LLAMA3_ROPE}),
@@ -37,126 +36,79 @@ VARIATIONS = [
     ("qwen2", SLIDING | {"max_window_layers": 0, "tie_word_embeddings": True}),
     ("qwen2", {"layer_types": ["attention"], "head_dim": 16}),
     ("qwen3", {"attention_bias": True, "head_dim": 24, "num_key_value_heads": 1}),
-    ("gpt2", {"n_inner": 40, "tie_word_embeddings": False, "n_positions": 7}),
-    ("gpt2", {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2}),
-    ("gpt_neo", {"intermediate_size": 40, "tie_word_embeddings": False}),
-    ("gpt_neo", {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}),
     ("sdar_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     ("sdar_moe", {"num_local_experts": 3, "attention_bias": True}),
     ("dream", {"torch_dtype": "bfloat16", "rope_theta": 1e6, "max_window_layers": 28}),
 ]
-VALUES = [None, 0, -1, 3, 2.5, True, "x", "5", [], [1], {}, {"a": 1}]
+# Fields that decide something, and what is tried for each.
+FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias",
+    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
+)  # fmt: skip
+VALUES = [None, 0, -1, 3, 2.5, True, "x", "5", [], [1], {}, {"a": 1}, LINEAR, "gelu", ["full_attention"]]
 
 
-def spelled(annotation):
-    """An annotation as FIELDS writes it."""
-    if isinstance(annotation, str):
-        return annotation
-    if typing.get_origin(annotation) in {typing.Union, types.UnionType}:
-        return " | ".join(spelled(part) for part in typing.get_args(annotation))
-    if annotation is type(None):
-        return "None"
-    return str(annotation) if typing.get_args(annotation) else annotation.__name__
-
-
-def simple(annotation):
-    """Without what JSON can't tell apart, and in one order."""
-    text = spelled(annotation)
-    for theirs, ours in (
-        ("torch.dtype | ", ""),
-        ("RopeParameters | ", ""),
-        ("dict[int, str] | dict[str, str]", "dict"),
-        ("dict[str, int] | dict[str, str]", "dict"),
-        ("Literal['regression', 'single_label_classification', 'multi_label_classification']", "str"),
-    ):
-        text = text.replace(theirs, ours)
-    return set(text.split(" | "))
-
-
-@pytest.mark.parametrize("name", config_fields.FIELDS)
-def test_the_fields_are_those_of_transformers(name):
-    theirs = {field.name: field for field in dataclasses.fields(getattr(transformers, name))}
-    ours = config_fields.FIELDS[name]
-    assert ours.keys() == theirs.keys()
-    for key, (kinds, default) in ours.items():
-        assert set(kinds.split(" | ")) == simple(theirs[key].type), key
-        assert default == theirs[key].default and type(default) is type(theirs[key].default), key
-
-
-def test_second_names_and_activations_are_those_of_transformers():
-    for name in config_fields.FIELDS:
-        names = dict(getattr(transformers, name).attribute_map)
-        if name == "Qwen3MoeConfig":  # a field that is kept under its second name
-            names = {second: field for field, second in names.items()}
-        assert config_fields.ALIASES.get(name, {}) == names
-    with_weights = {name for name in ACT2FN if list(ACT2FN[name].parameters())}
-    assert set(ACT2FN) - with_weights == config_fields.ACTIVATIONS
-
-
-def module_shapes(family, config):
-    """What transformers' own module holds; ValueError where it can't be built."""
-    fields = causal_families._fields(family, config)
+def module_of(name, config):
+    """transformers' config object, and the tensors of its module; an exception where it can't be built."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parsed = getattr(transformers, family.config_class).from_dict(fields)
-        model = empty_model(family.model_class, parsed)
+        parsed = getattr(transformers, f"{CLASSES[name]}Config").from_dict(dict(config))
+        with torch.device("meta"):
+            model = getattr(transformers, f"{CLASSES[name]}ForCausalLM")(parsed)
     tied = {"lm_head.weight"} if parsed.tie_word_embeddings else set()
     held = revert_weight_conversion(model, model.state_dict())  # experts one by one, as checkpoints have them
-    return parsed, {name: tuple(t.shape) for name, t in held.items() if name not in tied}
+    return parsed, {key: tuple(tensor.shape) for key, tensor in held.items() if key not in tied}
 
 
-@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in FAMILIES), *VARIATIONS])
-def test_shapes_are_those_of_the_module(name, changes):
-    family, config = FAMILIES[name], SMALL[name] | changes
-    parsed, expected = module_shapes(family, config)
-    assert causal_families.weight_shapes(family, config) == expected
-    ours = read_config(family, config)
-    assert family.windows(ours) == family.windows(parsed)
-    assert causal_families.vocab_size(family, config) == parsed.vocab_size
-    assert causal_families.max_positions(family, config) == parsed.max_position_embeddings
-    for read in (causal_families.key_value_heads, causal_families.head_width):
-        assert read(ours) == read(parsed)
-    if hasattr(parsed, "rope_parameters"):
-        assert {key: ours.rope_parameters.get(key) for key in ("rope_type", "rope_theta")} == {
-            key: parsed.rope_parameters.get(key) for key in ("rope_type", "rope_theta")
-        }
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in CLASSES), *VARIATIONS])
+def test_sizes_and_tensors_are_those_of_transformers(name, changes):
+    config = SMALL[name] | changes
+    parsed, expected = module_of(name, config)
+    ours = FAMILIES[name].shape(config)
+    assert FAMILIES[name].weight_shapes(config) == expected
+    for key in ("vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act"):
+        assert getattr(ours, key) == getattr(parsed, key)
+    assert {key: ours.rope[key] for key in ("rope_type", "rope_theta")} == {
+        key: parsed.rope_parameters[key] for key in ("rope_type", "rope_theta")
+    }
+    kinds = getattr(parsed, "layer_types", None) or [f"{'sliding' if name == 'mistral' else 'full'}_attention"] * 4
+    windows = [parsed.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert list(ours.windows) == windows[: ours.num_hidden_layers]
 
 
-def refused(call):
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "sdar_moe"])
+def test_a_config_without_optional_fields_is_that_of_transformers(name):
+    config = {key: value for key, value in SMALL[name].items() if key not in {"max_position_embeddings"}}
+    config |= {"num_key_value_heads": 4, "head_dim": 8}
+    parsed, ours = module_of(name, config)[0], FAMILIES[name].shape(config)
+    assert (ours.max_position_embeddings, ours.rms_norm_eps) == (parsed.max_position_embeddings, parsed.rms_norm_eps)
+    assert ours.tied == parsed.tie_word_embeddings and ours.rope["rope_theta"] == parsed.rope_parameters["rope_theta"]
+
+
+def attempted(call):
     try:
-        return None, call()
+        return call(), None
     except Exception as error:  # noqa: BLE001 - transformers and torch raise what they like
-        return error, None
+        return None, error
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "sdar_moe"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "sdar_moe"])
 @pytest.mark.slow
-def test_what_transformers_refuses_is_refused_and_the_rest_has_the_same_shapes(name):
-    family = FAMILIES[name]
+def test_strange_values_are_refused_or_read_as_transformers_does(name):
     accepted, wrong = 0, []
-    for key in (*config_fields.FIELDS[family.config_class], "rope_scaling", "rope_theta", "torch_dtype", "text_config"):
+    for key in FIELDS:
         for value in VALUES:
             config = SMALL[name] | {key: value}
-            error, ours = refused(lambda config=config: causal_families.weight_shapes(family, config))
+            ours, error = attempted(lambda config=config: FAMILIES[name].weight_shapes(config))
             assert error is None or isinstance(error, ValueError), (key, value, error)
             if error is None:
-                theirs, found = refused(lambda config=config: module_shapes(family, config))
+                theirs, _ = attempted(lambda config=config: module_of(name, config))
                 accepted += 1
-                if theirs is not None or ours != found[1]:
-                    wrong.append(f"{key} = {value!r} is accepted, but transformers says: {theirs!r}")
-    assert not wrong and accepted > 30, wrong
-
-
-def test_what_is_read_here_is_parsed_by_transformers():
-    for name, family in FAMILIES.items():
-        config = SMALL[name] | {"attn_implementation": "flash_attention_2", "return_dict": False, "quite_another": [1]}
-        assert parse_config(family, config).vocab_size == read_config(family, config).vocab_size
-
-
-def test_a_meta_module_costs_no_memory():
-    """The comparison above builds modules; nothing of the product does before the weights are there."""
-    _, shapes = module_shapes(FAMILIES["llama"], SMALL["llama"] | {"vocab_size": 10**7})
-    assert shapes["lm_head.weight"] == (10**7, 32) and torch.device("meta").type == "meta"
+                if theirs is not None and ours != theirs[1]:
+                    wrong.append(f"{key} = {value!r}")
+    assert not wrong and accepted > 30, (accepted, wrong)
 
 
 @pytest.mark.slow

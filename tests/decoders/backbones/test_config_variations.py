@@ -130,19 +130,17 @@ def test_shards_of_half_precision_are_read(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("mistral", {"sliding_window": 0}, "sliding_window = 0; allowed: numbers of positions >= 1"),
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0; allowed: whole numbers >= 1"),
         ("qwen2-sliding", {"sliding_window": -1}, "sliding_window = -1; allowed"),
         ("qwen2", {"layer_types": TYPES}, "layer_types holds sliding_attention, but sliding_window is null"),
-        ("gpt_neo", {"window_size": 0}, "window_size = 0; allowed"),
+        ("gpt_neo", {"window_size": 0}, r"windows of .*0, 0\) positions; supported: numbers >= 1"),
         ("llama", {"rope_scaling": {"type": "longrope"} | YARN}, "rope type 'longrope'|short_factor"),
         (
             "qwen3",
             old_rope({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
             "whole heads are rotated",
         ),
-        ("llama", {"num_attention_heads": 0}, "family 'llama': num_attention_heads = 0"),
-        ("qwen2", {"pad_token_id": 61}, "Padding_idx must be within"),
-        ("llama", {"text_config": {"hidden_size": 32}}, "it has text_config"),
+        ("llama", {"num_attention_heads": 0}, "family 'llama': it has num_attention_heads = 0"),
         ("gpt2", {"draftmill": [64]}, r"draftmill = \[64\]; allowed: an object"),
         ("gpt2", {"draftmill": {"max_length": "64"}}, "max_length = '64'; allowed: whole numbers >= 1"),
     ],

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draftmill.decoders.backbones.families.llada2 import llada2_names, llada2_shape, llada2_shapes
+from draftmill.decoders.backbones.families.blocks import llada2_shape
 from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.kernels import find
@@ -81,7 +81,7 @@ def test_a_model_is_loaded_without_holding_its_experts_twice(monkeypatch):
     """Twice would be 110 GB for SDAR-30B, whose experts an 80 GB device can hold once."""
     config = json.loads((Path(__file__).parents[2] / "data/llada2/config.json").read_text())
     config |= {"num_hidden_layers": 6, "moe_intermediate_size": 256}
-    weights = llada2_names({name: torch.zeros(size) for name, size in llada2_shapes(config).items()})
+    weights = {name: torch.zeros(size) for name, size in llada2_shape(config).tensors().items()}
     total = sum(weight.nbytes for weight in weights.values())
     experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
     assert experts > 0.8 * total

@@ -213,7 +213,7 @@ def test_a_tied_llada_takes_its_embeddings_as_output_layer(golden, tmp_path):
         ("llada_moe", {"expert_intermediate_size": None}, "expert_intermediate_size"),
         ("dream", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = True; supported: False"),
         ("dream", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ("mdlm", {"cond_dim": None}, "family 'mdlm' has cond_dim = None; allowed: whole numbers >= 1"),
+        ("mdlm", {"cond_dim": None}, "family 'mdlm': it has cond_dim = None; allowed: whole numbers >= 1"),
         ("mdlm", {"n_heads": 5}, "width 48 does not give 5 heads of even width"),
         ("mdlm", {"parameterization": "d3pm"}, "parameterization = 'd3pm'; supported: 'subs'"),
         ("sedd", {"graph": {"type": "uniform"}}, "family 'sedd': it has graph.type = 'uniform'; supported: 'absorb'"),
@@ -266,6 +266,6 @@ def test_a_decoder_that_a_family_does_not_run_is_refused_by_name(golden):
         check_model(ParallelSettings(kind="parallel"), inspect_model(golden / "mdlm"))
     with pytest.raises(
         ValueError,
-        match=r"known families: d2f_dream, .*gpt2, .*llada, .*qwen3, .*sedd, xlnet, and the causal models of transformers",
+        match=r"known families: d2f_dream, .*llada, .*qwen3, .*sedd, xlnet, and the causal models of transformers",
     ):
         find_family({"model_type": "clip"}, "auto")

@@ -36,7 +36,7 @@ def test_fields_that_an_xlnet_leaves_out_have_the_values_of_transformers(tmp_pat
     save_xlnet(tmp_path)
     full = json.loads((tmp_path / "config.json").read_text())
     change_config(tmp_path, dict.fromkeys(DEFAULTS, GONE))
-    check = find_family(full, "auto").check
+    check = find_family(full, "auto").shape
     assert check(json.loads((tmp_path / "config.json").read_text())) == check(full)
     load_backbone(tmp_path, device="cpu")
 
@@ -200,5 +200,5 @@ def test_a_mask_that_is_null_is_the_public_one():
 def test_a_llada2_may_keep_its_rotation_in_rope_parameters():
     rope = {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.5}
     newer = {key: value for key, value in LLADA2.items() if key not in rope} | {"rope_parameters": rope}
-    check = find_family(LLADA2, "auto").check
+    check = find_family(LLADA2, "auto").shape
     assert check(newer) == check(LLADA2)

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftmill.decoders.backbones.heads.files import check_speculator, read_speculator
+from draftmill.decoders.backbones.heads.published import load_speculator
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
-from draftmill.decoders.backbones.speculator_files import check_speculator, read_speculator
-from draftmill.decoders.backbones.speculators import load_speculator
 from tests.decoders.support import token_info
 
 DATA = Path(__file__).parents[2] / "data" / "speculators"

@@ -384,7 +384,7 @@ def test_an_output_layer_beside_tied_embeddings_is_used_where_it_differs(tmp_pat
         ("qwen2", {"hidden_act": "swoosh"}, "swoosh"),
         ("qwen2", {"hidden_size": "wide"}, "hidden_size"),
         ("qwen2", {"num_key_value_heads": 3}, "4 heads and 3 key heads do not divide"),
-        ("qwen2", {"vocab_size": 0}, "vocab_size = 0; allowed: numbers >= 1"),
+        ("qwen2", {"vocab_size": 0}, "vocab_size = 0; allowed: whole numbers >= 1"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ("qwen2", {"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'; supported: gptq"),
         (
@@ -393,9 +393,9 @@ def test_an_output_layer_beside_tied_embeddings_is_used_where_it_differs(tmp_pat
             "rope type 'dynamic'",
         ),
         ("llama", {"rope_parameters": {"rope_type": "nonsense", "rope_theta": 1e4}}, "nonsense"),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
+        ("gpt2", {"add_cross_attention": True}, "it has an encoder"),
         ("gpt2", {"draftmill": {"max_length": 65}}, "model.max_length: 65, but the model's positions end at 64"),
-        ("gpt_neo", {"num_layers": 4}, "attention_types names 3 layers of 4"),
+        ("gpt_neo", {"num_layers": 4}, "family 'gpt_neo': .*num_layers"),
     ],
 )
 def test_a_config_that_can_not_be_run_is_refused(tmp_path, name, change, message):

@@ -222,10 +222,3 @@ def test_what_the_tables_exercise_is_the_whole_algorithm(settings, monkeypatch):
 def test_rejection_is_refused_since_no_draft_has_a_law(table, settings):
     with pytest.raises(ValueError, match=r"sampling\.acceptance: 'rejection' .* allowed: 'coupled'"):
         decode(table, INFO, settings, Sampling(acceptance="rejection"), [])
-
-
-def test_a_block_size_by_time_is_refused_with_what_to_use_instead():
-    with pytest.raises(
-        ValueError, match=r"decoder\.block_size: 'auto' was given up.*'autoregressive'.*allowed: 1 to 256"
-    ):
-        jacobi("auto")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from draftmill.decoders.backbones.heads.published import load_speculator
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
-from draftmill.decoders.backbones.speculators import load_speculator
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, HeadDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling

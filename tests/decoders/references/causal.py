@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones.base import TokenBackbone
-from draftmill.decoders.backbones.heads import MarkovHead, distance_index
+from draftmill.decoders.backbones.heads.markov import MarkovHead, distance_index
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law

@@ -16,7 +16,8 @@ layers, H heads, K key heads, X = 2 K.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,14 +28,13 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
-from draftmill.decoders.backbones.families.causal import head_width
+from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.network import RotaryBackbone, Rotation
 from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_pack
 from draftmill.decoders.backbones.rows import TokenRows
-from draftmill.decoders.backbones.speculator_files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.split import SplitBackbone
-from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone, TransformerBackbone
+from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone
 from draftmill.decoders.kernels.find import forget_verdicts, verdicts
 
 Turn = Tensor
@@ -50,21 +50,16 @@ class _Layer(nn.Module):
     def __init__(self, shape: Any, index: int, *, is_wide: bool) -> None:
         super().__init__()
         width, d, eps = shape.hidden_size, shape.head_dim, shape.rms_norm_eps
-        num_heads, key_heads, names = shape.num_attention_heads, shape.num_key_value_heads, shape.names
-
-        def product(name: str, num_in: int, num_out: int) -> nn.Linear:
-            return nn.Linear(num_in, num_out, bias=f"layers.{index}.{name}.bias" in names)
-
+        outer, keys, read = shape.num_attention_heads * d, shape.num_key_value_heads * d, (1 + is_wide) * width
         self.self_attn, self.mlp = nn.Module(), nn.Module()
-        for letter, heads in (("q", num_heads), ("k", key_heads), ("v", key_heads)):
-            name = f"{letter}_proj"
-            self.self_attn.add_module(name, product(f"self_attn.{name}", (1 + is_wide) * width, heads * d))
-        self.self_attn.o_proj = product("self_attn.o_proj", num_heads * d, width)
-        if f"layers.{index}.self_attn.q_norm.weight" in names:
+        for name, num_out in (("q_proj", outer), ("k_proj", keys), ("v_proj", keys)):
+            self.self_attn.add_module(name, nn.Linear(read, num_out, bias=shape.qkv_bias))
+        self.self_attn.o_proj = nn.Linear(outer, width, bias=shape.output_bias)
+        if shape.head_norms:
             self.self_attn.q_norm, self.self_attn.k_norm = nn.RMSNorm(d, eps), nn.RMSNorm(d, eps)
         for name in ("gate_proj", "up_proj"):
-            self.mlp.add_module(name, product(f"mlp.{name}", width, shape.intermediate_size))
-        self.mlp.down_proj = product("mlp.down_proj", shape.intermediate_size, width)
+            self.mlp.add_module(name, nn.Linear(width, shape.intermediate_size, bias=shape.inner_bias))
+        self.mlp.down_proj = nn.Linear(shape.intermediate_size, width, bias=shape.inner_bias)
         self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
         if is_wide:
             self.hidden_norm = nn.RMSNorm(width, eps)
@@ -143,16 +138,11 @@ class DraftStack(nn.Module):
         return normed_PD, normed_PD if "norm_output" in self.head.flags else own_PD
 
 
-def shape_of(head: SpeculatorConfig, names: Collection[str], *, target_vocab: int, num_read: int) -> Any:
-    """The sizes of a head whose file has tensors of these `names`, for a target of `target_vocab` ids. It reads `num_read`
-    numbers of a column."""
-    own = {
-        "vocab_size": head.draft_vocab,
-        "head_dim": head_width(head.parsed),
-    }
-    more = {"target_vocab": target_vocab, "num_read": num_read, "names": frozenset(names), "head": head}
-    more["num_last"] = head.parsed.hidden_size + head.markov_rank
-    return SimpleNamespace(**vars(head.parsed) | own | more)
+def shape_of(head: SpeculatorConfig, *, target_vocab: int, num_read: int) -> Any:
+    """The sizes of a head for a target of `target_vocab` ids. It reads `num_read` numbers of a column."""
+    sizes = {field.name: getattr(head.parsed, field.name) for field in fields(head.parsed)}
+    sizes |= {"vocab_size": head.draft_vocab, "num_last": head.parsed.hidden_size + head.markov_rank}
+    return SimpleNamespace(**sizes, head=head, target_vocab=target_vocab, num_read=num_read)
 
 
 class Speculator(NetworkBackbone):
@@ -169,9 +159,9 @@ class Speculator(NetworkBackbone):
         """Corrects the states of a DSpark head (engine/rolls.py); None if it is none."""
         if self.heads is not None:
             weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], weights.pop("markov_w2")], 1)
-        shape = shape_of(head, weights, target_vocab=target.vocab_size, num_read=num_read)
+        shape = shape_of(head, target_vocab=target.vocab_size, num_read=num_read)
         width = shape.head_dim
-        self._rotation = Rotation(shape.rope_parameters, width, width, shape.max_position_embeddings, dtype, device)
+        self._rotation = Rotation(shape.rope, width, width, shape.max_position_embeddings, dtype, device)
         named = {name if name.startswith("lm_head.") else f"model.{name}": weights.pop(name) for name in list(weights)}
         named["model.word_embeddings.weight"] = named.pop("model.embed_tokens.weight")
         super().__init__(DraftStack, shape, named, dtype=dtype, device=device, exact=exact)
@@ -288,7 +278,7 @@ def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor 
 def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Speculator:
     """Load a head onto the device of its target; ValueError as read_speculator, where its tensors do not fit its config, or where
     the target is of a kind whose layers can't be read."""
-    kinds = RotaryBackbone, TransformerBackbone, AnyCausalBackbone
+    kinds = RotaryBackbone, AnyCausalBackbone
     if not isinstance(target, kinds) or isinstance(target, SplitBackbone):
         raise ValueError(
             "decoder.drafter.kind: 'head' reads states of the model's layers; allowed: a causal model on one device"

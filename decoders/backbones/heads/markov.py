@@ -19,15 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.head_files import (
-    CONFIG,
-    MAX_DISTANCE,
-    MAX_UNSEEN,
-    WEIGHTS,
-    HeadKind,
-    is_given_up,
-    read_sizes,
-)
+from draftmill.decoders.backbones.heads.files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
 
 
 def distance_index(position: Tensor, other: Tensor) -> Tensor:
@@ -98,7 +90,7 @@ def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
     if sizes is None:
         return None
     heads, path = DraftHeads(**sizes), folder / WEIGHTS
-    weights = {name: tensor.float() for name, tensor in load_file(path).items() if not is_given_up(name)}
+    weights = {name: tensor.float() for name, tensor in load_file(path).items()}
     try:
         heads.load_state_dict(weights, strict=True)
     except RuntimeError as error:

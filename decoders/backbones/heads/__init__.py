@@ -1,0 +1,1 @@
+"""Draft heads: small networks that draft from the states of another model."""

@@ -1,0 +1,228 @@
+"""The files of draft heads, read without torch: our own, which correct drafts (markov.py), and published ones (published.py).
+
+A head of ours is `draft_head.json`, its sizes and kind, and `draft_head.safetensors`. A published one is a folder in the format
+of package `speculators` 0.9.0.
+
+Sources: EAGLE-3 (Li et al., 2025), DFlash (Chen et al., 2026). Legend: H = hidden width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+from draftmill.decoders.backbones.checkpoint import file_tensors, header_shapes, pointer_problem, read_object
+from draftmill.decoders.backbones.checkpoint import read_config as read_json
+from draftmill.decoders.backbones.families.causal import rotary_shape
+from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes, product_shapes
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import DecoderChoice
+
+# ---- our own ---------------------------------------------------------------------------------------------------------
+
+CONFIG, WEIGHTS = "draft_head.json", "draft_head.safetensors"
+MAX_DISTANCE: Final = 16
+MAX_UNSEEN: Final = 8
+
+HeadKind = Literal["assd", "specdiff"]
+"""The decoder that a head was trained for; it is useless for the other."""
+
+
+def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
+    """The sizes of the heads in a folder; None if it has none. Raises ValueError if one of the two files is missing, or the
+    heads are of another kind."""
+    path, weights = folder / CONFIG, folder / WEIGHTS
+    if not path.exists() and not weights.exists():
+        return None
+    if not (path.exists() and weights.exists()):
+        raise ValueError(f"decoder.head: {folder} needs both {CONFIG} and {WEIGHTS}")
+    if problem := pointer_problem(weights):
+        raise ValueError(f"decoder.head: {problem}")
+    sizes = read_object(path, "decoder.head") or {}
+    # The files of the first heads don't name their kind, since there was only one.
+    own_kind = sizes.pop("kind", "assd")
+    if own_kind != kind:
+        raise ValueError(f"decoder.head: {path} is of kind {own_kind!r}; allowed here: {kind}")
+    missing = {"width", "markov_hidden"} - sizes.keys()
+    unknown = sizes.keys() - {"width", "markov_hidden"}
+    if missing or unknown:
+        raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    if not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise ValueError(f"decoder.head: {path}: {sizes}; allowed: whole numbers from 1 on")
+    return sizes
+
+
+def check_files(folder: Path, kind: HeadKind) -> bool:
+    """Whether a folder has heads; ValueError, as `read_sizes`, and where the weights do not fit the sizes."""
+    sizes = read_sizes(folder, kind)
+    if sizes is None:
+        return False
+    path = folder / WEIGHTS
+    shapes = file_tensors(path, lambda file, name: tuple(file.get_slice(name).get_shape()), "np", field="decoder.head")
+    if shapes != head_shapes(sizes):
+        raise ValueError(f"decoder.head: {path} does not fit {folder / CONFIG}")
+    return True
+
+
+def head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """The tensors of heads of these sizes."""
+    width, hidden = sizes["width"], sizes["markov_hidden"]
+    distances = (2 * MAX_DISTANCE + 1, width)
+    return {
+        "markov.distance_prev.weight": distances,
+        "markov.distance_before.weight": distances,
+        "markov.age.weight": (MAX_UNSEEN + 1, width),
+        "markov.norm.weight": (3 * width,),
+        "markov.norm.bias": (3 * width,),
+        "markov.up.weight": (hidden, 3 * width),
+        "markov.up.bias": (hidden,),
+        "markov.down.weight": (width, hidden),
+        "markov.down.bias": (width,),
+    }
+
+
+def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] | None:
+    """The folder and kind of the draft head that the settings name; None without one. 'auto' is the one in `folder`. Raises
+    ValueError if the named folder has none."""
+    head = settings.draft_head
+    if head == "none":
+        return None
+    kind = cast("HeadKind", settings.name())
+    if head == "auto":
+        return folder, kind
+    place = Path(head).expanduser()
+    if read_sizes(place, kind) is None:
+        raise ValueError(f"decoder.head: {head} has no {CONFIG} and {WEIGHTS}")
+    return place, kind
+
+
+def check_heads(settings: DecoderChoice, folder: Path) -> None:
+    """Raise ValueError if the named draft head, or the one in `folder`, does not fit the decoder."""
+    place = head_place(settings, folder)
+    if place is not None:
+        check_files(*place)
+
+
+# ---- published heads -------------------------------------------------------------------------------------------------
+
+_PATH: Final = "decoder.drafter.path"
+_BLOCKS: Final = "aux_hidden_state_layer_ids"
+_KINDS: Final = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": _BLOCKS, "dspark": _BLOCKS}
+_LAYERS: Final = ("llama", "qwen3")
+_FLAGS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorConfig:
+    """A head of a `kind`. It reads the target's states after each of `layer_ids` layers, has layers of its own of the sizes
+    `parsed`, and `draft_vocab` tokens. `flags` are the switches of an EAGLE-3 head. A DFlash head drafts in blocks: the last
+    token and masks, `block_size` in all, whose first row drafts if `from_anchor`. A DSpark head is one that also adds to a
+    draft's logits what follows from the token before it, by matrices of `markov_rank`, 0 without them; `is_gated` by its state.
+    """
+
+    kind: str
+    layer_ids: tuple[int, ...]
+    parsed: RotaryShape
+    draft_vocab: int
+    flags: frozenset[str]
+    block_size: int
+    mask_id: int
+    from_anchor: bool
+    markov_rank: int
+    is_gated: bool
+
+    @property
+    def most_drafts(self) -> int | None:
+        """How many tokens it drafts at most; None if any number."""
+        return None if self.kind == "eagle3" else self.block_size - (not self.from_anchor)
+
+    def shapes(self, width_read: int) -> Shapes:
+        """The tensors of its file, for a target with states of this width; what it may share with the target included."""
+        width, num_read = self.parsed.hidden_size, len(self.layer_ids) * width_read
+        shapes = {name.removeprefix("model."): shape for name, shape in self.parsed.tensors().items()}
+        shapes |= {"fc.weight": (width, num_read), "lm_head.weight": (self.draft_vocab, width)}
+        if self.kind != "eagle3":
+            rank = self.markov_rank
+            if rank:
+                shapes["markov_head.markov_w1.weight"] = (self.parsed.vocab_size, rank)
+                shapes["markov_head.markov_w2.weight"] = (self.draft_vocab, rank)
+            if self.is_gated:
+                shapes |= product_shapes("markov_head.gate_proj", rank, width + rank)
+            return shapes | {"hidden_norm.weight": (width,)}
+        for letter in "qkv":
+            name = f"layers.0.self_attn.{letter}_proj.weight"
+            shapes[name] = (shapes[name][0], 2 * width)
+        if "norm_before_fc" in self.flags:
+            shapes["input_norm.weight"] = (num_read,)
+        if "fc_norm" in self.flags:
+            shapes |= {f"fc_norm.{index}.weight": (width_read,) for index in range(len(self.layer_ids))}
+        return shapes | {"layers.0.hidden_norm.weight": (width,)}
+
+
+def read_speculator(folder: Path) -> SpeculatorConfig:
+    """Read a head's config.json; ValueError if it is of another format, or has what is not supported."""
+    config = read_json(folder)
+
+    def demand(holds: bool, problem: str) -> None:
+        if not holds:
+            raise ValueError(f"{_PATH}: {folder}: {problem}")
+
+    kind, fields = config.get("speculators_model_type"), config.get("transformer_layer_config") or {}
+    demand(kind in _KINDS, f"config.json has speculators_model_type = {kind!r}; allowed: {', '.join(_KINDS)}")
+    demand(isinstance(fields, dict), f"config.json has transformer_layer_config = {fields!r}; allowed: an object")
+    layers, key = fields.get("model_type", "qwen3"), _KINDS[str(kind)]
+    demand(layers in _LAYERS, f"layers of model_type {layers!r}; allowed: {', '.join(_LAYERS)}")
+    parsed = rotary_shape(fields, name=layers, like=layers)
+    demand(parsed.hidden_act == "silu", f"hidden_act = {parsed.hidden_act!r}; allowed: silu")
+    demand(not any(parsed.windows), "layer_types holds sliding_attention; allowed: full_attention")
+    ids, vocab = config.get(key), config.get("draft_vocab_size", 32000)
+    are_ids = isinstance(ids, list) and all(isinstance(one, int) for one in ids) and len(set(ids)) == len(ids) > 0
+    demand(are_ids, f"{key} = {ids!r}; allowed: a list of different numbers of layers")
+    demand(isinstance(vocab, int), f"draft_vocab_size = {vocab!r}; allowed: a number of ids")
+    size, mask = config.get("block_size", 8), config.get("mask_token_id")
+    is_block = isinstance(size, int) and size >= 2 and isinstance(mask, int)
+    demand(
+        kind == "eagle3" or is_block,
+        f"mask_token_id = {mask!r}, block_size = {size!r}; allowed: an id, and 2 or more",
+    )
+    rank: Any = 0
+    form = "vanilla"
+    if kind == "dspark":
+        rank, form = config.get("markov_rank", 256), config.get("markov_head_type", "vanilla")
+    demand(isinstance(rank, int) and rank >= 0, f"markov_rank = {rank!r}; allowed: 0 or more")
+    demand(form in {"vanilla", "gated"}, f"markov_head_type = {form!r}; allowed: vanilla, gated")
+    return SpeculatorConfig(
+        kind=str(kind),
+        layer_ids=tuple(ids or ()),
+        parsed=parsed,
+        draft_vocab=vocab,
+        flags=frozenset(name for name in _FLAGS if config.get(name)),
+        block_size=size,
+        mask_id=-1 if mask is None else mask,
+        from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
+        markov_rank=rank,
+        is_gated=form == "gated" and rank > 0,
+    )
+
+
+def check_speculator(folder: Path, target: Path, info: ModelInfo) -> None:
+    """Raise ValueError as read_speculator, and where the head does not fit the target model in its folder: its vocabulary, the
+    numbers of layers, or the shape of a tensor."""
+    head, model, shapes = read_speculator(folder), read_json(target), header_shapes(folder)
+    num_layers = next((model[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in model), 0)
+    width = next((model[key] for key in ("hidden_size", "n_embd", "d_model") if key in model), 0)
+    vocab_size = head.parsed.vocab_size
+    if vocab_size != info.vocab_size:
+        raise ValueError(f"{_PATH}: {folder} is for {vocab_size} ids; the model has {info.vocab_size}")
+    if not all(1 <= number <= num_layers for number in head.layer_ids):
+        raise ValueError(f"{_PATH}: {folder} reads the layers {list(head.layer_ids)}; allowed here: 1 to {num_layers}")
+    expected = head.shapes(width)
+    if head.draft_vocab != vocab_size:
+        expected["d2t"] = (head.draft_vocab,)
+    for name, shape in expected.items():
+        found = shapes.get(name)
+        if found != shape and not (found is None and name in {"embed_tokens.weight", "lm_head.weight"}):
+            raise ValueError(
+                f"{_PATH}: {folder}: {name} has shape {found}; allowed by its config.json and the model's: {shape}"
+            )
