@@ -23,7 +23,7 @@ S is 0..D with `rows: all`, {0, D} with `rows: ends`. A draft head corrects a st
 decides at least one token, so NFE <= number of holes. This goes beyond the paper, whose iterations take two forwards. The
 distribution is sequential by the argument of Leviathan et al. (2023).
 
-`k: auto`: the budget gives each iteration the drafts after its first one, each fused one all of its drafts.
+`k: auto`: a window of one token, without drafts if fused, is an iteration of `any_subset`.
 
 Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled parallel sampling" (ASSD), Algorithms 1 and 2
 (line 9 of the first means N - 1).
@@ -32,7 +32,7 @@ Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -46,34 +46,33 @@ from draftmill.decoders.engine.asks import (
     JUST_ONE,
     MARKOV,
     NO_DRAFT,
-    SEARCH,
     Decoding,
-    Offer,
     Roll,
     SampleFrom,
 )
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""
 
+Length = Callable[[], int]
+"""How many tokens the next window may have."""
 Drafting = Generator[Any, Any, tuple[list[int], list[float]]]
 """Returns the drafts, and the log-probabilities of those that hold for sure: the first one or none."""
 
 
-def assd(s: Sample, k: int, *, ngram: bool, head: int, auto: bool) -> Decoding:
-    """Draft, verify, commit. With `auto` a budget gives the drafts after the first, or none is looked for."""
+def assd(s: Sample, length: Length, *, ngram: bool, head: int, auto: bool) -> Decoding:
+    """Draft, verify, commit. With `auto` a length of one is plain decoding: the n-gram drafts nothing."""
     ngrams = Ngrams(s) if ngram else None
     while s.decided < s.length:
-        n, more, searches = s.decided, min(k, s.length - s.decided) - 1, True
-        if auto:
-            searches = yield SEARCH
-            more = (yield Offer(more)) if searches else 0
-        if ngrams and searches and s.order and s.order[n] > 0:
-            drafts, log_ps = yield from by_ngram(s, ngrams, more + 1)
+        n, most = s.decided, length()
+        window = min(most, s.length - n)
+        if ngrams and not (auto and most == 1) and s.order and s.order[n] > 0:
+            drafts, log_ps = yield from by_ngram(s, ngrams, window)
         else:
-            drafts, log_ps = yield from by_marginals(s, more + 1, head)
+            drafts, log_ps = yield from by_marginals(s, window, head)
         sure, count = len(log_ps), len(drafts)
         s.tokens[n : n + count] = drafts
         accepted, tokens = sure, drafts[:sure]
@@ -83,9 +82,7 @@ def assd(s: Sample, k: int, *, ngram: bool, head: int, auto: bool) -> Decoding:
             good, judged, judged_log_ps, _ = yield s.two_stream(n + count - 1, checks, JUDGE, drafts[sure:])
             accepted, tokens, log_ps = sure + good, tokens + judged, log_ps + judged_log_ps
             s.cached = n + min(accepted, count - 1)
-        committed = s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
-        # The first token of an iteration costs what a sequential one does; the others are the gain of drafting.
-        s.just = count - 1, committed - 1
+        s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
 
 
 def by_marginals(s: Sample, count: int, head: int) -> Drafting:
@@ -148,15 +145,13 @@ class Ngrams:
 # ---- one forward an iteration ------------------------------------------------------------------------------------------
 
 
-def one_pass(s: Sample, k: int, *, head: int, ends: bool, auto: bool) -> Decoding:
+def one_pass(s: Sample, length: Length, *, head: int, ends: bool) -> Decoding:
     """Verify, commit the drafts that hold and the token after them, draft the next window from the same forward."""
     drafts = list[int]()
     while s.decided < s.length:
         n, depth = s.decided, len(drafts)
         # This forward decides at least one token; the next window can hold the remaining ones.
-        reach = min(k, s.length - n - 1)
-        if auto:
-            reach = (yield Offer(reach)) if (yield SEARCH) else 0
+        reach = min(length(), s.length - n - 1)
         cuts = stale_rows(depth, reach, ends=ends)
         # After the last rank of the canvas there is no row for a bonus.
         num_checks = min(depth + 1, s.length - n)
@@ -191,28 +186,25 @@ def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
 
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     """How the engine runs these settings."""
-    is_auto, ngram, ends = settings.k == "auto", settings.drafter == "ngram", settings.rows == "ends"
-    k = MOST_AUTO if settings.k == "auto" else settings.k
+    ngram, ends, is_fused = settings.drafter == "ngram", settings.rows == "ends", settings.fused == "rows"
+    k, auto = settings.k, None
+    if k == "auto":
+        k, auto = MOST_AUTO, AutoLength(MOST_AUTO, least=int(not is_fused), shares_cost=not is_fused)
+    length = auto or (lambda: k)
     head = INDEPENDENT if ngram or setup.heads is None else MARKOV
-    if settings.fused == "rows":
-        # Content and query rows of an iteration in the middle of a sample whose windows have e drafts.
-        stale = [sum(count for _, count in stale_rows(e, e, ends=ends)) for e in range(k + 1)]
+    if is_fused:
         return any_subset_model(
             probe=joint,
-            decode=partial(one_pass, k=k, head=head, ends=ends, auto=is_auto),
+            decode=partial(one_pass, length=length, head=head, ends=ends),
             window=k + 1,
-            most_auto=k * is_auto,
-            auto_rows=[2 * (e + 1) + rows for e, rows in enumerate(stale)],
+            auto=auto,
             keeps_laws=True,
         )
     return any_subset_model(
         probe=joint,
-        decode=partial(assd, k=k, ngram=ngram, head=head, auto=is_auto),
+        decode=partial(assd, length=length, ngram=ngram, head=head, auto=auto is not None),
         window=k,
-        most_auto=(k - 1) * is_auto,
-        # Content and query rows of an iteration with e drafts after its first, and its forwards.
-        auto_rows=[2 * e + 2 if ngram else 3 * e + 2 for e in range(k)],
-        auto_forwards=[1 if ngram or e == 0 else 2 for e in range(k)],
+        auto=auto,
         keeps_laws=True,
         names_laws=ngram,
     )

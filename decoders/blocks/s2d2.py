@@ -130,7 +130,7 @@ def drafts_by(s: BlockSample, rules: Rules, drafter: ModelInfo) -> Generator[Any
     s.nfe_draft += 1
     # With a shift the last row predicts the next draft, so it runs once more.
     s.cached_draft = max(n - drafter.shift, 0)
-    answer = yield Ask(tokens, spans, runs, [NO_DRAFT] * count, model=1, when=s.draws, num_drafts=count)
+    answer = yield Ask(tokens, spans, runs, [NO_DRAFT] * count, model=1, when=s.draws)
     return Drafts(list(answer.tokens), [_AHEAD] * count)
 
 

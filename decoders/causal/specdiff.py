@@ -36,15 +36,16 @@ import numpy as np
 
 from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import SpecDiffSettings
-from draftmill.decoders.causal.speculative import Allot, Drafter, Drafting, allot_drafts, speculative
+from draftmill.decoders.causal.speculative import Drafter, Drafting, speculative
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Run, Span
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
-MOST_AUTO: Final = 48
+MOST_AUTO: Final = 32
 """The most drafts that `auto` gives to a sample; the paper's best are 30 to 45."""
 
 
@@ -66,17 +67,11 @@ class Revealing:
         return -(-(count if gamma == "auto" else gamma) // self.settings.steps)
 
 
-def num_forwards(steps: int, most: int) -> list[int]:
-    """How many forwards 0 .. `most` drafts take, if their number is chosen at run time."""
-    return [0, *(-(-count // -(-count // steps)) for count in range(1, most + 1))]
-
-
-def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
+def by_diffusion(s: Sample, r: Revealing) -> Drafter:
     """Reveal masks after the text, chunk by chunk; the text in the window has at least one token."""
 
     def draft(most: int) -> Drafting:
-        n = s.decided
-        count = yield from allot(most if r.longest is None else min(most, r.longest - 1))
+        n, count = s.decided, most if r.longest is None else min(most, r.longest - 1)
         order = _random_order(s, n, count) if r.settings.order == "native" else list(range(count))
         size = r.chunk(count)
         drafts: list[int | None] = [None] * count
@@ -89,7 +84,6 @@ def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
                 Span(len(tokens), 0, 0, len(tokens), FAR),
                 model=1,
                 sigmas=(noise_of_share(tokens.count(r.mask) / len(tokens)),),
-                num_drafts=count,
             )
             s.nfe_draft += 1
             if r.has_head:
@@ -140,16 +134,16 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
     assert drafter is not None and info is not None, "decoder.drafter names a model, but none was loaded"
     assert info.mask_id is not None, "a drafter without a mask token"
     settings.check_drafter(info)
-    is_auto, has_head = settings.gamma == "auto", setup.heads is not None
+    has_head = setup.heads is not None
     assert not (has_head and settings.order == "native"), "a head corrects for what stands before"
-    k = MOST_AUTO if settings.gamma == "auto" else settings.gamma
+    k, auto = settings.gamma, None
+    if k == "auto":
+        k, auto = MOST_AUTO, AutoLength(MOST_AUTO, shares_cost=True)
     r = Revealing(settings, has_head, info.mask_id, info.shift, info.max_length, drafter.vocab_size)
-    drafting = partial(by_diffusion, r=r, allot=partial(allot_drafts, is_auto=is_auto))
     return Algorithm(
-        decode=partial(speculative, k=k, drafter=drafting, kind=JUDGE, searches=is_auto),
+        decode=partial(speculative, length=auto or (lambda: k), drafter=partial(by_diffusion, r=r), kind=JUDGE),
         window=k + 1,
-        most_auto=k * is_auto,
-        draft_forwards=num_forwards(settings.steps, k) if is_auto else None,
+        auto=auto,
         keeps_laws=True,
         windows=settings.window,
         reusable=prompt_but_one,

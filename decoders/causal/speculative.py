@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from draftmill.decoders.causal import autoregressive
 from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import (
     HeadDrafterSettings,
+    ModelDrafterSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
     SuffixDrafterSettings,
@@ -40,15 +41,14 @@ from draftmill.decoders.engine.asks import (
     MARKOV,
     MODEL,
     NO_DRAFT,
-    SEARCH,
     SURE,
     Ask,
     Decoding,
-    Offer,
     Roll,
     Run,
     Span,
 )
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
@@ -60,8 +60,8 @@ _BASE: Final = 1 << 20
 Drafting = Generator[Any, Any, list[int]]
 Drafter = Callable[[int], Drafting]
 """Drafts at most so many tokens after the decided ones of its sample, by asking a model or not."""
-Allot = Callable[[int], Generator[Any, Any, int]]
-"""How many drafts a sample could have -> how many it gets."""
+Length = Callable[[], int]
+"""How many drafts the next iteration may have."""
 
 
 class Block(NamedTuple):
@@ -74,13 +74,13 @@ class Block(NamedTuple):
     is_chain: bool
 
 
-def speculative(s: Sample, k: int, drafter: Callable[[Sample], Drafter], kind: int, *, searches: bool) -> Decoding:
-    """Draft, verify, commit the drafts that hold and the token after them. With `searches`, drafting may be skipped."""
+def speculative(s: Sample, length: Length, drafter: Callable[[Sample], Drafter], kind: int) -> Decoding:
+    """Draft, verify, commit the drafts that hold and the token after them. A length of 0 is plain decoding."""
     draft = drafter(s)
     while s.decided < s.length:
         n, drafts = s.decided, list[int]()
-        if not searches or (yield SEARCH):
-            drafts = yield from draft(min(k, s.length - n - 1))
+        if most := length():
+            drafts = yield from draft(min(most, s.length - n - 1))
         s.tokens[n : n + len(drafts)] = drafts
         accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
         s.cached = n + accepted
@@ -88,24 +88,23 @@ def speculative(s: Sample, k: int, drafter: Callable[[Sample], Drafter], kind: i
         s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
 
 
-def by_model(s: Sample, max_length: int | None, allot: Allot) -> Drafter:
+def by_model(s: Sample, max_length: int | None) -> Drafter:
     """A smaller model drafts, one token after the other; it takes texts of `max_length` tokens, longer ones get no drafts."""
 
     def draft(most: int) -> Drafting:
         n = s.decided
         if max_length is not None:
             most = min(most, max(max_length + 1 - n, 0))
-        count = yield from allot(most)
-        if not count:
+        if not most:
             return []
-        s.nfe_draft += count
-        drafts: list[int] = (yield Roll(MODEL, n, count)).tokens
+        s.nfe_draft += most
+        drafts: list[int] = (yield Roll(MODEL, n, most)).tokens
         return drafts
 
     return draft
 
 
-def by_head(s: Sample, block: Block | None, allot: Allot) -> Drafter:
+def by_head(s: Sample, block: Block | None) -> Drafter:
     """A draft head drafts from the target's states: one token after the other, or a block at once. The first forward has no
     drafts: whether its prompt has run before depends on other samples. A head of tokens runs its own drafts again, since then
     their states are known."""
@@ -113,22 +112,19 @@ def by_head(s: Sample, block: Block | None, allot: Allot) -> Drafter:
 
     def draft(most: int) -> Drafting:
         nonlocal read
-        n = s.decided
-        if n == s.prompt:
-            return []
-        count = yield from allot(most if block is None else min(most, block.size - block.first))
-        if not count:
+        n, count = s.decided, most if block is None else min(most, block.size - block.first)
+        if n == s.prompt or not count:
             return []
         if block is not None:
             s.nfe_draft += 1
             tokens = [s.tokens[n - 1], *[block.mask] * (block.size - 1)]
             seen = Span(block.size, n - 1, n - 1, n - 1 + block.size, FAR)
             if block.is_chain:
-                yield Ask(tokens, seen, (), (), model=1, num_drafts=count)
+                yield Ask(tokens, seen, (), (), model=1)
                 answer = yield Roll(MARKOV, n, count, block.first, n)
             else:
                 run = Run(block.first, count, n, DRAFT)
-                answer = yield Ask(tokens, seen, run, [NO_DRAFT] * count, model=1, num_drafts=count)
+                answer = yield Ask(tokens, seen, run, [NO_DRAFT] * count, model=1)
         else:
             s.nfe_draft += count
             s.cached_draft, read = read, n
@@ -139,22 +135,21 @@ def by_head(s: Sample, block: Block | None, allot: Allot) -> Drafter:
     return draft
 
 
-def by_lookup(s: Sample, max_n: int, min_n: int, allot: Allot) -> Drafter:
+def by_lookup(s: Sample, max_n: int, min_n: int) -> Drafter:
     """The text so far drafts. A look-up is no forward, but is counted as one of the drafter's."""
     lookup = Lookup(max_n, min_n)
 
     def draft(most: int) -> Drafting:
-        drafts = list[int]()
-        if most:
-            s.nfe_draft += 1
-            drafts = lookup.drafts(s.tokens, s.decided, most)
-        count = yield from allot(len(drafts))
-        return drafts[:count]
+        yield from ()
+        if not most:
+            return []
+        s.nfe_draft += 1
+        return lookup.drafts(s.tokens, s.decided, most)
 
     return draft
 
 
-def among_texts(s: Sample, k: int, index: SuffixIndex, allot: Allot, *, searches: bool) -> Decoding:
+def among_texts(s: Sample, length: Length, index: SuffixIndex) -> Decoding:
     """All texts of the worker draft, and are read into its index as far as they are decided. Look-ups are counted as above."""
     reader, known = Reader(index), 0
 
@@ -164,16 +159,15 @@ def among_texts(s: Sample, k: int, index: SuffixIndex, allot: Allot, *, searches
         known = s.decided
 
     def draft(most: int) -> Drafting:
-        drafts = list[int]()
+        yield from ()
         read()
-        if most:
-            s.nfe_draft += 1
-            drafts = reader.drafts(most)
-        count = yield from allot(len(drafts))
-        return drafts[:count]
+        if not most:
+            return []
+        s.nfe_draft += 1
+        return reader.drafts(most)
 
     read()
-    yield from speculative(s, k, lambda _: draft, SURE, searches=searches)
+    yield from speculative(s, length, lambda _: draft, SURE)
     read()
 
 
@@ -214,59 +208,54 @@ class Lookup:
         return after
 
 
-def allot_drafts(most: int, *, is_auto: bool) -> Generator[Any, Any, int]:
-    """All drafts that there can be, or as many as the budget gives."""
-    return (yield Offer(most)) if is_auto else most
-
-
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     """How the engine runs these settings; without drafts they are the baseline."""
     if settings.k == 0:
         return autoregressive.algorithm(setup, settings)
-    is_auto = settings.k == "auto"
-    k = MOST_AUTO if settings.k == "auto" else settings.k
-    allot, kind = partial(allot_drafts, is_auto=is_auto), SURE
+    if isinstance(settings.drafter, HeadDrafterSettings):
+        return _with_head(setup, settings.k)
+    k, auto = settings.k, None
+    if k == "auto":
+        k, auto = (
+            MOST_AUTO,
+            AutoLength(MOST_AUTO, settling=2 if isinstance(settings.drafter, ModelDrafterSettings) else 1),
+        )
+    length, kind = auto or (lambda: k), SURE
     drafter: Callable[[Sample], Drafter]
     match settings.drafter:
         case SuffixDrafterSettings():
-            decode = partial(among_texts, k=k, index=SuffixIndex(settings.drafter), allot=allot, searches=is_auto)
-            return Algorithm(decode=decode, window=k + 1, most_auto=k * is_auto, reusable=prompt_but_one)
+            decode = partial(among_texts, length=length, index=SuffixIndex(settings.drafter))
+            return Algorithm(decode=decode, window=k + 1, auto=auto, reusable=prompt_but_one)
         case NgramDrafterSettings(max_n=max_n, min_n=min_n):
-            drafter = partial(by_lookup, max_n=max_n, min_n=min_n, allot=allot)
-        case HeadDrafterSettings():
-            return _with_head(setup, k, allot, is_auto=is_auto)
+            drafter = partial(by_lookup, max_n=max_n, min_n=min_n)
         case _:
             assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
             longest, kind = None if setup.drafter_info is None else setup.drafter_info.max_length, JUDGE
-            drafter = partial(by_model, max_length=longest, allot=allot)
+            drafter = partial(by_model, max_length=longest)
     return Algorithm(
-        decode=partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto),
+        decode=partial(speculative, length=length, drafter=drafter, kind=kind),
         window=k + 1,
-        most_auto=k * is_auto,
+        auto=auto,
         keeps_laws=kind == JUDGE,
         reusable=prompt_but_one,
     )
 
 
-def _with_head(setup: Setup, k: int, allot: Allot, *, is_auto: bool) -> Algorithm:
+def _with_head(setup: Setup, most: int | Literal["auto"]) -> Algorithm:
     """How the engine runs a draft head. Its blocks are whole also where the text ends within them, so that a draft's distribution
     does not depend on how many there are."""
     assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
     head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
-    block = None
+    block, k = None, MOST_AUTO if most == "auto" else most
     if head.most_drafts is not None:
-        block, k = (
-            Block(head.block_size, head.mask_id, not head.from_anchor, head.markov_rank > 0),
-            min(k, head.most_drafts),
-        )
+        block = Block(head.block_size, head.mask_id, not head.from_anchor, head.markov_rank > 0)
+        k = min(k, head.most_drafts)
+    auto = AutoLength(k, shares_cost=block is not None, settling=2) if most == "auto" else None
     return Algorithm(
-        decode=partial(
-            speculative, k=k, drafter=partial(by_head, block=block, allot=allot), kind=JUDGE, searches=is_auto
-        ),
+        decode=partial(speculative, length=auto or (lambda: k), drafter=partial(by_head, block=block), kind=JUDGE),
         window=k + 1,
         columns=lambda length: length + (block.size if block else 0),
-        most_auto=k * is_auto,
-        draft_forwards=[0, *[1] * k] if is_auto and block else None,
+        auto=auto,
         keeps_laws=True,
         reads_states=True,
         reusable=prompt_but_one,

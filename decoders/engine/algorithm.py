@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.engine.asks import Decoding
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import Sample
 
 Wanted = Literal["top1", "margin", "entropy", "squares", "scores"]
@@ -41,12 +42,10 @@ class Algorithm:
     its tokens add up to that of the text. With `scores` the samples have tokens to score where others have holes; `estimates`: by
     several canvases each (engine.py, `ScoreEngine`).
 
-    Lengths `auto`: `most_auto` is the most drafts of a sample if their number is chosen by time, else 0; `auto_rows` and
-    `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` those of a drafting model (budget.py).
-    `probe` makes the generator of a probe (Request.probe); None if the decoder answers none.
-    With a `guidance` w the logits of a row are u + (w + 1) (c - u), its own c and its partner's u, and a forward counts as two.
-    `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full. With
-    `reads_states` it is a draft head, which reads states of the target's layers.
+    `auto` chooses the number of drafts by time (auto.py); None if it is fixed. `probe` makes the generator of a probe
+    (Request.probe); None if the decoder answers none. With a `guidance` w the logits of a row are u + (w + 1) (c - u), its own c
+    and its partner's u, and a forward counts as two. `windows` says that the drafting model is a diffusion model which runs whole
+    windows: as short as they can be, or full. With `reads_states` it is a draft head, which reads states of the target's layers.
     """
 
     decode: Callable[[Any], Decoding]
@@ -74,10 +73,7 @@ class Algorithm:
     knows_logprob: bool = True
     scores: bool = False
     estimates: bool = False
-    most_auto: int = 0
-    auto_rows: Sequence[int] | None = None
-    auto_forwards: Sequence[int] | None = None
-    draft_forwards: Sequence[int] | None = None
+    auto: AutoLength | None = None
     windows: Literal["short", "full"] | None = None
     reads_states: bool = False
     guidance: float = 0.0

@@ -102,8 +102,7 @@ class Ask(NamedTuple):
 
     `stretches` say what rows see in place of the rule above: MOST_STRETCHES pairs [low, high) of columns a span, the empty ones
     last. `partners` names for each sampled row another row, by which its logits are guided (Algorithm.guidance). `sigmas` are the
-    total noise of each canvas, for a model that is conditioned on it. `num_drafts` is what an iteration
-    drafts in this forward of a drafting model and others.
+    total noise of each canvas, for a model that is conditioned on it.
     """
 
     tokens: Sequence[int] | Ints
@@ -116,7 +115,6 @@ class Ask(NamedTuple):
     stretches: Sequence[int] = ()
     partners: Sequence[int] | Ints = ()
     sigmas: Sequence[float] = ()
-    num_drafts: int = 0
 
 
 INDEPENDENT, MARKOV, MODEL = range(3)
@@ -148,13 +146,9 @@ class SampleFrom(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Offers up to `most` drafts (draft lengths `auto`), or canvases; answered with the number to take, before the forward."""
+    """Offers up to `most` canvases of a text that is scored; answered with the number to take, before the forward."""
 
     most: int
-
-
-SEARCH: Final = Offer(-1)
-"""Asks whether drafting may pay in this step at all: answered with 1 or 0, before what could be drafted is looked for."""
 
 
 class Answer(NamedTuple):

@@ -2,7 +2,6 @@
 
     admit        a sample gets a slot; its generator starts with its first turn
     step         whose turn is it: the new samples alone, or all, with as many rows of new prompts as a budget allows
-                 how many drafts may each take (lengths `auto` only)
                  drafts: from distributions that decoders name, and by the drafting model
                  the target's forward: pack the asks, run, draw, read the record, resume the generators
                  drafts that a head makes from rows of that forward
@@ -27,7 +26,6 @@ from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
 from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Offer, Roll, SampleFrom
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, put, steps
-from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape, column_multiple
@@ -73,10 +71,6 @@ class Engine:
             slot_bytes=self.slot_bytes,
             pooled=all(getattr(runner.backbone, "reads_rows", False) for runner in self.models),
         )
-        has_drafter = len(self.models) > 1
-        self.budget = (
-            DraftBudget.of(algorithm, setup.max_rows, has_drafter=has_drafter) if algorithm.most_auto else None
-        )
         gathers = self.target.graphs is not None and self.target.graphs.is_launch_bound
         device_rows = GATHERED_ROWS if gathers else DEVICE_ROWS
         self.scheduler = Scheduler(
@@ -88,6 +82,8 @@ class Engine:
             on_cpu=setup.backbone.device.type == "cpu",
             gathers=gathers,
         )
+        # What a step takes for `auto`: on a CPU without the time that other processes have.
+        self._clock = time.thread_time if setup.backbone.device.type == "cpu" else time.perf_counter
         self._shape = Shape()
         self._slots: list[Sample | None] = []
         self._instant: list[Outcome] = []
@@ -268,8 +264,6 @@ class Engine:
             self.backbone.set_order(slot, put(np.array(sample.order, dtype=np.int64), self.backbone.device))  # type: ignore[attr-defined]
         self.slots.start(sample)
         self.sampler.start(sample)
-        if self.budget is not None:
-            self.budget.survival.start(slot)
         decode = self.algorithm.probe if sample.request.probe else self.algorithm.decode
         assert decode is not None, "this decoder answers no probes"
         sample.decoding = decode(sample)
@@ -293,89 +287,74 @@ class Engine:
         done, self._instant = self._instant, []
         if not self._slots:
             return done
+        began_s, committed = self._clock(), self.stats.committed
         turn = self._turn()
-        deciding = self._begin(turn)
-        if self.budget is not None and deciding:
-            self.budget.settle(deciding, fresh=turn.prefill_only, joined=turn.mixed)
+        self._begin(turn)
         self._draft(turn)
-        ended = self._evaluate(turn, deciding)
+        done += [self._finish(sample) for sample in self._evaluate(turn)]
         if self.scheduler.line:
             self.scheduler.finish_prompts(turn)
         self.stats.steps += 1
         self.stats.slot_steps += len(turn.samples) if turn.prefill_only else self._shape.possible - turn.num_waiting
-        return done + [self._finish(sample) for sample in ended]
+        if self.algorithm.auto is not None:
+            self.algorithm.auto.note_step(
+                self.stats.committed - committed,
+                self._clock() - began_s,
+                len(turn.samples),
+                has_prompts=turn.prefill_only or turn.mixed,
+            )
+        return done
 
     def _turn(self) -> Turn:
         if not self.scheduler.line:
             return Turn(self.samples)
-        return self.scheduler.next(self.samples, self.plan, alternates=self.budget is not None)
+        auto = self.algorithm.auto
+        return self.scheduler.next(self.samples, self.plan, alternates=auto is not None and auto.is_measuring)
 
-    def _begin(self, turn: Turn) -> list[Sample]:
-        """Let every sample of the step have its ask, or that of its prompt's chunk; returns those whose decoders ask."""
+    def _begin(self, turn: Turn) -> None:
+        """Let every sample of the step have its ask, or that of its prompt's chunk."""
         for sample in turn.chunks:
             sample.ask = ask_of_chunk(sample, self.algorithm)
         for sample in turn.samples:
             if sample.ask is None:
                 assert sample.decoding is not None, "a sample in a slot has a generator"
                 sample.ask = next(sample.decoding)
-        return [sample for sample in turn.samples if not sample.chunk] if turn.chunks else turn.samples
 
     def _draft(self, turn: Turn) -> None:
         """Draft as long as any sample asks for it; all then meet at the target."""
-        began_s = time.perf_counter()
         self._draft_from_names(turn.samples)
         if len(self.models) > 1:
-            drafter, is_usual = self.models[1], not (turn.prefill_only or turn.mixed)
+            drafter = self.models[1]
             if turn.chunks and not (self.algorithm.windows or self.algorithm.reads_states):
                 # The drafting model's columns keep up with the target's.
                 asks = [sample.catch_up(sample.chunk) for sample in turn.chunks]
                 drafter.start(pack(turn.chunks, asks, self.slots, drafter.layout, drafter.rule))
             if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
-                self._roll_model(rolling, drafter, is_usual=is_usual)
+                self._roll_model(rolling, drafter)
             while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
-                self._draft_windows(asking, drafter, is_usual=is_usual)
-        if self.budget is not None:
-            self.budget.spend(time.perf_counter() - began_s)
+                self._draft_windows(asking, drafter)
 
     def _draft_from_names(self, samples: list[Sample]) -> None:
         """Draw drafts from distributions that decoders name, rank after rank."""
-        began_s, most, count = time.perf_counter(), 0, 0
         while asking := [sample for sample in samples if isinstance(sample.ask, SampleFrom)]:
-            most, count = most + 1, max(count, len(asking))
             self._resume(asking, self.sampler.draw_named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
-        if most and self.budget is not None:
-            self.budget.note_drawing(count, most, time.perf_counter() - began_s)
 
-    def _roll_model(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
+    def _roll_model(self, samples: list[Sample], drafter: ModelRunner) -> None:
         """Draft windows by the drafting model."""
-        began_s = time.perf_counter()
         replies, ran = roll_model(samples, drafter, self.slots, self.algorithm.window, self.scheduler.prompt_rows)
-        laps = []
-        for going, _, started in ran:
-            laps.append(sum(started.seconds))
-            self._charge(going, laps[-1])
+        for going, started in ran:
+            self._charge(going, sum(started.seconds))
             self._wipe(going, drafter, started)
-        if self.budget is not None and is_usual:
-            # The forwards overlap with the host: each has its share of the whole time.
-            whole_s = time.perf_counter() - began_s
-            for (_, num_columns, started), lap_s in zip(ran, laps, strict=True):
-                share_s = whole_s * lap_s / max(sum(laps), 1e-9)
-                self.budget.note_drafting(started.batch.num_rows, num_columns, share_s)
         self._resume(samples, replies)
 
-    def _draft_windows(self, samples: list[Sample], drafter: ModelRunner, *, is_usual: bool) -> None:
+    def _draft_windows(self, samples: list[Sample], drafter: ModelRunner) -> None:
         """One forward of a drafting model over windows, and what a head drafts from its rows."""
-        began_s = time.perf_counter()
         asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
         started = drafter.start(pack(samples, asks, self.slots, drafter.layout, drafter.rule))
         record = started.wait()
         self._charge(samples, sum(started.seconds))
         self._wipe(samples, drafter, started)
-        num_columns = sum(sample.decided for sample in samples)
         self._resume(samples, answers(started.batch, record))
-        if self.budget is not None and is_usual:
-            num_drafts = sum(ask.num_drafts for ask in asks)
-            self.budget.note_drafting(num_drafts, num_columns, time.perf_counter() - began_s)
         if rolling := [sample for sample in samples if isinstance(sample.ask, Roll)]:
             self._roll_rows(rolling, samples, started.batch, drafter)
 
@@ -386,9 +365,9 @@ class Engine:
         if record is not None:
             drafter.wipe(samples[index].slot for index in bad_samples(started.batch, record))
 
-    def _evaluate(self, turn: Turn, deciding: list[Sample]) -> list[Sample]:
+    def _evaluate(self, turn: Turn) -> list[Sample]:
         """The target's forward, and the drafts that a head makes from its rows; returns the samples that ended."""
-        began_s, kv, samples = time.perf_counter(), sum(sample.decided for sample in turn.samples), turn.samples
+        samples = turn.samples
         asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
         assert len(asks) == len(samples), "offers and drafts were answered before"
         b = pack(samples, asks, self.slots, self.target.layout, self.target.rule)
@@ -406,26 +385,15 @@ class Engine:
         ended = self._resume(samples, answers(batch, record))
         if self.algorithm.nodes:
             self._copy_columns(samples)
-        if self.budget is not None:
-            seconds, is_usual = time.perf_counter() - began_s, not (turn.prefill_only or turn.mixed)
-            self.budget.end_step(deciding, batch.num_rows, kv, seconds, is_usual=is_usual)
         if rolling := [sample for sample in samples if isinstance(sample.ask, Roll) and sample.ask.head != MODEL]:
-            seconds = self._roll_rows(rolling, samples, batch, self.target)
-            if self.budget is not None:
-                self.budget.spend(seconds)
+            self._roll_rows(rolling, samples, batch, self.target)
         return ended
 
-    def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch, runner: ModelRunner) -> float:
-        """Draft windows from rows of the forward that has just run; returns the seconds."""
-        began_s = time.perf_counter()
-        most = max(sample.ask.num_drafts for sample in rolling if isinstance(sample.ask, Roll))
+    def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch, runner: ModelRunner) -> None:
+        """Draft windows from rows of the forward that has just run."""
         replies = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
         self._charge(rolling, sum(runner.seconds()))
         self._resume(rolling, replies)
-        seconds = time.perf_counter() - began_s
-        if self.budget is not None:
-            self.budget.note_drawing(len(rolling), most, seconds)
-        return seconds
 
     def _copy_columns(self, samples: list[Sample]) -> None:
         """Copy columns within slots where decoders want it."""
@@ -563,14 +531,14 @@ class ScoreEngine(Engine):
                 taking.append(text)
         return Turn(taking)
 
-    def _evaluate(self, turn: Turn, deciding: list[Sample]) -> list[Sample]:
+    def _evaluate(self, turn: Turn) -> list[Sample]:
         """Run the canvases; where they do not fit into memory none is run, and from here on no more than half as many are."""
         num_canvases = sum(self._counts[text.slot] for text in turn.samples)
         try:
             possible = self._shape.possible
             self._make_room(num_canvases, 1)
             self._shape = self._shape._replace(possible=possible)
-            return super()._evaluate(turn, deciding)
+            return super()._evaluate(turn)
         except (MemoryError, torch.OutOfMemoryError):
             if num_canvases == 1:
                 raise

@@ -29,8 +29,8 @@ from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample, SlotTable
 
-Drafted = tuple[list[Sample], int, Started]
-"""A forward of a drafting model: the samples that it drafted for, the columns that they read, and the forward."""
+Drafted = tuple[list[Sample], Started]
+"""A forward of a drafting model, and the samples that it drafted for."""
 
 
 # ---- from rows of the last forward -----------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ def roll_model(
         going = [sample for sample, ask in zip(samples, asks, strict=True) if offset < ask.num_drafts]
         nexts = [sample.draft_next(sample.decided + offset) for sample in going]
         started = runner.start(pack(going, nexts, slots, runner.layout, runner.rule))
-        ran.append((going, sum(sample.cached_draft for sample in going), started))
+        ran.append((going, started))
     drafts: dict[int, list[int]] = {sample.slot: [] for sample in samples}
-    for going, _, started in reversed(ran):
+    for going, started in reversed(ran):
         record = started.wait()
         assert record is not None, "each forward drafts"
         for sample, token in zip(going, record[: len(going)].astype(np.int64).tolist(), strict=True):

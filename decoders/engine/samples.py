@@ -72,9 +72,8 @@ def decoding_order(
 class Sample:
     """One request at work.
 
-    Decoders read it, and write `tokens`, `cached`, `cached_draft` and `nfe_draft`, and `just` where lengths `auto` pay otherwise
-    than by accepted drafts; all else is the engine's. A decoder that wants columns copied after an answer sets `copies`: (from
-    column, to column, count), one after the other.
+    Decoders read it, and write `tokens`, `cached`, `cached_draft` and `nfe_draft`; all else is the engine's. A
+    decoder that wants columns copied after an answer sets `copies`: (from column, to column, count), one after the other.
 
     Of a forward the engine counts for each of its samples all rows, and of its seconds an equal share: `device_s`, of which
     `first_s` is the first evaluation's, `batch_rows` samples, `used_rows` that were asked for, `computed_rows` with padding.
@@ -82,7 +81,7 @@ class Sample:
 
     __slots__ = (
         "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
-        "device_s", "draft_lag", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "just", "key", "length",
+        "device_s", "draft_lag", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "key", "length",
         "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "slot",
         "stats", "stop_ids", "stop_text", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
     )  # fmt: skip
@@ -127,8 +126,6 @@ class Sample:
         # What the text must match, and what changes its logits; None if nothing does.
         self.tracker: Tracker | None = None
         self.penalties: PenaltyTracker | None = None
-        # Drafts of the iteration that has just ended, and how many of them paid, for a budget; None if none has.
-        self.just: tuple[int, int] | None = None
         # Rows of the prompt that run in this forward, before anything is asked (scheduler.py).
         self.chunk = 0
         self.copies: Sequence[int] = ()
@@ -280,7 +277,6 @@ class Sample:
         self.iterations += 1
         self.proposed += proposed
         self.accepted += accepted
-        self.just = (proposed, accepted)
         self.stats.committed += committed
         histogram = self.histogram
         if committed >= len(histogram):

@@ -158,17 +158,14 @@ class Scheduler:
 
     def _budget(self, num_samples: int, plan: MemoryPlan, *, alternates: bool) -> int | None:
         """How many rows of prompts may run beside the others' rows now; None if prompts run without the others."""
-        num_new = len(self.line)
-        if self.prompt_rows is None:
-            joins = self.algorithm.joins_prompts and _FEW_PROMPTS * num_new <= num_samples and self._on_cpu
-            return (plan.prompt_rows or FAR) if joins else None
-        is_mixed = num_new < num_samples
-        if is_mixed and self._was_mixed and alternates:
-            # Lengths `auto` are chosen by the times of steps without prompts: every other one is such a step.
-            self._was_mixed = False
-            return 0
-        self._was_mixed = is_mixed
-        return min(self.prompt_rows, plan.prompt_rows or self.prompt_rows)
+        num_new, most = len(self.line), plan.prompt_rows or FAR
+        if self.prompt_rows is not None:
+            most = min(self.prompt_rows, most)
+        elif not (self.algorithm.joins_prompts and _FEW_PROMPTS * num_new <= num_samples and self._on_cpu):
+            return None
+        # Lengths `auto` are measured in steps without prompts: while they are, every other step is one.
+        self._was_mixed = num_new < num_samples and not (self._was_mixed and alternates)
+        return most if self._was_mixed or num_new == num_samples else 0
 
     def _is_gathering(self, num_samples: int) -> bool:
         """Whether new samples wait for more of them. Those whose prompts have begun do not."""

@@ -89,9 +89,9 @@ def texts(outcomes):
     return {index: outcome.tokens.tolist() for index, outcome in outcomes.items()}
 
 
-def random_lengths(budget, slots_B, most_B, **_):
-    """In place of DraftBudget.plan: any number of drafts for every slot, none and all among them."""
-    return np.minimum((torch.rand(len(most_B)).numpy() * (most_B + 1)).astype(np.int64), budget.most)
+def random_lengths(auto):
+    """In place of AutoLength.__call__: any number of drafts for each iteration, the fewest and the most among them."""
+    return int(torch.randint(auto.lengths[0], auto.lengths[-1] + 1, ()))
 
 
 def pairwise(factors):

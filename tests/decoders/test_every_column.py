@@ -16,7 +16,7 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
 from draftmill.decoders.settings import DECODERS, DecoderSettings
@@ -184,7 +184,7 @@ def compare(case: Case, requests: list[Request], *, scores: bool = False) -> Non
 @pytest.mark.one_in(53, soak=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_batch_changes_a_bit_of_a_result(monkeypatch, case):
-    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
     torch.manual_seed(0)
     compare(case, requests_of(case))
 

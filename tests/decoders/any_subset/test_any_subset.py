@@ -9,7 +9,7 @@ import torch
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import decoding_order
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
@@ -56,7 +56,7 @@ def test_coupled_output_is_the_sequential_output(variant, warp, rows):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, monkeypatch):
-    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
     requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=12)
     expected = decode(table(), INFO, SEQUENTIAL, Sampling(), requests)
     heads = toy_heads(VOCAB) if variant != "ngram" else None

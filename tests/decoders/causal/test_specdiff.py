@@ -12,7 +12,7 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
-from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of
 from draftmill.decoders.engine.setup import Setup
@@ -69,7 +69,7 @@ def test_coupled_text_is_the_autoregressive_text(warp, steps):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(order, monkeypatch):
-    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
     found = run(requests, specdiff("auto", order=order), rows=5)
     assert texts(found) == texts(sequential(requests))

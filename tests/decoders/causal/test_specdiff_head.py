@@ -16,7 +16,7 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, find_heads
 from tests.decoders.backbones.masked_models import load
@@ -71,7 +71,7 @@ def test_coupled_text_is_the_autoregressive_text_whatever_the_head_says(warp):
 
 
 def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(monkeypatch):
-    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
     found = run(requests, specdiff("auto"), rows=5, heads=toy_heads(WIDTH))
     assert texts(found) == texts(sequential(requests, Sampling()))

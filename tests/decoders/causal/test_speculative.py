@@ -20,7 +20,7 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.causal.speculative import Lookup
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of
 from draftmill.decoders.engine.setup import Setup
@@ -105,7 +105,7 @@ def test_coupled_text_is_the_autoregressive_text(drafter, warp):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ALL)
 def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(drafter, monkeypatch):
-    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
     found = speculate(requests, k="auto", drafter=ALL[drafter], rows=5)
     assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))

@@ -25,6 +25,7 @@ from draftmill.decoders.causal.settings import (
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
@@ -445,7 +446,7 @@ def test_samples_that_wait_for_the_budget_are_no_idle_slots() -> None:
     assert decoder.stats.slot_steps == sum(slots) + 3 * (decoder.stats.steps - len(slots))
 
 
-def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts() -> None:
+def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, info = model("ar-tiny")
     settings = SpeculativeSettings(kind="speculative", k="auto", drafter=NGRAM)
     setup = Setup(
@@ -458,13 +459,8 @@ def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts() -> None:
         stops=Stops(),
     )
     decoder: Any = build_decoder(setup, settings)
-    seen, told, ran = watched(decoder), list[bool](), decoder.budget.end_step
-
-    def heard(*given: Any, is_usual: bool) -> None:
-        told.append(is_usual)
-        ran(*given, is_usual=is_usual)
-
-    decoder.budget.end_step = heard
+    seen, told = watched(decoder), list[bool]()
+    monkeypatch.setattr(AutoLength, "note_step", lambda *_, has_prompts: told.append(has_prompts))
     some = prompts(9, 60, 70, 40, 33, new=20)
     found = run_all(decoder, some)
     plain = made("autoregressive", 4, None, temperature=1.0)
@@ -473,7 +469,7 @@ def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts() -> None:
     }
     ends = {request.index: len(request.canvas) - 20 for request in some}
     has_prompts = [any(decided == ends[index] for index, _, decided in forward) for forward in seen]
-    assert told == [not one for one in has_prompts]
+    assert told == has_prompts
     # While others decode, every other step is one to learn from.
     beside = [
         any(decided > ends[index] for index, _, decided in forward) and has
