@@ -23,14 +23,15 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.kernels import sampling_reference
+from draftmill.decoders.draws.sampling import Warp, sample
+from draftmill.decoders.draws.settings import NOTES, Uses
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _log = logging.getLogger(__name__)
@@ -176,20 +177,24 @@ def sampling_problem(device: torch.device) -> str | None:
 
         number_R = torch.arange(8, device=device)
         keys = noise.key_words([sample_key(0, str(row)) for row in range(8)], device)
-        settings = [[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4, [0.0] * 8, [0.0] * 8]
-        own_4R = torch.tensor(settings, dtype=torch.float64, device=device)
+        settings = [[1.0, 0.0, 0.7, 2.0] * 2, [1.0] * 4 + [0.8] * 4, [0.0] * 8]
         # Of every three rows the first names no token to score: then it is the token drawn.
         scored: dict[str, Any] = {"draw_R": number_R * 3, "scored_R": number_R % 3 * 100 - 1, "ahead": 1}
-        noted: dict[str, Any] = {**scored, "wanted": sampling_reference.WANTED, "mask_id": 5}
+        noted: dict[str, Any] = {**scored, "wanted": NOTES, "mask_id": 5}
         pairs = []
         for size, top_k, warped, more in (
-            (9001, None, False, {}), (601, 30, False, scored), (601, None, False, noted), (601, 30, True, noted)
+            (9001, 0, False, {}), (601, 30, False, scored), (601, 0, False, noted), (601, 30, True, noted)
         ):  # fmt: skip
-            job = Sampling(top_k=top_k)
-            warp = sampling_reference.Warp(job, own_4R, True, number_R[:3], torch.arange(size, device=device) < 3)
+            settings_4R = np.array([*settings, [top_k] * 8])
+            warp = Warp(
+                torch.from_numpy(settings_4R).to(device),
+                Uses.of(settings_4R),
+                number_R[:3],
+                torch.arange(size, device=device) < 3,
+            )
             result, expected = (
-                module.sample(_normal(device, 8, size) * 4, warp, keys, number_R, warped=warped, **more).float()
-                for module in (sampling, sampling_reference)
+                draw(_normal(device, 8, size) * 4, warp, keys, number_R, warped=warped, **more).float()
+                for draw in (sampling.sample, sample)
             )
             pairs += list(zip(result.unbind(1), expected.unbind(1), strict=True))
         return pairs
@@ -338,7 +343,7 @@ FixedProduct = Callable[..., Tensor]
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The product with the weights of experts: that of experts.py, or reference_product."""
 Sample = Callable[..., Tensor]
-"""From logits to tokens and what decoders want to know of each row: sampling.py, or its reference, whose signature it has."""
+"""From logits to tokens and what decoders want to know of each row: sampling.py, or draws/sampling.py, which gives the same."""
 
 _VERDICTS: Final[dict[str, str]] = {}
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.engine.cuda_graphs import Work
-from draftmill.decoders.kernels import find, sampling_reference
+from draftmill.decoders.kernels import find
 from draftmill.decoders.kernels.seen import Seen
 
 
@@ -152,7 +153,7 @@ def use_references(monkeypatch: Any) -> None:
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", find_reference)
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: find.REFERENCE_LAYERS)
-    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sampling_reference.sample)
+    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
 
 
 def use_graphs(monkeypatch: Any, *, watches: bool = False) -> Replaying:

@@ -15,7 +15,8 @@ from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.packed import FixedLinear
 from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
-from draftmill.decoders.kernels import find, sampling_reference
+from draftmill.decoders.draws.sampling import sample
+from draftmill.decoders.kernels import find
 from draftmill.decoders.registry import find_heads
 from draftmill.storage.stores.interface import S3Options
 from tests.decoders.backbones.causal_models import save_random
@@ -67,7 +68,7 @@ class Operations(TorchDispatchMode):
 def operations(monkeypatch):
     with Operations() as found:
         fixed, attend = found.kernel(find.reference_fixed_product), found.kernel(find.reference_attend)
-        experts, sample = found.kernel(find.reference_product), found.kernel(sampling_reference.sample)
+        experts, draw = found.kernel(find.reference_product), found.kernel(sample)
         for module in ("packed", "xlnet"):
             monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_fixed_product", lambda *_: fixed)
         for module in ("transformer", "xlnet"):
@@ -75,7 +76,7 @@ def operations(monkeypatch):
         monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: experts)
         layers = SimpleNamespace(**{name: found.kernel(one) for name, one in vars(find.REFERENCE_LAYERS).items()})
         monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
-        monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
+        monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: draw)
         # One kernel on a GPU; on a CPU torch computes it by a mean.
         monkeypatch.setattr(torch.nn.functional, "rms_norm", found.kernel(torch.nn.functional.rms_norm))
         yield found
