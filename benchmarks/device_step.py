@@ -37,6 +37,7 @@ from draftmill.decoders.draws.sampling import Warp, sample
 from draftmill.decoders.draws.settings import Uses
 from draftmill.decoders.kernels import find
 from draftmill.decoders.kernels.seen import Seen, Tiling
+from tests.decoders.references import kernels as reference
 
 COLUMNS: Final = {
     "Steps": "case | slots x tokens | eager, ms | replayed, ms | roofline, ms | steps replayed | captures | ms each | MiB each",
@@ -277,7 +278,7 @@ def _kernels(bench: Bench) -> Iterator[Row]:
                 {"relative_NHP": bench.normal(slots * lines, heads[0], 2 * columns)} if heads == xlnet else {}
             )
             ours, asked = _attention_over(bench, heads, (slots, lines, columns), **distances)
-            pairs.append((ours, partial(find.reference_attend, *asked, scaling=heads[2] ** -0.5, **distances)))
+            pairs.append((ours, partial(reference.attend, *asked, scaling=heads[2] ** -0.5, **distances)))
         case = f"{heads[0]} heads of {heads[2]}, {slots} slots of {lines} rows, {columns} columns"
         yield _compare(bench, "attention", case, pairs)
     product, num_experts = find.find_product(bench.device, bench.dtype), bench.size(128, 4)
@@ -286,7 +287,7 @@ def _kernels(bench: Bench) -> Iterator[Row]:
         expert = torch.arange(count, device=bench.device) * num_experts // count
         ends = torch.searchsorted(expert, torch.arange(num_experts, device=bench.device), right=True, out_int32=True)
         pairs = [
-            (product and partial(product, states, one, ends), partial(find.reference_product, states, one, ends))
+            (product and partial(product, states, one, ends), partial(reference.product, states, one, ends))
             for one, states in ((one, bench.normal(count, 2048)) for one in weights)
         ]
         yield _compare(bench, "experts", f"{count} rows, {num_experts} experts of 2048 x 768", pairs)
@@ -307,8 +308,7 @@ def _draws(bench: Bench) -> Iterator[Row]:
             pairs = list[_Pair]()
             for _ in _IN_TURN:
                 asked = (torch.randn(len(row_R), size, device=bench.device) * 3, warp, keys, row_R)
-                reference = partial(sample, *asked, **notes)
-                pairs.append((kernel and partial(kernel, *asked, **notes), reference))
+                pairs.append((kernel and partial(kernel, *asked, **notes), partial(sample, *asked, **notes)))
             case = f"{len(row_R)} rows of {size:,}, {name}{', with notes' if wanted else ''}"
             yield _compare(bench, "sampling", case, pairs)
 

@@ -38,7 +38,7 @@ from draftmill.decoders.engine.noise_cache import NoiseCache
 from draftmill.decoders.engine.samples import Sample, SlotTable
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import MaskTable
-from draftmill.decoders.kernels.find import find_sampling
+from draftmill.decoders.kernels.find import find_sampling, noting
 
 Logits = Callable[[Tensor], Tensor]
 """Hidden states [R, D] -> raw logits [R, V]."""
@@ -68,7 +68,8 @@ class Sampler:
         # The distribution that S2D2's measure is of is then another one than that of the other notes.
         self._of_two = self._greedy and self._cuts and algorithm.measured
         has_none = self._of_two or sampling.min_p or (self.by_ratio and algorithm.notes)
-        self.kernel = None if has_none else find_sampling(device, dtype)
+        with noting() as self.found:
+            self.kernel = None if has_none else find_sampling(device, dtype)
         if backbone.exact and device.type != "cpu" and (why := self._drawn_by_torch(setup)):
             raise ValueError(
                 f"model.exact: true, but {why}, which torch's operations draw on a GPU, and their sums over the vocabulary "

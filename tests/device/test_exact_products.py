@@ -16,10 +16,10 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.packed import FixedLinear
 from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
 from draftmill.decoders.draws.sampling import sample
-from draftmill.decoders.kernels import find
 from draftmill.decoders.registry import find_heads
 from draftmill.storage.stores.interface import S3Options
 from tests.decoders.backbones.causal_models import save_random
+from tests.decoders.references import kernels as reference
 from tests.device.pretend import pretending
 from tests.device.steps import BUILTIN, run, run_on_cpu
 from tests.device.test_fullgraph import FAMILIES, stream_step, token_step
@@ -67,14 +67,14 @@ class Operations(TorchDispatchMode):
 @pytest.fixture
 def operations(monkeypatch):
     with Operations() as found:
-        fixed, attend = found.kernel(find.reference_fixed_product), found.kernel(find.reference_attend)
-        experts, draw = found.kernel(find.reference_product), found.kernel(sample)
+        fixed, attend = found.kernel(reference.fixed_product), found.kernel(reference.attend)
+        experts, draw = found.kernel(reference.product), found.kernel(sample)
         for module in ("packed", "xlnet"):
             monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_fixed_product", lambda *_: fixed)
         for module in ("transformer", "xlnet"):
             monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
         monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: experts)
-        layers = SimpleNamespace(**{name: found.kernel(one) for name, one in vars(find.REFERENCE_LAYERS).items()})
+        layers = SimpleNamespace(**{name: found.kernel(one) for name, one in vars(reference.LAYERS).items()})
         monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
         monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: draw)
         # One kernel on a GPU; on a CPU torch computes it by a mean.

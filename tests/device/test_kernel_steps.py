@@ -10,7 +10,7 @@ import pytest
 from draftmill.decoders.base import JOB_SETTINGS, RowSettings
 from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.engine.penalties import Penalties
-from draftmill.decoders.kernels import find
+from tests.decoders.references import kernels as reference
 from tests.device.pretend import as_one_launch
 from tests.device.steps import run, run_on_cpu
 from tests.device.test_steps import CUTS, LIMITS
@@ -35,10 +35,10 @@ CUT = ["speculative", "ssd, cached", "ancestral, analytic"]
 
 @pytest.fixture
 def kernels(monkeypatch):
-    attend, draw = as_one_launch(find.reference_attend), as_one_launch(sample)
+    attend, draw = as_one_launch(reference.attend), as_one_launch(sample)
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
-    layers = SimpleNamespace(**{name: as_one_launch(one) for name, one in vars(find.REFERENCE_LAYERS).items()})
+    layers = SimpleNamespace(**{name: as_one_launch(one) for name, one in vars(reference.LAYERS).items()})
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: draw)
 
