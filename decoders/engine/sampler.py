@@ -44,9 +44,6 @@ Logits = Callable[[Tensor], Tensor]
 """Hidden states [R, D] -> raw logits [R, V]."""
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------
-
-
 class Sampler:
     """Draws and judges by the samples' own numbers, for all rows of a forward at once; enumerations replace it."""
 
@@ -57,7 +54,6 @@ class Sampler:
         self._vocab_size, self._mask_id = info.vocab_size, -1 if info.mask_id is None else info.mask_id
         self._law_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._top_k = sampling.top_k or 0
-        self._greedy = sampling.temperature == 0.0
         self._cuts = not (sampling.top_p is None and sampling.top_k is None) or bool(sampling.min_p)
         self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=device)
         self._never = frozenset(info.suppressed)
@@ -65,8 +61,10 @@ class Sampler:
         marked[list(info.suppressed)] = True
         self._suppressed_V = marked.to(device)
         self.by_ratio = sampling.acceptance == "rejection" if algorithm.by_ratio is None else algorithm.by_ratio
+        # S2D2's public code judges by the untempered distributions.
+        self._untempered = sampling.temperature == 0.0 and bool(algorithm.by_ratio)
         # The distribution that S2D2's measure is of is then another one than that of the other notes.
-        self._of_two = self._greedy and self._cuts and algorithm.measured
+        self._of_two = sampling.temperature == 0.0 and self._cuts and algorithm.measured
         has_none = self._of_two or sampling.min_p or (self.by_ratio and algorithm.notes)
         with noting() as self.found:
             self.kernel = None if has_none else find_sampling(device, dtype)
@@ -234,7 +232,7 @@ class Sampler:
             if self._keeps_whole:
                 states_DD = self._compute_again(logits, hidden_RD, b, b.row_D, held)[1]
             # At temperature 0 S2D2's code takes the model's own probability, which is a note.
-            log_q_D = fields_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
+            log_q_D = fields_FR[2, b.row_D].log() if self._untempered else log_p_R[b.row_D]
             self._keep(b.cell_R[b.row_D], states_DD, log_q_D)
         self.note(b, fields_FR[0].to(torch.int64))
         return torch.cat([fields_FR.flatten(), accepted_B.to(torch.float64)])
@@ -253,9 +251,9 @@ class Sampler:
             is_given_R = b.judged_R[part] > 0
             if b.scored_R is not None:
                 is_given_R = is_given_R | (b.scored_R[part] >= 0)
-            token_R = torch.where(is_given_R, token_R, self._draw_from(law_RV, uniform_R))
+            token_R = torch.where(is_given_R, token_R, self._draw_from(law_RV, uniform_R, warp))
         elif b.row_D.shape[0]:
-            token_R = token_R.index_copy(0, b.row_D, self._draw_from(law_RV[b.row_D], uniform_R[b.row_D]))
+            token_R = token_R.index_copy(0, b.row_D, self._draw_from(law_RV[b.row_D], uniform_R[b.row_D], warp))
         fields = [token_R, torch.zeros_like(uniform_R)]
         if is_target:
             fields[1] = self._log_p(logits_RV, law_RV, warp, token_R)
@@ -267,18 +265,19 @@ class Sampler:
         log_p_R = p_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
         return torch.stack([field.to(torch.float64) for field in fields]), log_p_R, logits_RV, law_RV
 
-    def _draw_from(self, law_RV: Tensor, uniform_R: Tensor) -> Tensor:
-        return law_RV.argmax(-1) if self._greedy else inverse_cdf_draw(law_RV.exp(), uniform_R)
+    @staticmethod
+    def _draw_from(law_RV: Tensor, uniform_R: Tensor, warp: Warp) -> Tensor:
+        return law_RV.argmax(-1) if warp.uses.all_greedy else inverse_cdf_draw(law_RV.exp(), uniform_R)
 
     def law(self, logits_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that tokens are drawn from; at temperature 0 the model's own in float64, if ratios mean something."""
-        if self._greedy and self.algorithm.by_ratio:
+        if self._untempered:
             return torch.log_softmax(warp.shape(logits_RV).to(torch.float64), dim=-1)
         return warp.law(logits_RV, cut=True)
 
     def _judging(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that judge: at temperature 0 those of temperature 1 after top-k and top-p."""
-        if self._greedy and self.algorithm.by_ratio and self._cuts:
+        if self._untempered and self._cuts:
             return warp.warm.law_of(warp.shape(logits_RV).to(torch.float64), cut=True)
         return law_RV
 
@@ -325,7 +324,7 @@ class Sampler:
             q_BV = torch.full_like(p_BV, -torch.inf).scatter_(1, b.draft_R[last_B].unsqueeze(1), 0.0)
         mass_BV = torch.where(refused_B.unsqueeze(1), residual(p_BV, q_BV), law_BV.exp())
         token_B = inverse_cdf_draw(mass_BV, b.uniform_R[last_B])
-        if self._greedy:
+        if warp.uses.all_greedy:
             token_B = torch.where(refused_B, token_B, law_BV.argmax(-1))
         new_2B = torch.stack([token_B.to(torch.float64), self._log_p(logits_BV, law_BV, warp, token_B)])
         is_next_R = (row_R == last_B[owner_R]) & (accepted_B < size_B)[owner_R]

@@ -238,8 +238,8 @@ class ChosenSampler(Sampler):
 
     def _judge(self, logits_RV: Tensor, b: Batch, part: slice) -> Chosen:
         """Row by row: draw drafts and keep their distributions, judge chains by those that were kept before."""
-        assert not (self._greedy and self.algorithm.by_ratio), "S2D2's rule at temperature 0 is not written down here"
         warp, chosen, news, broken = self._warp(b, part), Chosen(), dict[tuple[int, int, int], Tensor](), set[int]()
+        assert not self._untempered, "S2D2's rule at temperature 0 is not written down here"
         law_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
         for line, row, sample, chooser in self._ours(b, range(b.num_sampled)[part]):
             p_V, owner, when = self._cut(law_RV[line], sample.slot), int(b.owner_R[row]), when_of(sample)
@@ -299,7 +299,7 @@ class ChosenSampler(Sampler):
         chosen, gumbels, whole = Chosen(), dict[int, Tensor](), super().draw_named
         for number, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
             index = sample.request.index
-            if index not in self.choosers or (self._greedy and not self.by_ratio):
+            if index not in self.choosers or (self._slots.uses.all_greedy and not self.by_ratio):
                 continue
             chooser, law_V = self.choosers[index], self._named_law(ask)
             position = ask.rank if sample.order is None else sample.order[ask.rank]
