@@ -101,7 +101,7 @@ class Counted(Replaying):
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "speculative, model"])
-def test_a_row_that_no_kernel_draws_leaves_the_graphs_to_the_others(name: str, monkeypatch: Any) -> None:
+def test_a_row_that_no_kernel_draws_leaves_graphs_to_the_rest(name: str, monkeypatch: Any) -> None:
     """And they keep their bits: a penalty, a min-p or another top-k than the job's is drawn by torch, row by row."""
     use_graphs(monkeypatch)
     own = [RowSettings(penalties=Penalties(frequency=1.5)), RowSettings(min_p=0.2), RowSettings(top_k=9)]

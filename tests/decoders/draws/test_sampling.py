@@ -81,7 +81,7 @@ def drawn(logits, gumbel, **settings):
 @pytest.mark.parametrize(
     "names", [("temperature",), ("temperature", "top_p"), ("min_p", "top_k"), tuple(MIXED)], ids=" and ".join
 )
-def test_a_row_has_the_bits_of_a_job_with_its_settings_beside_any_others(monkeypatch, dtype, names):
+def test_a_row_beside_others_has_the_bits_of_a_job_like_it(monkeypatch, dtype, names):
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(840, 300, generator=generator, dtype=dtype) * 4).round(decimals=1)
     gumbel = -torch.rand(840, 300, generator=generator).log().neg().log()
