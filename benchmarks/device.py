@@ -49,7 +49,7 @@ import torch
 from benchmarks import device_job, device_right, device_step
 from benchmarks.device_models import Bench, Case, Row
 from draftmill.actors.loop.device_facts import device_facts
-from draftmill.decoders.kernels.find import find_attention, find_product, verdicts
+from draftmill.decoders.kernels.find import find_attention, find_product, noting
 from tests.device.steps import made
 
 NO_GPU: Final = "this machine has no usable GPU; --rehearse runs all cases in small on the CPU"
@@ -66,10 +66,12 @@ def facts(bench: Bench) -> Iterator[Row]:
     kernels = dict(found.pop("kernels", {}))
     for name, heads, key_heads, width in (("Llama-8B", 32, 8, 128), ("XLNet-110M", 12, 12, 64)):
         more = {"relative": name == "XLNet-110M"}
-        find_attention(bench.device, bench.dtype, num_heads=heads, key_heads=key_heads, width=width, **more)
-        kernels[f"attention, {name}"] = verdicts()["attention"]
-    find_product(bench.device, bench.dtype)
-    kernels["experts"] = verdicts()["experts"]
+        with noting() as verdicts:
+            find_attention(bench.device, bench.dtype, num_heads=heads, key_heads=key_heads, width=width, **more)
+        kernels[f"attention, {name}"] = verdicts["attention"]
+    with noting() as verdicts:
+        find_product(bench.device, bench.dtype)
+    kernels["experts"] = verdicts["experts"]
     found |= {"cuda": torch.version.cuda, **{f"kernel: {name}": verdict for name, verdict in kernels.items()}}
     found["python"] = ".".join(map(str, sys.version_info[:3]))
     found["copies, TB/s"] = f"{bench.bytes_per_ms / 1e9:.2f}"

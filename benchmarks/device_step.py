@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -29,11 +30,14 @@ from benchmarks import device_peer
 from benchmarks.device_models import Bench, Case, Row
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
-from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.common_settings import DecoderChoice
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.kernels import find, sampling_reference
+from draftmill.decoders.draws.sampling import Warp, sample
+from draftmill.decoders.draws.settings import Uses
+from draftmill.decoders.kernels import find
 from draftmill.decoders.kernels.seen import Seen, Tiling
+from tests.decoders.references import kernels as reference
 
 COLUMNS: Final = {
     "Steps": "case | slots x tokens | eager, ms | replayed, ms | roofline, ms | steps replayed | captures | ms each | MiB each",
@@ -274,7 +278,7 @@ def _kernels(bench: Bench) -> Iterator[Row]:
                 {"relative_NHP": bench.normal(slots * lines, heads[0], 2 * columns)} if heads == xlnet else {}
             )
             ours, asked = _attention_over(bench, heads, (slots, lines, columns), **distances)
-            pairs.append((ours, partial(find.reference_attend, *asked, scaling=heads[2] ** -0.5, **distances)))
+            pairs.append((ours, partial(reference.attend, *asked, scaling=heads[2] ** -0.5, **distances)))
         case = f"{heads[0]} heads of {heads[2]}, {slots} slots of {lines} rows, {columns} columns"
         yield _compare(bench, "attention", case, pairs)
     product, num_experts = find.find_product(bench.device, bench.dtype), bench.size(128, 4)
@@ -283,7 +287,7 @@ def _kernels(bench: Bench) -> Iterator[Row]:
         expert = torch.arange(count, device=bench.device) * num_experts // count
         ends = torch.searchsorted(expert, torch.arange(num_experts, device=bench.device), right=True, out_int32=True)
         pairs = [
-            (product and partial(product, states, one, ends), partial(find.reference_product, states, one, ends))
+            (product and partial(product, states, one, ends), partial(reference.product, states, one, ends))
             for one, states in ((one, bench.normal(count, 2048)) for one in weights)
         ]
         yield _compare(bench, "experts", f"{count} rows, {num_experts} experts of 2048 x 768", pairs)
@@ -292,20 +296,19 @@ def _kernels(bench: Bench) -> Iterator[Row]:
 def _draws(bench: Bench) -> Iterator[Row]:
     kernel, size = find.find_sampling(bench.device, bench.dtype), bench.size(128256, 211)
     never_V = torch.arange(size, device=bench.device) < 3
-    cuts = (("plain", 1.0, None), ("top-k 50", 1.0, 50), ("top-p 0.9", 0.9, None), ("top-k 50, top-p 0.9", 0.9, 50))
+    cuts = (("plain", 1.0, 0), ("top-k 50", 1.0, 50), ("top-p 0.9", 0.9, 0), ("top-k 50, top-p 0.9", 0.9, 50))
     for rows, wanted in ((1, ()), (64, ()), (256, ()), (64, ("top1", "entropy"))):
         for name, top_p, top_k in cuts:
             row_R = torch.arange(bench.size(rows, 4), device=bench.device)
             keys = noise.key_words([sample_key(0, str(row)) for row in range(len(row_R))], bench.device)
-            own_4R = torch.zeros(4, len(row_R), dtype=torch.float64, device=bench.device)
-            own_4R[0], own_4R[1] = 1.0, top_p
-            warp = sampling_reference.Warp(Sampling(top_k=top_k), own_4R, top_p < 1.0, never_V.nonzero()[:, 0], never_V)
+            settings_4R = np.repeat([[1.0], [top_p], [0.0], [top_k]], len(row_R), axis=1)
+            settings = torch.from_numpy(settings_4R).to(bench.device), Uses.of(settings_4R)
+            warp = Warp(*settings, never_V.nonzero()[:, 0], never_V)
             notes: Any = {"wanted": wanted, "warped": bool(wanted)}
             pairs = list[_Pair]()
             for _ in _IN_TURN:
                 asked = (torch.randn(len(row_R), size, device=bench.device) * 3, warp, keys, row_R)
-                reference = partial(sampling_reference.sample, *asked, **notes)
-                pairs.append((kernel and partial(kernel, *asked, **notes), reference))
+                pairs.append((kernel and partial(kernel, *asked, **notes), partial(sample, *asked, **notes)))
             case = f"{len(row_R)} rows of {size:,}, {name}{', with notes' if wanted else ''}"
             yield _compare(bench, "sampling", case, pairs)
 

@@ -15,7 +15,6 @@ from draftmill.decoders.backbones.packed import PackedLinear
 from draftmill.decoders.backbones.small_weights import SmallLinear
 from draftmill.decoders.base import Decoder
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.kernels.find import verdicts
 
 _ROWS: Final = 16
 _LOOKS: Final = 3
@@ -40,7 +39,7 @@ def device_facts(decoder: Decoder) -> dict[str, Any]:
         "driver": driver_version(),
         **facts,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        "kernels": verdicts() | facts.pop("kernels", {}),
+        "kernels": decoder.sampler.found | facts.pop("kernels", {}),
         "graphs": decoder.graphs,
     }
 

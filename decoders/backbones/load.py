@@ -31,7 +31,7 @@ from draftmill.decoders.backbones.families.shares import Share, check_shares, sh
 from draftmill.decoders.backbones.families.table import Family, find_family
 from draftmill.decoders.backbones.quantized import Form, find_form
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
-from draftmill.decoders.kernels.find import forget_verdicts, verdicts
+from draftmill.decoders.kernels.find import noting
 
 __all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
 
@@ -114,15 +114,15 @@ def load_backbone(
     }
     if small != "auto" and any(problems.values()):
         raise ValueError(f"model.weights: {small}, but {next(filter(problems.get, problems))}; allowed: auto")
-    forget_verdicts()
-    if not entry.rows_are_tokens:
-        weights = load_weights(folder, dtype=torch_dtype, device=place, form=find_form(config))
-        backbone: Any = XLNetBackbone(sizes, weights, dtype=torch_dtype, device=place, exact=exact)
-    elif share is not None:
-        backbone = _load_split(entry, config, folder, share, torch_dtype, place)
-    else:
-        backbone = _load_module(entry, config, folder, torch_dtype, place, exact=exact, small=small)
-    backbone.kernels = verdicts()
+    with noting() as kernels:
+        if not entry.rows_are_tokens:
+            weights = load_weights(folder, dtype=torch_dtype, device=place, form=find_form(config))
+            backbone: Any = XLNetBackbone(sizes, weights, dtype=torch_dtype, device=place, exact=exact)
+        elif share is not None:
+            backbone = _load_split(entry, config, folder, share, torch_dtype, place)
+        else:
+            backbone = _load_module(entry, config, folder, torch_dtype, place, exact=exact, small=small)
+        backbone.kernels = kernels
     if exact and not backbone.exact:
         raise ValueError(
             f"model.exact: true, but in {str(torch_dtype).removeprefix('torch.')} on this CPU the batch changes last bits; use "

@@ -42,7 +42,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, BlockSettings, Rules
-from draftmill.decoders.engine.algorithm import WHOLE, Algorithm, Wanted
+from draftmill.decoders.draws.settings import Note
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, JUST_ONE, NO_DRAFT, Answer, Decoding, Span
 from draftmill.decoders.engine.setup import Setup
 
@@ -293,13 +294,13 @@ def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
     )
 
 
-def notes_of(settings: BlockSettings, measure: Wanted | None = None) -> tuple[Wanted, ...]:
+def notes_of(settings: BlockSettings, measure: Note | None = None) -> tuple[Note, ...]:
     """What a schedule reads of each drafted row, and then what a router measures."""
     return ("top1", *(("entropy",) if settings.schedule == "entropy" else ()), *((measure,) if measure else ()))
 
 
 def algorithm_of(
-    rules: Rules, decode: Any, notes: tuple[Wanted, ...], *, by_ratio: bool, knows_logprob: bool
+    rules: Rules, decode: Any, notes: tuple[Note, ...], *, by_ratio: bool, knows_logprob: bool
 ) -> Algorithm:
     """What block decoders share."""
     # The rows of a prompt that see all of it are no other prompt's.

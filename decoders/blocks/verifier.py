@@ -39,7 +39,7 @@ from draftmill.decoders.blocks.settings import (
     ScoreRouter,
     VerificationCost,
 )
-from draftmill.decoders.engine.algorithm import Wanted
+from draftmill.decoders.draws.settings import Note
 from draftmill.decoders.engine.asks import JUDGE, SELF, Answer, Span
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def first_run(masks: list[int]) -> list[int]:
     return masks[: next((index for index, place in enumerate(masks) if place != masks[0] + index), len(masks))]
 
 
-def measure_of(router: Router, estimator: Estimator) -> Wanted | None:
+def measure_of(router: Router, estimator: Estimator) -> Note | None:
     """The note of each drafted row that a router's numbers are made of."""
     if isinstance(router, MinSpan):
         return None

@@ -11,12 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE, Request
+from draftmill.decoders.draws.settings import Note
 from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import Sample
-
-Wanted = Literal["top1", "margin", "entropy", "squares", "scores"]
-"""What may be noted of a row (kernels/sampling_reference.py)."""
 
 WHOLE: Final = 0
 """As `cut_multiple`: a prompt is taken over from another sample as a whole or not at all."""
@@ -60,7 +58,7 @@ class Algorithm:
     keeps: bool = True
     num_slots: int = 1
     nodes: bool = False
-    notes: tuple[Wanted, ...] = ()
+    notes: tuple[Note, ...] = ()
     warped: bool = False
     measured: bool = False
     fresh: bool = False

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.draws import keys
+from draftmill.decoders.draws.settings import MIN_P, TOP_K, Uses
 from draftmill.decoders.engine.asks import (
     DRAFT,
     DRAFTED,
@@ -76,14 +77,14 @@ class Layout(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How rows are drawn. `by_ratio`: under the rejection rule, whose `banks` a slot keep `window` drafts each.
-    `sends_settings`: the sampling settings of each row go along, for a kernel. Each row has `num_notes` notes, for the present
-    draw and `ahead` more; `as_arrays`: answers are arrays."""
+    """How rows are drawn. `by_ratio`: under the rejection rule, whose `banks` a slot keep `window` drafts each. `top_k` is the
+    job's, the only one that a kernel knows; None where no kernel draws. Each row has `num_notes` notes, for the present draw and
+    `ahead` more; `as_arrays`: answers are arrays."""
 
     by_ratio: bool = False
     window: int = 1
     banks: int = 1
-    sends_settings: bool = False
+    top_k: int | None = None
     num_notes: int = 0
     ahead: int = 0
     as_arrays: bool = False
@@ -94,9 +95,9 @@ class Batch:
     """Arrays as the module says, int64 or float64: numpy on the host, tensors on the device; None where there is nothing to
     say. Row n is token `token_N` at `position_N`; it writes `column_N` of `slot_N` and sees [low_IN, high_IN). It is row
     `line_N` of group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`,
-    guided by row `partner_R`; its noise is that of `key_2R`, `place_R` and `draw_R`, its settings are `own_4R`, its logits are
-    changed as `token_ER` and `change_3ER` say (Warp), and `scored_R` names the token that is scored. The cell `allowed_R` says
-    which tokens it may draw (shaping.py). A token drawn is noted in the cell `note_R`. Of rows under the rejection rule
+    guided by row `partner_R`; its noise is that of `key_2R`, `place_R` and `draw_R`, `settings_4R` are its sampling settings,
+    `token_ER` and `change_3ER` change its logits (Warp), and `scored_R` names the token that is scored. The cell `allowed_R`
+    says which tokens it may draw (shaping.py). A token drawn is noted in the cell `note_R`. Of rows under the rejection rule
     `judged_R` have a draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers,
     `owner_R` their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are
     its chain. A draft head reads `head_5R` (rolls.py), an attention kernel the tiles `few_T` and `many_U`."""
@@ -120,7 +121,7 @@ class Batch:
     key_2R: Any = None
     place_R: Any = None
     draw_R: Any = None
-    own_4R: Any = None
+    settings_4R: Any = None
     scored_R: Any = None
     allowed_R: Any = None
     token_ER: Any = None
@@ -136,15 +137,15 @@ class Batch:
     first_B: Any = None
     size_B: Any = None
     head_5R: Any = None
+    at_R: Any = None
     few_T: Any = None
     many_U: Any = None
     # ---- what only the host knows; `num_tops`: so many of the model's best tokens are told of each row
     layout: Any = Layout("")  # noqa: RUF009 - it never changes
     rule: Any = None
     by_ratio: bool = False
-    cuts: bool = False
-    has_min_p: bool = False
-    most_k: int = 0
+    by_kernel: bool = False
+    uses: Uses = Uses()  # noqa: RUF009 - it never changes
     num_tops: int = 0
     is_sure: bool = False
     any_chain: bool = False
@@ -173,10 +174,41 @@ class Batch:
     judges_R: Any = None
 
     @property
-    def fits_kernels(self) -> bool:
-        """Whether its rows are drawn as kernels and graphs know it (Warp)."""
-        is_whole = self.allowed_R is None and self.token_ER is None
-        return is_whole and not (self.has_min_p or self.most_k or self.num_tops)
+    def is_whole(self) -> bool:
+        """Whether every row draws from the model's logits as they are."""
+        return self.allowed_R is None and self.token_ER is None
+
+    @property
+    def unknown_R(self) -> NDArray[np.bool_]:  # noqa: N802 - an array is named with its axes
+        """The sampled rows that no kernel draws: with a min-p, another top-k than the job's, a constraint or a penalty."""
+        unknown_R = (self.settings_4R[MIN_P] > 0) | (self.settings_4R[TOP_K] != self.rule.top_k)
+        if self.allowed_R is not None:
+            unknown_R |= self.allowed_R > 0
+        if self.change_3ER is not None:
+            unknown_R |= (self.change_3ER != np.array([0.0, 1.0, 0.0])[:, None, None]).any((0, 1))
+        return unknown_R
+
+    def split_off(self) -> Batch | None:
+        """Leave the sampled rows to the kernel, and return a batch of those that it can't draw, which torch draws afterwards;
+        `at_R` are their numbers. So a row takes neither kernel nor graph from the others. Where the kernel can draw no row, or
+        there is none, torch draws all of them, and nothing is split off."""
+        if self.by_ratio or (unknown_R := self.unknown_R).all():
+            return None
+        at_R, others = np.flatnonzero(unknown_R), None
+        if len(at_R):
+            others = Batch(at_R=at_R, rule=self.rule, uses=self.uses, num_tops=self.num_tops, num_sampled=len(at_R))
+            for name in _DRAWN:
+                if (array := getattr(self, name)) is not None:
+                    setattr(others, name, array[..., at_R])
+        self.allowed_R = self.token_ER = self.change_3ER = None
+        self.leave_to_kernel()
+        return others
+
+    def leave_to_kernel(self) -> None:
+        """A kernel draws all rows: by their own temperatures and top-p, and by the job's top-k."""
+        assert self.rule.top_k is not None, "there is a kernel"
+        self.by_kernel = True
+        self.uses = Uses(scales=True, some_greedy=True, top_k=self.rule.top_k, top_p=self.uses.top_p)
 
     @property
     def num_samples(self) -> int:
@@ -206,7 +238,7 @@ class Batch:
         least one sampled row is dead, for dead drafts."""
         assert self.num_columns <= dead_column, "a row sees the column of dead rows"
         dead = {
-            "line_N": -1, "line_Q": -1, "column_N": dead_column, "own_4R": 1, "scored_R": NO_DRAFT, "note_R": dead_note,
+            "line_N": -1, "line_Q": -1, "column_N": dead_column, "settings_4R": 1, "scored_R": NO_DRAFT, "note_R": dead_note,
             "cell_R": dead_cell, "row_D": self.num_sampled,
         }  # fmt: skip
         for name in _ARRAYS:
@@ -238,7 +270,7 @@ class Batch:
     def signature(self) -> Hashable:
         """What decides which work is done, and on what: names and shapes of the arrays, and facts that the work looks at."""
         shapes = tuple((name, array.shape) for name in _ARRAYS if (array := getattr(self, name)) is not None)
-        return shapes, self.by_ratio, self.cuts, self.is_sure, self.any_chain, self.takes_drafts, self.tile_lines
+        return shapes, self.by_ratio, self.uses, self.is_sure, self.any_chain, self.takes_drafts, self.tile_lines
 
     def flat(self) -> Ints:
         """All arrays as one; float64 numbers as their bits. Each begins at a multiple of 16 bytes: kernels are compiled anew for
@@ -281,6 +313,11 @@ class Batch:
         return batch
 
 
+_DRAWN: Final = (
+    "row_R", "partner_R", "key_2R", "place_R", "draw_R", "settings_4R", "scored_R", "allowed_R", "token_ER", "change_3ER",
+    "note_R",
+)  # fmt: skip
+"""What the coupled rule reads of a sampled row."""
 _ODD: Final = np.zeros(1, dtype=np.int64)
 _ARRAYS: Final = tuple(field.name for field in fields(Batch))[: [field.name for field in fields(Batch)].index("layout")]
 _FACTS: Final = tuple(field.name for field in fields(Batch))[len(_ARRAYS) :]
@@ -423,13 +460,7 @@ def add_sampled(
     b.key_2R = slots.key_S2[b.slot_R].T
     b.place_R = b.rank_R if slots.order_SW is None else slots.order_SW[b.slot_R, b.rank_R]
     b.draw_R = b.host_draw_R = runs_RF[:, _DRAW]
-    top_p_R = slots.top_p_S[b.slot_R]
-    b.cuts = bool((top_p_R < 1.0).any())
-    if slots.own or rule.sends_settings:
-        min_p_R, top_k_R = slots.min_p_S[b.slot_R], slots.top_k_S[b.slot_R]
-        b.own_4R = np.stack([slots.temperature_S[b.slot_R], top_p_R, min_p_R, top_k_R])
-        b.has_min_p = bool(min_p_R.any())
-        b.most_k = slots.most_k(top_k_R)
+    b.settings_4R, b.uses = slots.settings_4S[:, b.slot_R], slots.uses
     if (kind_R == SCORE).any():
         b.scored_R = np.where(kind_R == SCORE, draft_R, NO_DRAFT)
     b.once = bool((kind_R == TARGET_ONCE).all())

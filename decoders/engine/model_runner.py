@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from draftmill.decoders.engine.cuda_graphs import Graphs, Work
 from draftmill.decoders.engine.memory import Shape
 from draftmill.decoders.engine.sampler import Logits, Sampler
 
+_LEAST_ROWS: Final = 64
 _T = TypeVar("_T")
 Draws = Callable[[Batch, Tensor], Tensor]
 """(batch on the device, hidden states of the last forward) -> a record."""
@@ -195,6 +196,7 @@ class ModelRunner:
     def start(self, b: Batch, *, comes_again: bool = True) -> Started:
         """Send the batch and run it, without waiting for its record. `comes_again`: there will be others of its size, so that it
         is worth a graph."""
+        others = b.split_off() if self.rule.top_k is not None else None
         is_captured = comes_again and self._pad_batch(b)
         if getattr(self.backbone, "reads_rows", False):
             b.add_tiles(self.backbone.tiling)
@@ -210,7 +212,8 @@ class ModelRunner:
         if not b.num_sampled and self.device.type == "cuda":
             # Nobody waits for this forward: its seconds are read with the next one's.
             return Started(b, None, [], done.num_computed)
-        copy = HostCopy(done.record) if b.num_sampled else None
+        record = done.record if others is None else self._redraw(done.record, b, others)
+        copy = HostCopy(record) if b.num_sampled else None
         return Started(b, copy, self.clock.cut(), done.num_computed)
 
     def _work(self, sent: Batch) -> Work:
@@ -219,29 +222,66 @@ class ModelRunner:
         return Work(hidden_ND, self._record(sent, hidden_ND), self.backbone.num_rows_computed)
 
     def _record(self, sent: Batch, hidden_ND: Tensor) -> Tensor:
-        hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
-        logits: Logits = self.logits
-        if sent.partner_R is not None:
-            hidden_RD = torch.cat([hidden_RD, hidden_ND.index_select(0, sent.partner_R)], 1)
-            logits = self.guided_logits
-        record = self._sampler.record(logits, hidden_RD, sent, is_target=self.is_target)
+        record = self.draw(sent, hidden_ND, is_target=self.is_target)
         if not self.layout.has_flags:
             return record
         sums_N = self.backbone.sums_N
         if sent.is_padded:
-            # What fills up may be anything, another time something else: it counts for nobody.
+            # Padding rows may hold anything: they are ignored.
             line_N = torch.cat([sent.line_N, sent.line_Q]) if self.layout.streams else sent.line_N
             sums_N = sums_N.where(line_N >= 0, 0.0)
         return torch.cat([record, sums_N])
 
+    def draw(self, sent: Batch, hidden_ND: Tensor, *, is_target: bool) -> Tensor:
+        """The fields of the sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
+        logits, hidden_RD = self._sampled(sent, hidden_ND)
+        if sent.by_ratio:
+            return self._sampler.judge(logits, hidden_RD, sent, self.parts(len(hidden_RD)), is_target=is_target)
+        return self._draw_parts(logits, hidden_RD, sent, is_target=is_target).flatten()
+
+    def _sampled(self, sent: Batch, hidden_ND: Tensor) -> tuple[Logits, Tensor]:
+        """The output layer, and the hidden states of the sampled rows, [R, D]; behind them those of their partners."""
+        hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
+        if sent.partner_R is None:
+            return self.logits, hidden_RD
+        return self.guided_logits, torch.cat([hidden_RD, hidden_ND.index_select(0, sent.partner_R)], 1)
+
+    def _draw_parts(self, logits: Logits, hidden_RD: Tensor, sent: Batch, *, is_target: bool) -> Tensor:
+        """The fields of the sampled rows by the coupled rule, [A, F, R]; the logits of a part of the rows exist at a time."""
+        sampler = self._sampler
+        parts = [
+            sampler.draw_part(logits(hidden_RD[part]), sent, part, is_target=is_target)
+            for part in self.parts(len(hidden_RD))
+        ]
+        fields_AFR = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        sampler.note(sent, fields_AFR[0, 0].to(torch.int64))
+        return fields_AFR
+
+    def parts(self, num_rows: int) -> list[slice]:
+        """Cuts rows into parts whose logits are held at once; one part where there are no rows. No part is made smaller than a
+        product's least rows, which it would be padded to."""
+        itemsize = 8 if self.backbone.dtype == torch.float64 else 4
+        step = max(_LEAST_ROWS, self._sampler.plan.logits // (self._vocab_size * itemsize))
+        return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
+
+    def _redraw(self, record: Tensor, b: Batch, others: Batch) -> Tensor:
+        """The record of a batch, with the rows that were split off as torch draws them; a graph's own record stays as it is."""
+        assert self.hidden_ND is not None, "the forward has run"
+        sent = others.to(self.device)
+        drawn_AFO = self._draw_parts(*self._sampled(sent, self.hidden_ND), sent, is_target=self.is_target)
+        count = drawn_AFO[:, :, 0].numel() * b.row_R.shape[-1]
+        fields_AFR = record[:count].view(*drawn_AFO.shape[:2], -1).index_copy(2, sent.at_R, drawn_AFO)
+        return torch.cat([fields_AFR.flatten(), record[count:]])
+
     def size(self, count: int) -> int:
-        """To how many rows of a captured forward so many are filled up."""
+        """The bucket size for `count` rows."""
         return (self.graphs and self.graphs.size(count)) or count
 
     def _pad_batch(self, b: Batch) -> bool:
         """Fill the batch up to the size of a captured forward; False where this one is not captured."""
         graphs = self.graphs
-        if graphs is None or not self.is_captured or not b.num_sampled or not b.fits_kernels:
+        is_drawn = b.by_kernel or (b.by_ratio and b.is_whole)
+        if graphs is None or not self.is_captured or not is_drawn or b.num_tops:
             return False
         sizes = dict[str, int]()
         for axis, count in b.counts.items():
@@ -250,7 +290,7 @@ class ModelRunner:
                 return False
             sizes[axis] = size
         sizes = graphs.choose(sizes)
-        if len(self._sampler.parts(sizes["R"])) > 1:
+        if len(self.parts(sizes["R"])) > 1:
             return False
         dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
         b.pad(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)

@@ -59,7 +59,7 @@ def roll_rows(
     rule = runner.rule._replace(num_notes=0, ahead=0, as_arrays=False)
     b, parts = _pack(rolled, windows, ran, slots, counts=counts, layout=runner.layout, rule=rule)
     if asks[0].head == INDEPENDENT:
-        work = partial(draft_independently, runner, sampler)
+        work = partial(draft_independently, runner)
     else:
         assert heads is not None, "a roll by a head that was not loaded"
         work = partial(draft_by_head, runner, sampler, heads, parts)
@@ -110,6 +110,9 @@ def _pack(
         rows_B=rows_B[which],
         when_B=np.array([sample.decided for sample in samples]),
     )
+    b.reads_all = False  # the states of a graph have padding rows
+    if rule.top_k is not None and not b.by_ratio:
+        b.leave_to_kernel()  # a draft may ignore a setting that the kernel does not know
     return b, parts
 
 
@@ -131,9 +134,9 @@ def _read(sample: Sample, ask: Roll, starts: Sequence[int], place: int) -> Ints:
     return np.array(columns, dtype=np.int64).T
 
 
-def draft_independently(runner: ModelRunner, sampler: Sampler, sent: Batch, hidden_ND: Tensor) -> Tensor:
+def draft_independently(runner: ModelRunner, sent: Batch, hidden_ND: Tensor) -> Tensor:
     """Drafts from the rows' own distributions: no rank waits for the one before it."""
-    return sampler.record(runner.logits, hidden_ND.index_select(0, sent.row_R), sent, is_target=False)
+    return runner.draw(sent, hidden_ND, is_target=False)
 
 
 def draft_by_head(

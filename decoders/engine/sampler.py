@@ -1,4 +1,4 @@
-"""From hidden states of sampled rows to one record: tokens, log-probabilities, notes; and which drafts hold.
+"""From logits of sampled rows to tokens, log-probabilities and notes; and which drafts hold.
 
 Two acceptance rules, of which decoders know nothing. Coupled: drafts and target read the same noise, each token is the target's
 own, and a draft holds if it equals it, which the host sees. Rejection: a draft drawn from q holds with probability min(1, p/q).
@@ -11,13 +11,6 @@ Under the rejection rule a draft leaves log q(draft) and its row's hidden state 
 there it is computed again from that state, which gives the same bits. At temperature 0 both rules give the maxima; S2D2's public
 code judges by the untempered distributions there, which `Algorithm.by_ratio` asks for.
 
-On a CPU the noise that several forwards read is computed once (`NoiseCache`): it costs as much as a small model's forward. A
-position keeps its noise until its token is decided: drafts are drawn by it, then the target's own token. Elsewhere kernels make
-noise as they draw.
-
-    cell      0   1   2   3   4   5        six cells a slot: rank r is kept in cell r % 6, until another rank needs the cell
-    rank      6   7   2   3   4   5
-
 Sources: Leviathan et al., 2023; Chen et al., 2023; ASSD, Algorithm 1; S2D2 (2026), Algorithm 3.
 
 Legend: R sampled rows, V vocabulary, B samples, D drafts, S slots, C cells, F fields of a row: its token,
@@ -29,138 +22,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.draws import keys, noise
-from draftmill.decoders.draws.sampling import inverse_cdf_draw, log_law, residual
+from draftmill.decoders.draws.sampling import Warp, inverse_cdf_draw, measure, residual, sample
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Answer, Ints, SampleFrom
-from draftmill.decoders.engine.batch import Batch, Rule
+from draftmill.decoders.engine.batch import Batch, Rule, put
 from draftmill.decoders.engine.memory import MemoryPlan
+from draftmill.decoders.engine.noise_cache import NoiseCache
 from draftmill.decoders.engine.samples import Sample, SlotTable
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import MaskTable
-from draftmill.decoders.kernels.find import find_sampling
-from draftmill.decoders.kernels.sampling_reference import Warp, measure, sample
-
-_LEAST_ROWS: Final = 64
-_AT_ONCE: Final = 1 << 16
-"""How many noise values to compute at once: for a few values the overhead dominates."""
-_MOST_AHEAD: Final = 15
-_COLUMN_STEP: Final = 64
+from draftmill.decoders.kernels.find import find_sampling, noting
 
 Logits = Callable[[Tensor], Tensor]
 """Hidden states [R, D] -> raw logits [R, V]."""
-
-
-# ---- noise -----------------------------------------------------------------------------------------------------------
-
-
-class NoiseCache:
-    """Keeps `window` ranks of each slot and, where the vocabulary is small, some after them. Without a window whole canvases
-    are kept. With `fresh` each draw has noise of its own, and nothing is kept. The host knows what each cell holds."""
-
-    def __init__(self, slots: SlotTable, vocab_size: int, window: int | None, *, fresh: bool) -> None:
-        self._slots, self._vocab_size, self._fresh = slots, vocab_size, fresh
-        self._ahead = 0 if window is None else min(_MOST_AHEAD, _AT_ONCE // vocab_size)
-        self._window, self._num_cells = window, 0 if window is None else window + self._ahead
-        self._held_SC: Ints = np.full((0, self._num_cells), -1)  # the rank that each cell holds; -1: none
-        self._noise_CV = torch.zeros(0, vocab_size)
-
-    def resize(self, num_slots: int, most_bytes: int) -> None:
-        """Keep noise for so many slots, as far as it fits; what is kept stays. A cell is allocated when a row first needs one."""
-        most = most_bytes // max(1, 4 * self._num_cells * self._vocab_size) if self._num_cells else num_slots
-        held_SC, count = self._held_SC, min(num_slots, most)
-        self._held_SC = np.full((count, self._num_cells), -1)
-        if len(self._noise_CV):
-            both = min(count, len(held_SC))
-            self._held_SC[:both] = held_SC[:both]
-            self._allocate(both * self._num_cells)
-
-    def _allocate(self, num_kept: int) -> None:
-        kept_CV = self._noise_CV[:num_kept]
-        self._noise_CV = torch.zeros(self._held_SC.size, self._vocab_size)
-        self._noise_CV[: len(kept_CV)] = kept_CV
-
-    def start(self, slot: int) -> None:
-        """A new sample: nothing of its noise is kept."""
-        self._held_SC[slot : slot + 1] = -1
-
-    def rows(self, b: Batch, part: slice, most_bytes: int, ahead: int) -> Tensor:
-        """The noise of some sampled rows, of the draw so many ahead, [R, V]."""
-        slot_R, rank_R = b.slot_R[part], b.rank_R[part]
-        if self._fresh or b.once:
-            return self._compute(slot_R, rank_R, b.host_draw_R[part] + ahead if self._fresh else np.zeros_like(rank_R))
-        if self._window is None:
-            self._fit_canvases(int(rank_R.max(initial=0)) + 1, most_bytes)
-        near_R = slot_R < len(self._held_SC) if self._num_cells else np.zeros(len(slot_R), dtype=np.bool_)
-        if near_R.all():
-            return self._read(slot_R, rank_R)
-        noise_RV = torch.empty(len(slot_R), self._vocab_size)
-        noise_RV[near_R] = self._read(slot_R[near_R], rank_R[near_R])
-        noise_RV[~near_R] = self._compute(slot_R[~near_R], rank_R[~near_R], np.zeros(int((~near_R).sum()), np.int64))
-        return noise_RV
-
-    def _fit_canvases(self, length: int, most_bytes: int) -> None:
-        if length <= self._num_cells:
-            return
-        count = len(self._held_SC)
-        self._num_cells = rounded(length, _COLUMN_STEP)
-        if count * self._num_cells * self._vocab_size * 4 > most_bytes:
-            self._num_cells = 0
-        self._held_SC = np.full((count, self._num_cells), -1)
-        self._noise_CV = torch.zeros(0, self._vocab_size)
-
-    def _read(self, slot_R: Ints, rank_R: Ints) -> Tensor:
-        if len(self._noise_CV) < self._held_SC.size:
-            self._allocate(0)
-        missing_R = self._held_SC[slot_R, rank_R % self._num_cells] != rank_R
-        if missing_R.any():
-            self._fill(slot_R[missing_R], rank_R[missing_R])
-        noise_RV = self._noise_CV.index_select(0, torch.from_numpy(slot_R * self._num_cells + rank_R % self._num_cells))
-        lost_R = self._held_SC[slot_R, rank_R % self._num_cells] != rank_R
-        if lost_R.any():  # ranks of one forward that share a cell: rows of a probe, or a window that is too small
-            none_L = np.zeros(int(lost_R.sum()), np.int64)
-            noise_RV[torch.from_numpy(lost_R)] = self._compute(slot_R[lost_R], rank_R[lost_R], none_L)
-        return noise_RV
-
-    def _fill(self, slot_N: Ints, rank_N: Ints) -> None:
-        """Compute what is missing; where this is cheap also the ranks after the last one of each slot."""
-        more = min(self._ahead, _AT_ONCE // (len(slot_N) * self._vocab_size) - 1)
-        if more > 0:
-            most_S = np.full(len(self._held_SC), -1)
-            np.maximum.at(most_S, slot_N, rank_N)
-            slots = np.flatnonzero(most_S >= 0)
-            further_N = (most_S[slots, None] + np.arange(1, more + 1)).reshape(-1)
-            others_N = np.repeat(slots, more)
-            inside_N = further_N < self._slots.length_S[others_N]
-            slot_N, rank_N = np.append(slot_N, others_N[inside_N]), np.append(rank_N, further_N[inside_N])
-        cell_N, first_N = np.unique(slot_N * self._num_cells + rank_N % self._num_cells, return_index=True)
-        slot_N, rank_N = slot_N[first_N], rank_N[first_N]
-        self._noise_CV[torch.from_numpy(cell_N)] = self._gumbel(slot_N, rank_N, np.zeros_like(rank_N))
-        self._held_SC[slot_N, rank_N % self._num_cells] = rank_N
-
-    def _compute(self, slot_R: Ints, rank_R: Ints, draw_R: Ints) -> Tensor:
-        """Noise that is not kept: that of each different (slot, rank, draw) is computed once."""
-        width, most = int(rank_R.max(initial=0)) + 1, int(draw_R.max(initial=0)) + 1
-        number_R = (slot_R * width + rank_R) * most + draw_R
-        _, first_N, which_R = np.unique(number_R, return_index=True, return_inverse=True)
-        noise_NV = self._gumbel(slot_R[first_N], rank_R[first_N], draw_R[first_N])
-        return noise_NV if len(first_N) == 1 == len(which_R) else noise_NV[torch.from_numpy(which_R.reshape(-1))]
-
-    def _gumbel(self, slot_N: Ints, rank_N: Ints, draw_N: Ints) -> Tensor:
-        order_SW = self._slots.order_SW
-        place_N = rank_N if order_SW is None else order_SW[slot_N, rank_N]
-        keys_N2 = torch.from_numpy(self._slots.key_S2[slot_N])
-        return noise.gumbel_rows(keys_N2, torch.from_numpy(place_N), self._vocab_size, draws_R=torch.from_numpy(draw_N))
-
-
-# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 class Sampler:
@@ -172,10 +53,7 @@ class Sampler:
         self.algorithm, self.device, self._slots, self.plan = algorithm, device, slots, plan
         self._vocab_size, self._mask_id = info.vocab_size, -1 if info.mask_id is None else info.mask_id
         self._law_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self._job = sampling
-        # What S2D2's routers and public code read at temperature 0.
-        self._warm = sampling.model_copy(update={"temperature": 1.0})
-        self._greedy = sampling.temperature == 0.0
+        self._top_k = sampling.top_k or 0
         self._cuts = not (sampling.top_p is None and sampling.top_k is None) or bool(sampling.min_p)
         self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=device)
         self._never = frozenset(info.suppressed)
@@ -183,9 +61,13 @@ class Sampler:
         marked[list(info.suppressed)] = True
         self._suppressed_V = marked.to(device)
         self.by_ratio = sampling.acceptance == "rejection" if algorithm.by_ratio is None else algorithm.by_ratio
+        # S2D2's public code judges by the untempered distributions.
+        self._untempered = sampling.temperature == 0.0 and bool(algorithm.by_ratio)
         # The distribution that S2D2's measure is of is then another one than that of the other notes.
-        self._of_two = self._greedy and self._cuts and algorithm.measured
-        self.kernel = None if self._of_two or (self.by_ratio and algorithm.notes) else find_sampling(device, dtype)
+        self._of_two = sampling.temperature == 0.0 and self._cuts and algorithm.measured
+        has_none = self._of_two or sampling.min_p or (self.by_ratio and algorithm.notes)
+        with noting() as self.found:
+            self.kernel = None if has_none else find_sampling(device, dtype)
         if backbone.exact and device.type != "cpu" and (why := self._drawn_by_torch(setup)):
             raise ValueError(
                 f"model.exact: true, but {why}, which torch's operations draw on a GPU, and their sums over the vocabulary "
@@ -230,7 +112,7 @@ class Sampler:
             by_ratio=self.by_ratio,
             window=self.algorithm.window,
             banks=self.algorithm.banks,
-            sends_settings=self.kernel is not None,
+            top_k=None if self.kernel is None else self._top_k,
             num_notes=len(self.notes) * is_target,
             ahead=self.algorithm.ahead * is_target,
             as_arrays=is_target and (self.algorithm.kind == "masked" or self.algorithm.estimates),
@@ -275,31 +157,11 @@ class Sampler:
         width = self._states_CD.shape[1]
         return 2 * self._slot_cells * (width * self._states_CD.element_size() + 8) if width else 0
 
-    def parts(self, num_rows: int) -> list[slice]:
-        """Cuts rows into parts whose logits are held at once; one part where there are no rows. No part is made smaller than a
-        product's least rows, which it would be padded to."""
-        step = max(_LEAST_ROWS, self.plan.logits // (self._vocab_size * self._law_dtype.itemsize))
-        return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
-
-    # ---- one record ----------------------------------------------------------------------------------------------
-
-    def record(self, logits: Logits, hidden_RD: Tensor, b: Batch, *, is_target: bool) -> Tensor:
-        """The fields of all sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
-        if b.by_ratio:
-            return self._by_ratio(logits, hidden_RD, b, is_target=is_target)
-        fields = [
-            self.draw_part(logits(hidden_RD[part]), b, part, is_target=is_target) for part in self.parts(len(hidden_RD))
-        ]
-        fields_AFR = fields[0] if len(fields) == 1 else torch.cat(fields, 2)
-        self._note(b, fields_AFR[0, 0].to(torch.int64), slice(None))
-        return fields_AFR.flatten()
+    # ---- the coupled rule ----------------------------------------------------------------------------------------
 
     def draw_part(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
-        """Draw the tokens of some rows by the coupled rule, also those ahead; the fields of the rows, [A, F, R]."""
-        gumbel = None
-        if self.kernel is None and self.device.type == "cpu":
-            gumbel = partial(self._noise.rows, b, part, self.plan.noise)
-        warp = self._warp(b, part)
+        """Draw the tokens of some rows, also those ahead; the fields of the rows, [A, F, R]."""
+        warp, ahead = self._warp(b, part), self.algorithm.ahead if is_target else 0
         options = dict[str, Any](
             key_R2=b.key_2R[:, part].T,
             position_R=b.place_R[part],
@@ -308,19 +170,22 @@ class Sampler:
             draw_R=b.draw_R[part] if self.algorithm.fresh else None,
             scored_R=None if b.scored_R is None else b.scored_R[part],
             mask_id=self._mask_id,
-            ahead=self.algorithm.ahead if is_target else 0,
-            gumbel=gumbel,
+            ahead=ahead,
         )
-        fields_AFR = (self.kernel or sample)(logits_RV, warp.for_kernels if self.kernel else warp, **options)
-        if self.kernel and not warp.fits_kernels:
-            # Row by row: what draws a row, and so its bits, depends on no other row.
-            fields_AFR = torch.where(warp.unknown_R, sample(logits_RV, warp, **options), fields_AFR)
+        if b.by_kernel:
+            assert self.kernel is not None, "a batch for a kernel"
+            fields_AFR: Tensor = self.kernel(logits_RV, warp, **options)
+        else:
+            gumbels = None
+            if self.kernel is None and self.device.type == "cpu":
+                gumbels = map(partial(self._noise.rows, b, part, self.plan.noise), range(1 + ahead))
+            fields_AFR = sample(logits_RV, warp, **options, gumbels=gumbels)
         if not is_target:
             return fields_AFR
         if self._order_F is not None:
             fields_AFR = fields_AFR.index_select(1, self._order_F)
         if self._of_two:
-            law_RV = log_law(warp.shape(logits_RV).to(torch.float64), self._warm)
+            law_RV = warp.warm.law_of(warp.shape(logits_RV).to(torch.float64), cut=True)
             fields_AFR[0, -1] = measure(self.notes[-1], law_RV, fields_AFR[0, 0].to(torch.int64))
         if b.num_tops:
             tops_FR = torch.stack(self._tops(warp.suppress(logits_RV), b.num_tops))
@@ -334,32 +199,24 @@ class Sampler:
         return [*best.indices.T.to(torch.float64), *best.values.T.to(torch.float64)]
 
     def _warp(self, b: Batch, part: slice | Tensor) -> Warp:
-        warp = Warp(
-            self._job,
-            None if b.own_4R is None else b.own_4R[:, part],
-            b.cuts,
-            self._suppressed,
-            self._suppressed_V,
-            has_min_p=b.has_min_p,
-            most_k=b.most_k,
-            token_ER=None if b.token_ER is None else b.token_ER[:, part],
-            change_3ER=None if b.change_3ER is None else b.change_3ER[:, :, part],
-        )
+        warp = Warp(b.settings_4R[:, part], b.uses, self._suppressed, self._suppressed_V)
+        if b.token_ER is not None:
+            warp = replace(warp, token_ER=b.token_ER[:, part], change_3ER=b.change_3ER[:, :, part])
         if b.allowed_R is None:
             return warp
         cell_R = b.allowed_R[part]
         return replace(warp, floor_RV=self.masks.floor(cell_R), limited_R1=(cell_R > 0).unsqueeze(1))
 
-    def _note(self, b: Batch, token_R: Tensor, part: slice | Tensor) -> None:
-        """Keep tokens where the next rows of their slots take them from the device."""
+    def note(self, b: Batch, token_R: Tensor) -> None:
+        """Keep the tokens of all rows where the next rows of their slots take them from the device."""
         if b.note_R is not None:
-            self.noted_C.index_copy_(0, b.note_R[part], token_R)
+            self.noted_C.index_copy_(0, b.note_R, token_R)
 
     # ---- the rejection rule --------------------------------------------------------------------------------------
 
-    def _by_ratio(self, logits: Logits, hidden_RD: Tensor, b: Batch, *, is_target: bool) -> Tensor:
-        """Draw drafts and keep what they were drawn from; judge the chains."""
-        parts = self.parts(len(hidden_RD))
+    def judge(self, logits: Logits, hidden_RD: Tensor, b: Batch, parts: Sequence[slice], *, is_target: bool) -> Tensor:
+        """Draw drafts and keep what they were drawn from; judge the chains. The logits of a part of the rows exist at a time.
+        Flat float64: the fields of the rows, [F, R], and how many drafts of each sample hold, [B]."""
         weighed = [
             self._weigh_rows(logits(hidden_RD[part]), b, part, alone=len(parts) == 1, is_target=is_target)
             for part in parts
@@ -375,9 +232,9 @@ class Sampler:
             if self._keeps_whole:
                 states_DD = self._compute_again(logits, hidden_RD, b, b.row_D, held)[1]
             # At temperature 0 S2D2's code takes the model's own probability, which is a note.
-            log_q_D = fields_FR[2, b.row_D].log() if self._greedy and self.algorithm.by_ratio else log_p_R[b.row_D]
+            log_q_D = fields_FR[2, b.row_D].log() if self._untempered else log_p_R[b.row_D]
             self._keep(b.cell_R[b.row_D], states_DD, log_q_D)
-        self._note(b, fields_FR[0].to(torch.int64), slice(None))
+        self.note(b, fields_FR[0].to(torch.int64))
         return torch.cat([fields_FR.flatten(), accepted_B.to(torch.float64)])
 
     def _weigh_rows(
@@ -394,9 +251,9 @@ class Sampler:
             is_given_R = b.judged_R[part] > 0
             if b.scored_R is not None:
                 is_given_R = is_given_R | (b.scored_R[part] >= 0)
-            token_R = torch.where(is_given_R, token_R, self._draw_from(law_RV, uniform_R))
+            token_R = torch.where(is_given_R, token_R, self._draw_from(law_RV, uniform_R, warp))
         elif b.row_D.shape[0]:
-            token_R = token_R.index_copy(0, b.row_D, self._draw_from(law_RV[b.row_D], uniform_R[b.row_D]))
+            token_R = token_R.index_copy(0, b.row_D, self._draw_from(law_RV[b.row_D], uniform_R[b.row_D], warp))
         fields = [token_R, torch.zeros_like(uniform_R)]
         if is_target:
             fields[1] = self._log_p(logits_RV, law_RV, warp, token_R)
@@ -408,25 +265,25 @@ class Sampler:
         log_p_R = p_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
         return torch.stack([field.to(torch.float64) for field in fields]), log_p_R, logits_RV, law_RV
 
-    def _draw_from(self, law_RV: Tensor, uniform_R: Tensor) -> Tensor:
-        return law_RV.argmax(-1) if self._greedy else inverse_cdf_draw(law_RV.exp(), uniform_R)
+    @staticmethod
+    def _draw_from(law_RV: Tensor, uniform_R: Tensor, warp: Warp) -> Tensor:
+        return law_RV.argmax(-1) if warp.uses.all_greedy else inverse_cdf_draw(law_RV.exp(), uniform_R)
 
     def law(self, logits_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that tokens are drawn from; at temperature 0 the model's own in float64, if ratios mean something."""
-        if self._greedy and self.algorithm.by_ratio:
+        if self._untempered:
             return torch.log_softmax(warp.shape(logits_RV).to(torch.float64), dim=-1)
         return warp.law(logits_RV, cut=True)
 
     def _judging(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that judge: at temperature 0 those of temperature 1 after top-k and top-p."""
-        if self._greedy and self.algorithm.by_ratio and self._cuts:
-            return log_law(warp.shape(logits_RV).to(torch.float64), self._warm)
+        if self._untempered and self._cuts:
+            return warp.warm.law_of(warp.shape(logits_RV).to(torch.float64), cut=True)
         return law_RV
 
     def _log_p(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp, token_R: Tensor) -> Tensor:
         """Log-probabilities under the model itself."""
-        plain = warp.is_plain and self._job.top_p is None and not self._greedy
-        plain_RV = law_RV if plain else torch.log_softmax(logits_RV, dim=-1)
+        plain_RV = law_RV if warp.is_plain and not warp.uses.top_p else torch.log_softmax(logits_RV, dim=-1)
         return plain_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
 
     def _keep(self, cell_D: Tensor, states_DD: Tensor, log_q_D: Tensor) -> None:
@@ -467,7 +324,7 @@ class Sampler:
             q_BV = torch.full_like(p_BV, -torch.inf).scatter_(1, b.draft_R[last_B].unsqueeze(1), 0.0)
         mass_BV = torch.where(refused_B.unsqueeze(1), residual(p_BV, q_BV), law_BV.exp())
         token_B = inverse_cdf_draw(mass_BV, b.uniform_R[last_B])
-        if self._greedy:
+        if warp.uses.all_greedy:
             token_B = torch.where(refused_B, token_B, law_BV.argmax(-1))
         new_2B = torch.stack([token_B.to(torch.float64), self._log_p(logits_BV, law_BV, warp, token_B)])
         is_next_R = (row_R == last_B[owner_R]) & (accepted_B < size_B)[owner_R]
@@ -505,7 +362,8 @@ class Sampler:
         ).T
         key_B2, order_SW = self._slots.key_S2[slot_B], self._slots.order_SW
         place_B = rank_B if order_SW is None else order_SW[slot_B, rank_B]
-        warp = self._warp_named(slot_B)
+        settings_4B = torch.from_numpy(self._slots.settings_4S[:, slot_B])
+        warp = Warp(settings_4B, self._slots.uses, self._suppressed, self._suppressed_V)
         law_BT = warp.law(weight_BT.log().to(self._law_dtype), cut=self.by_ratio)
         if self.by_ratio:
             uniform_B = torch.from_numpy(keys.uniform_rows(key_B2, place_B, keys.DRAFT, when_B))
@@ -516,26 +374,16 @@ class Sampler:
         tokens = token_BT.gather(1, index_B.unsqueeze(1)).squeeze(1).tolist()
         return (Answer(0, [token], [0.0]) for token in tokens)
 
-    def _warp_named(self, slot_B: Ints) -> Warp:
-        """The warp of distributions that decoders name, by the settings of slots."""
-        slots, own_4B, has_min_p, most_k = self._slots, None, False, 0
-        if slots.own:
-            own = [column_S[slot_B] for column_S in (slots.temperature_S, slots.top_p_S, slots.min_p_S, slots.top_k_S)]
-            own_4B, has_min_p, most_k = torch.from_numpy(np.stack(own)), bool(own[2].any()), slots.most_k(own[3])
-        cuts = bool((slots.top_p_S[slot_B] < 1.0).any())
-        never, marked = self._suppressed, self._suppressed_V
-        return Warp(self._job, own_4B, cuts, never, marked, has_min_p=has_min_p, most_k=most_k)
-
     def _keep_named(self, cell_B: Ints, token_BT: Tensor, law_BT: Tensor, index_B: Tensor) -> None:
-        """Send distributions of few tokens to where drafts are judged."""
-        log_q_B = law_BT.gather(1, index_B.unsqueeze(1)).to(torch.float64)
-        sent = Batch(
-            row_R=cell_B, head_5R=token_BT.numpy().T, own_4R=torch.cat([law_BT.to(torch.float64), log_q_B], 1).numpy().T
-        ).to(self.device)
+        """Send distributions of few tokens to where drafts are judged, as one array."""
+        log_q_B1, num_tokens = law_BT.gather(1, index_B.unsqueeze(1)), token_BT.shape[1]
+        numbers_BX = torch.cat([law_BT, log_q_B1], 1).to(torch.float64).view(torch.int64)
+        sent = put(torch.cat([torch.from_numpy(cell_B).unsqueeze(1), token_BT, numbers_BX], 1).numpy(), self.device)
+        named_BT, numbers_BX = sent[:, 1 : 1 + num_tokens], sent[:, 1 + num_tokens :].view(torch.float64)
         law_BV = self._states_CD.new_full((len(cell_B), self._vocab_size), -torch.inf)
-        # Places that fill a row up hold no mass: where two name one token, the greater counts.
-        law_BV.scatter_reduce_(1, sent.head_5R.T, sent.own_4R[:-1].T.to(law_BV.dtype), "amax")
-        self._keep(sent.row_R, law_BV, sent.own_4R[-1])
+        # Padding tokens have no mass: where two columns name one token, the greater counts.
+        law_BV.scatter_reduce_(1, named_BT, numbers_BX[:, :-1].to(law_BV.dtype), "amax")
+        self._keep(sent[:, 0], law_BV, numbers_BX[:, -1])
 
 
 def spread(asks: Sequence[SampleFrom], vocab_size: int, never: frozenset[int]) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, StopTex
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.trackers import Tracker
 from draftmill.decoders.draws.keys import split_key
+from draftmill.decoders.draws.settings import Uses, column_of
 from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Ints, Run, Span, Wish
 from draftmill.decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
 from draftmill.decoders.engine.penalties import PenaltyTracker
@@ -338,30 +339,23 @@ class Sample:
 
 class SlotTable:
     """What the host knows of the sample in each slot: its key, its decoding order, and its sampling settings. `key_S2` are
-    words of keys (noise.key_words). `order_SW` gives the position of each rank; None where that is the rank itself. `top_p_S`
-    is infinite, `min_p_S` and `top_k_S` are 0 where nothing is cut. `own` are the slots whose samples have other settings than
-    the job."""
+    words of keys (noise.key_words). `order_SW` gives the position of each rank; None where that is the rank itself.
+    `settings_4S` as in draws/settings.py, the job's in free slots; `uses` says which of them matter in any slot."""
 
     def __init__(self, sampling: Sampling, num_slots: int) -> None:
         self._job = sampling
         self.key_S2: Ints = np.zeros((num_slots, 2), dtype=np.int64)
         self.length_S: Ints = np.zeros(num_slots, dtype=np.int64)
         self.order_SW: Ints | None = None
-        self.temperature_S, self.top_p_S = np.zeros(num_slots), np.zeros(num_slots)
-        self.min_p_S, self.top_k_S = np.zeros(num_slots), np.zeros(num_slots)
-        self.own = set[int]()
+        self._usual = column_of(sampling)
+        self.settings_4S = np.repeat(np.array([self._usual]).T, num_slots, axis=1)
+        self.uses = Uses.of(self.settings_4S)
 
     def start(self, sample: Sample) -> None:
         """A new sample has its slot."""
-        slot, settings, job = sample.slot, sample.request.settings, self._job
+        slot, own = sample.slot, sample.request.settings
         self.key_S2[slot], self.length_S[slot] = split_key(sample.key), sample.length
-        usual = (job.temperature, job.top_p or 1.0, job.min_p or 0.0, job.top_k or 0)
-        own = (settings.temperature, settings.top_p, settings.min_p, settings.top_k)
-        chosen = tuple(theirs if mine is None else mine for mine, theirs in zip(own, usual, strict=True))
-        temperature, top_p, self.min_p_S[slot], self.top_k_S[slot] = chosen
-        self.temperature_S[slot], self.top_p_S[slot] = temperature, top_p if top_p < 1.0 else np.inf
-        if chosen != usual:
-            self.own.add(slot)
+        self._set(slot, column_of(self._job, (own.temperature, own.top_p, own.min_p, own.top_k)))
         if sample.order is not None:
             self._wider(sample.length)[slot, : sample.length] = sample.order
 
@@ -375,10 +369,11 @@ class SlotTable:
         assert self.order_SW is not None, "orders have a table"
         return self.order_SW
 
-    def most_k(self, top_k_R: NDArray[np.float64]) -> int:
-        """The largest top-k of some rows, or 0 if all of them have the job's."""
-        return max(int(top_k_R.max(initial=0)), 1) if (top_k_R != (self._job.top_k or 0)).any() else 0
+    def _set(self, slot: int, settings: tuple[float, ...]) -> None:
+        if tuple(self.settings_4S[:, slot]) != settings:
+            self.settings_4S[:, slot] = settings
+            self.uses = Uses.of(self.settings_4S)
 
     def release(self, slot: int) -> None:
         """A slot has become free."""
-        self.own.discard(slot)
+        self._set(slot, self._usual)

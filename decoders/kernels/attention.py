@@ -1,4 +1,4 @@
-"""Attention of flat rows over one layer of the slot cache, in Triton: find.reference_attend on a GPU.
+"""Attention of flat rows over one layer of the slot cache, in Triton.
 
 One program serves a tile of rows, the G query heads of one key head, and one share of the columns. It walks through the intervals
 one after the other, from the first column that a row of the tile sees to the last one. A column that a row sees in an earlier
@@ -202,8 +202,14 @@ def attend(
     sink_H: Tensor | None = None,
     shares: int | None = None,
 ) -> Tensor:
-    """See find.reference_attend. The columns are cut into so many `shares`; None: as many as are worth it. Rows beyond the tiles
-    of `seen` get anything. Raises ValueError where query and cache have dtypes that the kernel does not know."""
+    """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32.
+
+    A score is scaling x (query . key); with `cap`, cap x tanh(that / cap). With `relative_NHP` the row's number for the distance
+    of the two positions is added, as it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A head's
+    sink is one more score, of a place that every row sees and that holds nothing. A row that sees nothing gets zeros; rows beyond
+    the tiles of `seen` get anything. The columns are cut into this number of `shares`; None: as many as are worth it. Raises
+    ValueError where query and cache have dtypes that the kernel does not know.
+    """
     if query_NHd.dtype not in DTYPES or layer_2SKWd.dtype != query_NHd.dtype:
         raise ValueError(f"query {query_NHd.dtype}, cache {layer_2SKWd.dtype}; allowed: the same one of {DTYPES}")
     assert seen.tables is not None, "the host cuts rows into tiles"

@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts on a GPU: find.reference_product by torch's grouped product, or in Triton.
+"""Products of rows with the weights of their experts on a GPU: torch's grouped product, or Triton.
 
 torch's product is taken where its fast form is known to exist (bfloat16 on Hopper); its other forms read the ends
 back to the host, which would wait.
@@ -65,7 +65,8 @@ def multiply_tiles(
 
 
 def product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
-    """See find.reference_product."""
+    """Multiply each row with the matrix of its expert, [P, M]; sums are in float32. Expert e has the rows from the end of the
+    expert before it up to `end_E[e]` (int32); the last end is P."""
     if _has_torch_product(rows_PD, weight_EMD):
         return functional.grouped_mm(rows_PD, weight_EMD.transpose(1, 2), offs=end_E)
     return triton_product(rows_PD, weight_EMD, end_E)

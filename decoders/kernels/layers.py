@@ -1,4 +1,4 @@
-"""What stands between the products of a rotary model's layer, in Triton: find.reference_add_norm and the others on a GPU.
+"""What stands between the products of a rotary model's layer, in Triton.
 
     add_norm   the sum of a residual and what a layer adds to it, and that sum normed
     rotate     the norms of heads, where a model has them, the turning of queries and keys, and the writing of keys and values
@@ -90,7 +90,7 @@ def gate_rows(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def add_norm(states_PD: Tensor, added_PD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """See find.reference_add_norm."""
+    """Add to the states, in place, and return the sums divided by their root mean square and weighed, [P, D]."""
     out_PD = torch.empty_like(states_PD)
     num_rows, width = states_PD.shape
     if num_rows:
@@ -110,7 +110,9 @@ def rotate(
     turn: tuple[Tensor, float],
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> None:
-    """See find.reference_rotate."""
+    """Turn each row's queries, in place, and its keys by its position (`turn`: radians a position, float32 [d / 2], and a factor
+    of cosines and sines), and write keys and values, which follow the queries, into cell `cell_P` of the cache. `norms`: first
+    norm queries and keys, by the weights of each and an epsilon."""
     num_rows, num_all, width = heads_PJd.shape
     key_heads, (frequency_h, factor) = pool_2CKd.shape[2], turn
     query_weight, key_weight, eps = norms or (frequency_h, frequency_h, 0.0)
@@ -123,7 +125,7 @@ def rotate(
 
 
 def gated(both_PI: Tensor) -> Tensor:
-    """See find.reference_gated."""
+    """silu of the first half of each row times the second half, [P, I / 2]."""
     num_rows, width = both_PI.shape[0], both_PI.shape[1] // 2
     out_PI = both_PI.new_empty(num_rows, width)
     if num_rows:

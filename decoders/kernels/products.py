@@ -1,4 +1,4 @@
-"""Products whose rows have the same bits in any batch on a GPU, in Triton: find.reference_fixed_product there.
+"""Products whose rows have the same bits in any batch on a GPU, in Triton.
 
 torch's products choose their kernel, and into how many parts a sum is split, by the number of rows. Here every product of a model
 runs by one compiled kernel with tiles of one size, which its dtype and its width choose alone. A tile adds up its whole width,
@@ -64,8 +64,9 @@ def multiply_rows(
 
 
 def fixed_product(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """See find.reference_fixed_product. `num_rows` is all that may differ between two launches for the same weights: everything
-    else that Triton compiles for, alignments too, is made the same."""
+    """Multiply rows by a matrix, [N, M]; with heads, rows [N, H, K] and weights [H, M, K] give [N, H, M]. The number of rows is
+    all that may differ between two launches for the same weights: all else that Triton compiles for, alignments too, is made
+    the same."""
     num_rows, width_in = rows_NK.shape[0], rows_NK.shape[-1]
     num_heads = rows_NK.shape[1] if rows_NK.dim() == 3 else 1
     width_out = weight_MK.shape[-2]

@@ -1,4 +1,4 @@
-"""From logits to tokens and what decoders want to know of each row, in Triton: sampling_reference.py on a GPU.
+"""From logits to tokens and what decoders want to know of each row, in Triton: draws/sampling.py on a GPU.
 
 One or two launches in place of some hundred. The integers of the noise are the reference's. Logarithms and sums are rounded by
 the device, so that a token may differ where two candidates are equal but for that. Where notes are wanted, sums over the model's
@@ -28,7 +28,7 @@ job have a top-p. The number of rows makes no others, nor does the alignment of 
 Legend: R rows, V vocabulary, F wanted notes, A draws.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -37,7 +37,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftmill.decoders.draws.keys import TARGET
-from draftmill.decoders.kernels.sampling_reference import WANTED, Wanted, Warp
+from draftmill.decoders.draws.sampling import Warp
+from draftmill.decoders.draws.settings import NOTES, Note
 from draftmill.decoders.kernels.seen import power_of_two
 
 _BLOCK: Final = 2048
@@ -421,29 +422,29 @@ def sample(
     key_R2: Tensor,
     position_R: Tensor,
     *,
-    wanted: Sequence[Wanted] = (),
+    wanted: Sequence[Note] = (),
     warped: bool = False,
     draw_R: Tensor | None = None,
     scored_R: Tensor | None = None,
     mask_id: int = -1,
     ahead: int = 0,
-    gumbel: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
-    """See sampling_reference.py; logits in float32 or half precision, which stay as they are."""
-    assert warp.own_4R is not None and gumbel is None, "a kernel gets each row's settings, and computes its noise"
+    """See draws/sampling.py; logits in float32 or half precision, which stay as they are. All rows have the top-k of
+    `warp.uses`; their own, their min-p and changes of their logits are ignored."""
     assert mask_id >= 0 or "scores" not in wanted, "scores leave out the mask"
     assert logits_RV.stride(1) == 1, "the logits of a row follow each other"
-    (num_rows, vocab_size), top_k, device = logits_RV.shape, warp.job.top_k, logits_RV.device
+    (num_rows, vocab_size), device = logits_RV.shape, logits_RV.device
+    top_k, has_top_p = warp.uses.top_k, warp.uses.top_p
     grid = (num_rows, 1 + ahead)
     fields_AFR = torch.empty(1 + ahead, 2 + len(wanted), num_rows, dtype=torch.float64, device=device)
     if not num_rows:
         return fields_AFR
-    asked = (warp.own_4R, key_R2, position_R, draw_R, scored_R)
+    asked = (warp.settings_4R, key_R2, position_R, draw_R, scored_R)
     *noise, scored_R = (None if tensor is None else tensor.contiguous() for tensor in asked)
     read = logits_RV, warp.suppressed_V.view(torch.int8), *noise
-    num_parts, has_k = triton.cdiv(vocab_size, _PART.value), top_k is not None and top_k < vocab_size
+    num_parts, has_k = triton.cdiv(vocab_size, _PART.value), 0 < top_k < vocab_size
     parts = torch.empty(*grid, 5, power_of_two(num_parts), dtype=torch.float32, device=device)
-    bins = torch.empty(*grid, 2, _BINS.value, dtype=torch.int64, device=device) if has_k or warp.cuts else None
+    bins = torch.empty(*grid, 2, _BINS.value, dtype=torch.int64, device=device) if has_k or has_top_p else None
     is_read = num_parts > 1 and not has_k
     sizes = logits_RV.stride(0), num_rows, vocab_size
     shared = {
@@ -453,8 +454,8 @@ def sample(
     if is_read:
         read_parts[(*grid, num_parts)](*read, parts, *sizes, **shared)
     sample_rows[grid](
-        *read, scored_R, fields_AFR, parts, bins, *sizes, top_k or 0, mask_id, **shared,
-        IS_READ=is_read, TOP_K=has_k, TOP_P=warp.cuts, F=len(wanted), WARPED=warped and bool(wanted),
-        **{f"AT_{name.upper()}": 2 + wanted.index(name) if name in wanted else 0 for name in WANTED},
+        *read, scored_R, fields_AFR, parts, bins, *sizes, top_k, mask_id, **shared,
+        IS_READ=is_read, TOP_K=has_k, TOP_P=has_top_p, F=len(wanted), WARPED=warped and bool(wanted),
+        **{f"AT_{name.upper()}": 2 + wanted.index(name) if name in wanted else 0 for name in NOTES},
     )  # fmt: skip
     return fields_AFR

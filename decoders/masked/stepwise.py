@@ -29,7 +29,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.engine.algorithm import Algorithm, Wanted, no_prompt
+from draftmill.decoders.draws.settings import Note
+from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.asks import Answer, Ask, Decoding
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import Caching, Canvas, CanvasAsk, Pick, Windows
@@ -190,7 +191,7 @@ def algorithm_of(
 ) -> Algorithm:
     """What decoders of masked diffusion share. Dream's code takes its confidences from the distribution that it draws from,
     LLaDA's from the model's own."""
-    notes: tuple[Wanted, ...] = () if settings.confidence == "random" else (settings.confidence,)
+    notes: tuple[Note, ...] = () if settings.confidence == "random" else (settings.confidence,)
     cached = settings.cache != "none"
     return Algorithm(
         decode=decode,

@@ -29,16 +29,17 @@ from torch import Tensor
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import keys, noise
-from draftmill.decoders.draws.sampling import log_law
 from draftmill.decoders.engine.asks import Answer, Ask, SampleFrom
 from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.sampler import Logits, NoiseCache, Sampler
+from draftmill.decoders.engine.noise_cache import NoiseCache
+from draftmill.decoders.engine.sampler import Logits, Sampler
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import Canvas
 from draftmill.decoders.registry import algorithm_of
 from tests.decoders.references.choosers import Chooser, CoupledRule, NoiseChooser, enumerate_law
+from tests.decoders.references.sampling import log_law
 from tests.decoders.regions import Regions
 
 Law = dict[tuple[int, ...], float]
@@ -122,6 +123,7 @@ class ChosenSampler(Sampler):
 
     def __init__(self, *made: Any, choosers: Mapping[int, Chooser]) -> None:
         super().__init__(*made)
+        self._sampling: Sampling = made[0].sampling
         self.choosers = choosers
         self._noise: Any = ChosenNoise(self._noise)
         self._samples: dict[int, Sample] = {}
@@ -144,8 +146,9 @@ class ChosenSampler(Sampler):
                 yield line, row, sample, chooser
 
     def _cut(self, law_V: Tensor, slot: int) -> Tensor:
-        cut_V = in_nucleus(law_V, float(self._slots.top_p_S[slot]))
-        return cut_V - cut_V.logsumexp(0) if self._slots.min_p_S[slot] else cut_V
+        _, top_p, min_p, _ = self._slots.settings_4S[:, slot].tolist()
+        cut_V = in_nucleus(law_V, top_p)
+        return cut_V - cut_V.logsumexp(0) if min_p else cut_V
 
     # ---- by the noise of a position ------------------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ class ChosenSampler(Sampler):
         """See Sampler; all tokens of a position, drafts too, are drawn by its noise, which may be that of a step."""
         warp, chosen, rows = self._warp(b, part), Chosen(), range(b.num_sampled)[part]
         self._noise.chosen = {}
-        if not warp.greedy:
+        if not warp.uses.all_greedy:
             uncut_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
             corners: list[tuple[int, Tensor]] = []
             for line, row, sample, chooser in self._ours(b, rows):
@@ -195,12 +198,12 @@ class ChosenSampler(Sampler):
 
     # ---- by uniform numbers --------------------------------------------------------------------------------------
 
-    def _by_ratio(self, logits: Logits, hidden_RD: Tensor, b: Batch, *, is_target: bool) -> Tensor:
+    def judge(self, logits: Logits, hidden_RD: Tensor, b: Batch, parts: Sequence[slice], *, is_target: bool) -> Tensor:
         """See Sampler."""
-        chosen, whole = self._judge(logits(hidden_RD), b, slice(None)), super()._by_ratio
+        chosen, whole = self._judge(logits(hidden_RD), b, slice(None)), super().judge
 
         def work() -> Tensor:
-            record = whole(logits, hidden_RD, b, is_target=is_target)
+            record = whole(logits, hidden_RD, b, parts, is_target=is_target)
             chosen.check(record[: b.num_sampled].tolist(), record[-b.num_samples :].tolist())
             return record
 
@@ -235,8 +238,8 @@ class ChosenSampler(Sampler):
 
     def _judge(self, logits_RV: Tensor, b: Batch, part: slice) -> Chosen:
         """Row by row: draw drafts and keep their distributions, judge chains by those that were kept before."""
-        assert not (self._greedy and self.algorithm.by_ratio), "S2D2's rule at temperature 0 is not written down here"
         warp, chosen, news, broken = self._warp(b, part), Chosen(), dict[tuple[int, int, int], Tensor](), set[int]()
+        assert not self._untempered, "S2D2's rule at temperature 0 is not written down here"
         law_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
         for line, row, sample, chooser in self._ours(b, range(b.num_sampled)[part]):
             p_V, owner, when = self._cut(law_RV[line], sample.slot), int(b.owner_R[row]), when_of(sample)
@@ -296,7 +299,7 @@ class ChosenSampler(Sampler):
         chosen, gumbels, whole = Chosen(), dict[int, Tensor](), super().draw_named
         for number, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
             index = sample.request.index
-            if index not in self.choosers or (self._greedy and not self.by_ratio):
+            if index not in self.choosers or (self._slots.uses.all_greedy and not self.by_ratio):
                 continue
             chooser, law_V = self.choosers[index], self._named_law(ask)
             position = ask.rank if sample.order is None else sample.order[ask.rank]
@@ -337,7 +340,7 @@ class ChosenSampler(Sampler):
         weight_V = torch.zeros(self._vocab_size, dtype=torch.float64)
         weight_V[ask.tokens or slice(None)] = torch.tensor(ask.weights or 1.0, dtype=torch.float64)
         log_V = weight_V.index_fill(0, self._suppressed, 0.0).log().to(self._law_dtype)
-        return log_law(log_V.unsqueeze(0), self._job)[0]
+        return log_law(log_V.unsqueeze(0), self._sampling)[0]
 
 
 def when_of(sample: Sample) -> int:

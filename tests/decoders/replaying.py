@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.engine.cuda_graphs import Work
-from draftmill.decoders.kernels import find, sampling_reference
+from draftmill.decoders.kernels.find import Attend
 from draftmill.decoders.kernels.seen import Seen
+from tests.decoders.references import kernels as reference
 
 
 class Externals(TorchDispatchMode):
@@ -90,14 +92,14 @@ class Replaying:
             return work(), externals
 
 
-def as_a_kernel(reference: Callable[..., Any]) -> Callable[..., Any]:
+def as_a_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function that stands for a kernel: the numbers of its operations are none of the host's."""
 
-    @wraps(reference)
+    @wraps(plain)
     def launched(*args: Any, **more: Any) -> Any:
         Externals.inside_kernel = True
         try:
-            return reference(*args, **more)
+            return plain(*args, **more)
         finally:
             Externals.inside_kernel = False
 
@@ -142,17 +144,17 @@ def attend_by_slots(
     return of_own_slot(weight_KRW @ value_SKWd).to(query_NHd.dtype)
 
 
-def find_reference(device: torch.device, dtype: torch.dtype, **heads: Any) -> find.Attend:
+def find_reference(device: torch.device, dtype: torch.dtype, **heads: Any) -> Attend:
     """The attention for a model of this dtype: in float32 a row has the same bits in any batch only by the reference."""
-    return as_a_kernel(attend_by_slots if dtype == torch.float64 else find.reference_attend)
+    return as_a_kernel(attend_by_slots if dtype == torch.float64 else reference.attend)
 
 
 def use_references(monkeypatch: Any) -> None:
     """Let models and draws use the references of the kernels, as they use the kernels on a GPU."""
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", find_reference)
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: find.REFERENCE_LAYERS)
-    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sampling_reference.sample)
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: reference.LAYERS)
+    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
 
 
 def use_graphs(monkeypatch: Any, *, watches: bool = False) -> Replaying:

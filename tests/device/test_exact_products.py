@@ -15,10 +15,11 @@ from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.packed import FixedLinear
 from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
-from draftmill.decoders.kernels import find, sampling_reference
+from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.registry import find_heads
 from draftmill.storage.stores.interface import S3Options
 from tests.decoders.backbones.causal_models import save_random
+from tests.decoders.references import kernels as reference
 from tests.device.pretend import pretending
 from tests.device.steps import BUILTIN, run, run_on_cpu
 from tests.device.test_fullgraph import FAMILIES, stream_step, token_step
@@ -66,16 +67,16 @@ class Operations(TorchDispatchMode):
 @pytest.fixture
 def operations(monkeypatch):
     with Operations() as found:
-        fixed, attend = found.kernel(find.reference_fixed_product), found.kernel(find.reference_attend)
-        experts, sample = found.kernel(find.reference_product), found.kernel(sampling_reference.sample)
+        fixed, attend = found.kernel(reference.fixed_product), found.kernel(reference.attend)
+        experts, draw = found.kernel(reference.product), found.kernel(sample)
         for module in ("packed", "xlnet"):
             monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_fixed_product", lambda *_: fixed)
         for module in ("transformer", "xlnet"):
             monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
         monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: experts)
-        layers = SimpleNamespace(**{name: found.kernel(one) for name, one in vars(find.REFERENCE_LAYERS).items()})
+        layers = SimpleNamespace(**{name: found.kernel(one) for name, one in vars(reference.LAYERS).items()})
         monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
-        monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
+        monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: draw)
         # One kernel on a GPU; on a CPU torch computes it by a mean.
         monkeypatch.setattr(torch.nn.functional, "rms_norm", found.kernel(torch.nn.functional.rms_norm))
         yield found

@@ -16,9 +16,10 @@ from torch import Tensor
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.rows import Rows, StreamShape, TokenRows, number_rows, token_rows
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
-from draftmill.decoders.kernels.sampling_reference import WANTED, Warp, sample
+from draftmill.decoders.draws.sampling import Warp, sample
+from draftmill.decoders.draws.settings import NOTES
+from tests.decoders.references.sampling import warp_of
 from tests.device.steps import BUILTIN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +96,7 @@ def loaded(folder: Path) -> tuple[Any, Any]:
 def drawn(backbone: Any, rows: Any, asked_R: Tensor, key_R2: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
     """What a step does on the device: the network, the output layer of the asked rows, their draws and what is told of them."""
     logits_RV = backbone.logits(backbone.forward(rows).index_select(0, asked_R))
-    return logits_RV, sample(logits_RV, warp, key_R2, asked_R, wanted=WANTED, warped=True, mask_id=1, ahead=1)
+    return logits_RV, sample(logits_RV, warp, key_R2, asked_R, wanted=NOTES, warped=True, mask_id=1, ahead=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,9 +105,7 @@ def test_a_step_of_every_family_is_one_graph(family: str) -> None:
     backbone, make = loaded(FAMILIES[family])
     prompt, step = make([5, 3, 4], [0, 0, 0]), make([1, 2, 1], [5, 3, 4])
     asked_R = torch.tensor([0, 2, 3])
-    ids, job = torch.tensor([0]), Sampling()
-    own_4R = torch.tensor([[0.8, 0.0, 1.5], [1.0] * 3, [0.0] * 3, [0.0] * 3], dtype=torch.float64)
-    warp = Warp(job, own_4R, False, ids, torch.arange(backbone.vocab_size) == 0)
+    warp = warp_of(3, backbone.vocab_size, temperature=(0.8, 0.0, 1.5), suppressed=(0,))
     work = asked_R, noise.key_words([11, 12, 13]), warp
     with torch.no_grad():
         backbone.forward(prompt)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from draftmill.decoders.base import JOB_SETTINGS, RowSettings
 from draftmill.decoders.engine.cuda_graphs import Work
+from draftmill.decoders.engine.penalties import Penalties
 from tests.decoders.replaying import Replaying, use_graphs
 from tests.device import pretend
 from tests.device.pretend import KINDS
@@ -80,3 +82,42 @@ def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(
     assert any(all(count <= limit for count, limit in zip(step, limit, strict=True)) for step in steps), steps
     # A capture waits once more, to compare.
     assert all(step.waits <= 2 * limit[3] and step.shapes == 0 for step in found.steady)
+
+
+class Counted(Replaying):
+    """Counts the replays of all graphs."""
+
+    num_replayed = 0
+
+    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+        """See Replaying."""
+        replay, found = super().capture(work)
+
+        def counted() -> None:
+            self.num_replayed += 1
+            replay()
+
+        return counted, found
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "speculative, model"])
+def test_a_row_that_no_kernel_draws_leaves_graphs_to_the_rest(name: str, monkeypatch: Any) -> None:
+    """And they keep their bits: a penalty, a min-p or another top-k than the job's is drawn by torch, row by row."""
+    use_graphs(monkeypatch)
+    own = [RowSettings(penalties=Penalties(frequency=1.5)), RowSettings(min_p=0.2), RowSettings(top_k=9)]
+    seen = list[tuple[Any, int]]()
+    for settings in ([JOB_SETTINGS], [JOB_SETTINGS, *own]):
+        recorder = Counted()
+        monkeypatch.setattr("draftmill.decoders.engine.cuda_graphs.find_recorder", lambda _, made=recorder: made)
+        monkeypatch.setattr("tests.device.steps.OWN", settings)
+        seen.append((run(name, requests=4, own=True).outcomes, recorder.num_replayed))
+    (usual, whole), (mixed, replayed) = seen
+    assert replayed >= whole - 2 > 8, "steps are captured as without these rows"
+    assert (mixed[0].tokens.tolist(), mixed[0].logprob) == (usual[0].tokens.tolist(), usual[0].logprob)
+    monkeypatch.undo()
+    monkeypatch.setattr("tests.device.steps.OWN", settings)
+    expected = run_on_cpu(name, requests=4, own=True).outcomes
+    for index, one in expected.items():
+        assert mixed[index].tokens.tolist() == one.tokens.tolist() and mixed[index].error_kind is None
+        assert mixed[index].logprob == pytest.approx(one.logprob, abs=1e-3)
+        assert index == 0 or one.tokens.tolist() != usual[index].tokens.tolist()

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from draftmill.decoders.base import JOB_SETTINGS, RowSettings
+from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.engine.penalties import Penalties
-from draftmill.decoders.kernels import find, sampling_reference
+from tests.decoders.references import kernels as reference
 from tests.device.pretend import as_one_launch
 from tests.device.steps import run, run_on_cpu
 from tests.device.test_steps import CUTS, LIMITS
@@ -34,12 +35,12 @@ CUT = ["speculative", "ssd, cached", "ancestral, analytic"]
 
 @pytest.fixture
 def kernels(monkeypatch):
-    attend, sample = as_one_launch(find.reference_attend), as_one_launch(sampling_reference.sample)
+    attend, draw = as_one_launch(reference.attend), as_one_launch(sample)
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
-    layers = SimpleNamespace(**{name: as_one_launch(one) for name, one in vars(find.REFERENCE_LAYERS).items()})
+    layers = SimpleNamespace(**{name: as_one_launch(one) for name, one in vars(reference.LAYERS).items()})
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
-    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
+    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: draw)
 
 
 @pytest.mark.slow
@@ -54,7 +55,7 @@ def test_a_row_with_a_penalty_takes_the_kernel_from_no_other_row(kernels, monkey
     """The stand-in says that what it draws is 1,000 less probable."""
 
     def marked(*given, **more):
-        fields_AFR = sampling_reference.sample(*given, **more)
+        fields_AFR = sample(*given, **more)
         fields_AFR[:, 1] -= 1000.0
         return fields_AFR
 

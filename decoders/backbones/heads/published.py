@@ -35,7 +35,7 @@ from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_p
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.split import SplitBackbone
 from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone
-from draftmill.decoders.kernels.find import forget_verdicts, verdicts
+from draftmill.decoders.kernels.find import noting
 
 Turn = Tensor
 """Cosines and sines by which heads are turned (network.py), [2, P, 1, d]."""
@@ -286,10 +286,10 @@ def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Specul
     head = read_speculator(folder)
     weights = load_weights(folder, device=str(target.device))
     weights = {name: part.to(target.dtype) if part.is_floating_point() else part for name, part in weights.items()}
-    forget_verdicts()
     try:
-        speculator = Speculator(head, weights, target, exact=exact)
-        speculator.kernels = verdicts()
+        with noting() as kernels:
+            speculator = Speculator(head, weights, target, exact=exact)
+            speculator.kernels = kernels
         return speculator
     except (RuntimeError, KeyError) as error:
         raise ValueError(

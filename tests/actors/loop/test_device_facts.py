@@ -16,7 +16,6 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.cuda_graphs import Graphs
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.kernels import find
 from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.driving.run_log import read_sessions, session_record
 from draftmill.jobs.driving.totals import Totals
@@ -42,9 +41,7 @@ def on_gpu(decoder: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(facts, "driver_version", lambda: "580.65.06")
-    monkeypatch.setattr(
-        find, "_VERDICTS", {"attention": "on", "sampling": "off: fails here: AssertionError: libcuda.so"}
-    )
+    monkeypatch.setattr(decoder.sampler, "found", {"sampling": "off: fails here: AssertionError: libcuda.so"})
     return decoder
 
 
@@ -88,7 +85,6 @@ def test_the_facts_say_what_runs_the_layers_of_each_model(on_gpu: Engine, monkey
     monkeypatch.setattr(on_gpu, "models", [on_gpu.target, SimpleNamespace(backbone=drafter, graphs=None)])
     monkeypatch.setattr(on_gpu.backbone, "layers_by", "transformers' code (kernels are off)", raising=False)
     monkeypatch.setattr(on_gpu.backbone, "kernels", {"attention": "on"}, raising=False)
-    find._VERDICTS["attention"] = "off: slow"  # the drafter was loaded last
     told = device_text(facts.device_facts(on_gpu))
     assert "; layers by transformers' code (kernels are off); kernels sampling off: fails here" in told
     assert told.endswith("; drafter: layers by own network, kernels attention off: slow")

@@ -36,8 +36,8 @@ from draftmill.decoders.causal.settings import (
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.kernels import find
 from tests.decoders.backbones.causal_models import save_random
+from tests.decoders.references import kernels as reference
 from tests.decoders.support import decode, texts
 
 VOCAB = 61
@@ -370,7 +370,7 @@ def test_experts_that_are_multiplied_at_once_give_the_same(name, load):
     expected = own(rows_ND, expert_NK, weight_NK)
     experts = GivenExperts(own)
     assert torch.allclose(experts(rows_ND, expert_NK, weight_NK), expected, atol=1e-5)
-    experts.gather(find.reference_product)
+    experts.gather(reference.product)
     assert experts.is_gathered and torch.allclose(experts(rows_ND, expert_NK, weight_NK), expected, atol=1e-5)
 
 
@@ -378,9 +378,7 @@ def test_experts_that_are_multiplied_at_once_give_the_same(name, load):
 def test_attention_over_flat_rows_as_kernels_compute_it_gives_the_same_states(name, load, monkeypatch):
     folder = load(name)[0]
     plain: Any = load_backbone(folder, dtype="float64", device="cpu")
-    monkeypatch.setattr(
-        "draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: find.reference_attend
-    )
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: reference.attend)
     flat: Any = load_backbone(folder, dtype="float64", device="cpu")
     assert flat.cache.is_pooled and not plain.cache.is_pooled
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(flat._states(), plain._states(), strict=True))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from draftmill.decoders.backbones.moe import Mixture
-from draftmill.decoders.kernels import find
 from tests.decoders.backbones.causal_models import (
     decode_with_rejections,
     load,
@@ -15,8 +14,9 @@ from tests.decoders.backbones.causal_models import (
 )
 from tests.decoders.backbones.masked_models import load as load_masked
 from tests.decoders.kernels.decoding import CASES, TORCH, Kernels, assert_equal, decoded, scored
+from tests.decoders.references import kernels as reference
 
-FLAT = Kernels(attend=find.reference_attend)
+FLAT = Kernels(attend=reference.attend)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -36,9 +36,7 @@ def test_scores_are_those_of_the_rectangle(name):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-sliding", "gpt_neo", "gpt2-scales"])
 def test_hidden_states_are_those_of_transformers_whatever_the_windows(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(
-        "draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: find.reference_attend
-    )
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: reference.attend)
     model, texts = save_random(tmp_path, name), {0: random_tokens(14, seed=1), 2: random_tokens(21, seed=3)}
     ours = decode_with_rejections(load(tmp_path), texts, prompts={0: 6, 2: 11})
     for slot, text in texts.items():
@@ -67,12 +65,8 @@ def test_models_of_masks_and_mixtures_take_the_kernels_of_their_device(golden, m
     # On a GPU no weights are packed.
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
     _, expected = hidden()
-    monkeypatch.setattr(
-        "draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: find.reference_attend
-    )
-    monkeypatch.setattr(
-        "draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: find.reference_product
-    )
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: reference.attend)
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: reference.product)
     backbone, found = hidden()
     mixtures = [part for part in backbone.model.modules() if isinstance(part, Mixture)]
     assert bool(mixtures) == (family == "llada2") and all(part._gathered for part in mixtures)

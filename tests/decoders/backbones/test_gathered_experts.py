@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from draftmill.decoders.backbones.families.blocks import llada2_shape
 from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.network import RotaryBackbone
-from draftmill.decoders.kernels import find
+from tests.decoders.references import kernels as reference
 from tests.device.pretend import pretending
 
 
@@ -36,14 +36,14 @@ def filled(mixture):
 def test_gathered_experts_answer_as_the_loop_does(make, rows):
     mixture, hidden = filled(make()), torch.randn(2, rows, 12, generator=torch.Generator().manual_seed(1))
     expected = mixture(hidden)
-    mixture.gather(find.reference_product)
+    mixture.gather(reference.product)
     torch.testing.assert_close(mixture(hidden), expected)
 
 
 def test_gathered_weights_are_still_the_experts_own():
     mixture = filled(softmax_mixture())
     before = [expert.up_proj.weight.clone() for expert in mixture.experts]
-    mixture.gather(find.reference_product)
+    mixture.gather(reference.product)
     after = [expert.up_proj.weight for expert in mixture.experts]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert len({weight.untyped_storage().data_ptr() for weight in after}) == 1, "the weights are in memory once"
@@ -85,9 +85,7 @@ def test_a_model_is_loaded_without_holding_its_experts_twice(monkeypatch):
     total = sum(weight.nbytes for weight in weights.values())
     experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
     assert experts > 0.8 * total
-    monkeypatch.setattr(
-        "draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: find.reference_product
-    )
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: reference.product)
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
     with Peak() as peak:
         backbone = RotaryBackbone(llada2_shape(config), weights, dtype=torch.float32, device="cpu")
@@ -102,7 +100,7 @@ def test_gathered_experts_do_not_wait_for_the_device(make):
         with pretending() as counts, torch.no_grad():
             mixture.to("cuda")
             if gathered:
-                mixture.gather(find.reference_product)
+                mixture.gather(reference.product)
             hidden = torch.zeros(9, 12, device="cuda")
             counts.clear()
             mixture(hidden)

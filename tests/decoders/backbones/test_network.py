@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftmill.decoders.backbones.attention import Scores
 from draftmill.decoders.backbones.network import Rotation
-from draftmill.decoders.kernels import find
 from tests.decoders.backbones.causal_models import (
     LLAMA3_ROPE,
     MODELS,
@@ -24,6 +23,7 @@ from tests.decoders.backbones.causal_models import (
     random_tokens,
     save_random,
 )
+from tests.decoders.references import kernels as reference
 
 NAMES = sorted(name for name, (family, _) in MODELS.items() if not family.startswith("GPT"))
 EVEN = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
@@ -117,10 +117,10 @@ def test_the_kernels_references_give_the_same_states(
     texts = {0: random_tokens(23, seed=1), 1: random_tokens(14, seed=2)}
     expected = decode_with_rejections(load(tmp_path), texts, prompts={0: 9, 1: 3})
     transformer = "draftmill.decoders.backbones.transformer"
-    monkeypatch.setattr(f"{transformer}.find_attention", lambda *_, **__: find.reference_attend)
-    monkeypatch.setattr(f"{transformer}.find_layers", lambda *_, **__: find.REFERENCE_LAYERS)
+    monkeypatch.setattr(f"{transformer}.find_attention", lambda *_, **__: reference.attend)
+    monkeypatch.setattr(f"{transformer}.find_layers", lambda *_, **__: reference.LAYERS)
     backbone = load(tmp_path)
-    assert backbone.base.kernels is find.REFERENCE_LAYERS
+    assert backbone.base.kernels is reference.LAYERS
     found = decode_with_rejections(backbone, texts, prompts={0: 9, 1: 3})
     for slot in texts:
         torch.testing.assert_close(found[slot], expected[slot], atol=2e-5, rtol=1e-4)

@@ -29,9 +29,9 @@ from draftmill.decoders.backbones.split import (
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.kernels import find
 from draftmill.decoders.kernels.seen import Tables
 from tests.decoders.backbones.causal_models import load, save_random
+from tests.decoders.references import kernels as reference
 from tests.decoders.support import decode, texts, token_info, toy_prompts
 from tests.device.pretend import as_one_launch, pretending
 
@@ -258,7 +258,7 @@ def test_a_second_process_repeats_every_call_of_the_backbone_in_order(tmp_path, 
 
 def test_on_a_gpu_a_forward_is_told_by_one_kernel_and_nothing_waits_or_comes_back(tmp_path, monkeypatch):
     save_random(tmp_path, "llama")
-    kernel = as_one_launch(find.reference_attend)
+    kernel = as_one_launch(reference.attend)
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: kernel)
     with pretending() as counts:
         wire = Wire(monkeypatch, on_gpu=True)

@@ -129,10 +129,10 @@ class Recorded(Sampler):
 
     steps: list[dict[str, Any]] | None = None
 
-    def record(self, logits, hidden_RD, b, *, is_target):
+    def note(self, b, token_R):
         if (b.judges_R & (b.asked_R != NO_DRAFT)).any() and not b.by_ratio:
             seen.append(([], []))
-        return super().record(logits, hidden_RD, b, is_target=is_target)
+        super().note(b, token_R)
 
     def _judge_chains(self, logits, hidden_RD, b, told_FR, log_p_R, held):
         rows_R, token = b.judged_R > 0, None

@@ -10,11 +10,11 @@ import torch
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings, ScoreRouter
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.sampling import log_law
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.blocks.golden_blocks import loaded
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
 from tests.decoders.references.choosers import RejectionRule, enumerate_law
+from tests.decoders.references.sampling import log_law
 from tests.decoders.support import decode, texts
 
 ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)

@@ -29,8 +29,8 @@ from draftmill.decoders.blocks.verifier import (
     signals_of,
 )
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.sampling import log_law
-from draftmill.decoders.kernels.sampling_reference import measure
+from draftmill.decoders.draws.sampling import measure
+from tests.decoders.references.sampling import log_law
 from tests.golden_data import read_json
 
 ESTIMATORS, ROUTERS = TypeAdapter(Estimator), TypeAdapter(Router)

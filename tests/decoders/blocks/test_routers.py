@@ -31,7 +31,7 @@ from draftmill.decoders.blocks.verifier import (
     signals_of,
 )
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.kernels.sampling_reference import measure
+from draftmill.decoders.draws.sampling import measure
 from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)

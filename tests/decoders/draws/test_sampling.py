@@ -1,35 +1,41 @@
 """Warps, draws and the rejection rule, on rows small enough to check by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
-from draftmill.decoders.draws import sampling as draws_sampling
-from draftmill.decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, log_laws, nucleus_draw, residual
+from draftmill.decoders.draws import sampling as warps
+from draftmill.decoders.draws.sampling import inverse_cdf_draw, residual
+from tests.decoders.references.sampling import coupled_draw, log_law, warp_of
+
+
+def law(logits_RV, **settings):
+    """The distributions of rows that all have these settings."""
+    return warp_of(*logits_RV.shape, **settings).law(logits_RV, cut=True)
 
 
 def test_temperature_zero_is_one_hot_on_the_lowest_index_of_a_tie():
-    law = log_law(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), Sampling(temperature=0.0))
-    assert law.exp().tolist() == [[0.0, 1.0, 0.0, 0.0]]
-    assert coupled_draw(law, None).tolist() == [1]
+    assert law(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), temperature=0.0).exp().tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
 def test_temperature_divides_logits():
     logits = torch.tensor([[0.3, -1.0, 2.0]])
-    torch.testing.assert_close(log_law(logits, Sampling(temperature=0.5)), torch.log_softmax(logits / 0.5, -1))
+    torch.testing.assert_close(law(logits, temperature=0.5), torch.log_softmax(logits / 0.5, -1))
 
 
 def test_top_k_keeps_the_best_and_ties_at_the_edge():
-    law = log_law(torch.tensor([[0.0, 2.0, 1.0, 1.0, -1.0]]), Sampling(top_k=2)).exp()
-    assert (law > 0).tolist() == [[False, True, True, True, False]]
-    assert law.sum().item() == pytest.approx(1.0)
+    found = law(torch.tensor([[0.0, 2.0, 1.0, 1.0, -1.0]]), top_k=2).exp()
+    assert (found > 0).tolist() == [[False, True, True, True, False]]
+    assert found.sum().item() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (1e-9, 1), (1.0, 4)])
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p, kept):
-    law = log_law(torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log(), Sampling(top_p=top_p))
-    assert int((law > -torch.inf).sum()) == kept
+    found = law(torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log(), top_p=top_p)
+    assert int((found > -torch.inf).sum()) == kept
 
 
 def test_the_nucleus_is_the_same_whether_rows_are_peaked_or_flat():
@@ -39,8 +45,8 @@ def test_the_nucleus_is_the_same_whether_rows_are_peaked_or_flat():
     flat = torch.zeros(5, 1000)
     logits = torch.cat([peaked, flat, peaked.round()])
     for top_p in (0.3, 0.9, 0.999):
-        law = log_law(logits, Sampling(top_p=top_p))
-        for row, found in zip(torch.log_softmax(logits, -1).exp(), law > -torch.inf, strict=True):
+        kept = law(logits, top_p=top_p) > -torch.inf
+        for row, found in zip(torch.log_softmax(logits, -1).exp(), kept, strict=True):
             ordered, index = row.sort(descending=True, stable=True)
             count = int(((ordered.double().cumsum(0) - ordered) < top_p).sum())
             assert set(found.nonzero().flatten().tolist()) == set(index[:count].tolist())
@@ -51,47 +57,64 @@ def test_a_draw_that_looks_for_the_nucleus_late_is_the_draw_from_the_nucleus():
     logits = torch.cat([torch.randn(200, 400, generator=generator) * scale for scale in (0.0, 1.0, 5.0)])
     gumbel = noise.gumbel_rows(noise.key_words(list(range(600))), torch.zeros(600, dtype=torch.int64), 400)
     for top_p in (0.05, 0.5, 0.95):
-        early = coupled_draw(log_law(logits, Sampling(top_p=top_p)), gumbel)
-        late = nucleus_draw(log_law(logits, Sampling()), gumbel, top_p)
-        assert torch.equal(early, late)
-        assert not torch.equal(late, coupled_draw(log_law(logits, Sampling()), gumbel))
+        warp = warp_of(600, 400, top_p=top_p)
+        late = warp.draw(warp.law(logits, cut=False), gumbel)
+        assert torch.equal(late, coupled_draw(law(logits, top_p=top_p), gumbel))
+        assert not torch.equal(late, coupled_draw(law(logits), gumbel))
 
 
-def test_where_looking_at_the_data_would_wait_the_same_tokens_are_drawn_from_the_same_distributions(monkeypatch):
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.cat([torch.randn(60, 300, generator=generator) * scale for scale in (0.0, 1.0, 6.0)]).round(
-        decimals=1
-    )
-    gumbel = noise.gumbel_rows(noise.key_words(list(range(180))), torch.zeros(180, dtype=torch.int64), 300)
-    shares = torch.tensor([0.1, 0.6, 0.97, torch.inf], dtype=torch.float64).repeat(45).unsqueeze(1)
-    temperatures = torch.tensor([0.0, 0.5, 1.0, 1.3, 2.0], dtype=torch.float64).repeat(36).unsqueeze(1)
+# Every setting, in rows of all kinds: numbers of settings that have no common divisor meet each other.
+MIXED: dict[str, Any] = {
+    "temperature": (0.0, 0.3, 0.7, 1.0, 1.9), "top_p": (0.05, 0.5, 0.95, 1.0), "min_p": (0.0, 0.0, 0.1),
+    "top_k": (0, 7, 0, 40, 300, 900, 0),
+}  # fmt: skip
 
-    def found():
-        for top_p in (0.1, 0.6, 0.97):
-            yield log_law(logits, Sampling(top_p=top_p, top_k=200))
-            yield nucleus_draw(log_law(logits, Sampling()), gumbel, top_p)
-        yield log_laws(logits, temperatures, top_k=250, top_p_R1=shares)
-        yield nucleus_draw(log_laws(logits, temperatures), gumbel, shares)
 
-    expected = list(found())
-    monkeypatch.setattr(draws_sampling, "_looks", lambda law: False)
-    assert all(torch.equal(one, other) for one, other in zip(found(), expected, strict=True))
+def drawn(logits, gumbel, **settings):
+    """The distributions, cut and not, and the tokens of rows, whose settings come in turn."""
+    warp = warp_of(*logits.shape, **settings)
+    uncut = warp.law(logits, cut=False)
+    return warp.law(logits, cut=True), uncut, warp.draw(uncut, gumbel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "names", [("temperature",), ("temperature", "top_p"), ("min_p", "top_k"), tuple(MIXED)], ids=" and ".join
+)
+def test_a_row_beside_others_has_the_bits_of_a_job_like_it(monkeypatch, dtype, names):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(840, 300, generator=generator, dtype=dtype) * 4).round(decimals=1)
+    gumbel = -torch.rand(840, 300, generator=generator).log().neg().log()
+    settings = {name: MIXED[name] for name in names}
+    found = drawn(logits, gumbel, **settings)
+    for row in range(0, 840, 11):
+        own = {name: values[row % len(values)] for name, values in settings.items()}
+        sampling, one = Sampling(**{**own, "top_k": own.get("top_k") or None}), logits[row : row + 1]
+        alone = drawn(one, gumbel[row : row + 1], **own)
+        cut = log_law(one, sampling)
+        expected = cut, log_law(one, sampling, cut=False), coupled_draw(cut, gumbel[row : row + 1])
+        for field, single, plain in zip(found, alone, expected, strict=True):
+            assert torch.equal(field[row : row + 1], plain) and torch.equal(single, plain), own
+    # Where looking at the data would wait, the same operations run on all rows.
+    monkeypatch.setattr(warps, "_looks", lambda law_RV: False)
+    assert all(torch.equal(one, other) for one, other in zip(drawn(logits, gumbel, **settings), found, strict=True))
 
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_row_of_nan_gives_an_id_in_range(monkeypatch, looks):
-    monkeypatch.setattr(draws_sampling, "_looks", lambda law: looks)
-    law = torch.full((2, 9), torch.nan)
-    law[1] = torch.log_softmax(torch.arange(9.0), -1)
-    drawn = nucleus_draw(law, torch.zeros(2, 9), 0.5)
-    assert 0 <= int(drawn[0]) < 9 and int(drawn[1]) == 8
-    assert 0 <= int(log_law(law, Sampling(top_p=0.5))[0].argmax()) < 9
+    monkeypatch.setattr(warps, "_looks", lambda law_RV: looks)
+    found = torch.full((2, 9), torch.nan)
+    found[1] = torch.log_softmax(torch.arange(9.0), -1)
+    tokens = warp_of(2, 9, top_p=0.5).draw(found, torch.zeros(2, 9))
+    assert 0 <= int(tokens[0]) < 9 and int(tokens[1]) == 8
+    assert 0 <= int(law(found, top_p=0.5)[0].argmax()) < 9
 
 
 def test_suppressed_tokens_stay_at_probability_zero():
-    logits = torch.tensor([[0.1, -torch.inf, 0.2]])
-    for sampling in (Sampling(), Sampling(temperature=0.3), Sampling(top_k=3), Sampling(top_p=0.99)):
-        assert log_law(logits, sampling)[0, 1] == -torch.inf
+    logits = torch.tensor([[0.1, 0.3, 0.2]])
+    for settings in ({}, {"temperature": 0.3}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.01}):
+        warp = warp_of(1, 3, suppressed=(1,), **settings)
+        assert warp.law(warp.suppress(logits.clone()), cut=True)[0, 1] == -torch.inf
 
 
 def test_inverse_cdf_counts_the_values_at_or_below_the_uniform():

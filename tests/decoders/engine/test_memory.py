@@ -13,9 +13,11 @@ from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine import memory, sampler
+from draftmill.decoders.engine import memory, model_runner
 from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.batch import Layout
 from draftmill.decoders.engine.memory import MemoryPlan
+from draftmill.decoders.engine.model_runner import ModelRunner
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import SlotTable
 from draftmill.decoders.engine.setup import Setup
@@ -105,7 +107,14 @@ def sampler_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 <
 
 
 def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
-    wide, narrow = (sampler_of(vocab=vocab, plan=MemoryPlan(logits=2000, noise=0)) for vocab in (50, 2))
+    def runner_of(vocab: int) -> ModelRunner:
+        sampler, backbone = (
+            sampler_of(vocab=vocab, plan=MemoryPlan(2000, 0)),
+            TableBackbone(vocab_size=2, num_positions=2),
+        )
+        return ModelRunner(backbone, sampler, Layout("any_subset"), vocab_size=vocab, is_target=True)
+
+    wide, narrow = runner_of(50), runner_of(2)
     for num_rows in (0, 1, 63, 64, 65, 1000):
         parts = list(wide.parts(num_rows))
         assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
@@ -379,7 +388,7 @@ def test_a_window_that_is_judged_in_parts_is_judged_the_same(
         return {i: (o.tokens.tolist(), o.logprob, o.nfe, o.proposed, o.accepted) for i, o in outcomes.items()}
 
     whole = [found(setting) for setting in settings]
-    monkeypatch.setattr(sampler, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(model_runner, "_LEAST_ROWS", 1)
     monkeypatch.setattr(memory, "_CPU_LOGITS", 2 * VOCAB * 8)
     assert [found(setting) for setting in settings] == whole
 
@@ -393,7 +402,7 @@ def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch: pytest.MonkeyP
         return logits(hidden_RD)
 
     monkeypatch.setattr(table, "logits", counted)
-    monkeypatch.setattr(sampler, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(model_runner, "_LEAST_ROWS", 1)
     monkeypatch.setattr(memory, "_CPU_LOGITS", 4 * VOCAB * 8)
     run_all(
         build_decoder(

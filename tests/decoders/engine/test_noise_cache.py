@@ -10,7 +10,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.engine.batch import Batch
-from draftmill.decoders.engine.sampler import NoiseCache
+from draftmill.decoders.engine.noise_cache import NoiseCache
 from draftmill.decoders.engine.samples import SlotTable
 
 VOCAB, BIG = 50, 1 << 20

@@ -21,7 +21,6 @@ from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.penalties import Penalties, PenaltyTracker
 from draftmill.decoders.engine.shaping import _add_entries
-from draftmill.decoders.kernels.sampling_reference import Warp
 from tests.decoders.constraints.test_laws import (
     CANVASES,
     DECODERS,
@@ -36,6 +35,7 @@ from tests.decoders.constraints.test_laws import (
 )
 from tests.decoders.enumeration import law_of, total_variation
 from tests.decoders.references.causal import PlainCausal
+from tests.decoders.references.sampling import warp_of
 from tests.decoders.support import texts
 
 PENALTIES = {
@@ -200,9 +200,8 @@ def test_a_row_that_knows_tokens_on_both_sides_draws_from_the_logits_written_dow
             expected_1V[0, bad] = -torch.inf
         different += not torch.equal(expected_1V[0], logits_V)
         tokens, changes = tracker.entries(holes[0], list(drafted.items()))
-        nothing = torch.zeros(0, dtype=torch.int64)
         entries = torch.from_numpy(tokens.copy()).unsqueeze(1), torch.from_numpy(changes.copy()).unsqueeze(2)
-        warp = Warp(Sampling(), None, False, nothing, nothing, token_ER=entries[0], change_3ER=entries[1])
+        warp = replace(warp_of(1, VOCAB), token_ER=entries[0], change_3ER=entries[1])
         torch.testing.assert_close(
             warp.shape(logits_V.unsqueeze(0)), expected_1V, rtol=0, atol=1e-6
         )  # biases in float32

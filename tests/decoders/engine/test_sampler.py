@@ -3,10 +3,10 @@
 import pytest
 
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.sampler import NoiseCache
-from draftmill.decoders.kernels.sampling_reference import sample
+from draftmill.decoders.engine.noise_cache import NoiseCache
 from draftmill.decoders.registry import algorithm_of
 from tests.decoders.kernels.decoding import (
     BLOCKS,
@@ -97,9 +97,9 @@ def test_noise_is_kept_for_torch_alone(name, monkeypatch):
 
     asked = list[bool]()
 
-    def counted(*given, gumbel=None, **more):
-        asked.append(gumbel is not None)
-        return sample(*given, gumbel=gumbel, **more)
+    def counted(*given, gumbels=None, **more):
+        asked.append(gumbels is not None)
+        return sample(*given, gumbels=gumbels, **more)
 
     decoded(name, Kernels(sample=counted), warp="plain")
     assert asked and not any(asked)

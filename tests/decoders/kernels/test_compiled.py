@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 import torch
 
-from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
+from draftmill.decoders.draws.settings import NOTES
 from draftmill.decoders.kernels.seen import Seen, Tiling
 from tests.decoders.kernels.compiling import compiled, launched, variant
+from tests.decoders.references.sampling import warp_of
 
 SHARED_BYTES = 99 * 1024
 """What a program may have on every GPU since Ampere (8.6 and 8.9 have the least)."""
@@ -73,12 +73,10 @@ def attend(
 
 def sample(*, top_k=None, top_p=None, wanted=(), warped=False, number_rows=False, dtype=torch.float32, rows=4):
     def call(module):
-        job, ids = Sampling(top_k=top_k), torch.zeros(0, dtype=torch.int64)
         zeros = torch.zeros(rows + 1, dtype=torch.int64)[rows % 2 :][:rows]  # not aligned, where rows are odd
-        own = torch.full((4, rows), 0.5, dtype=torch.float64)
         module.sample(
             torch.zeros(rows, 50000, dtype=dtype),
-            Warp(job, own, bool(top_k or top_p), ids, torch.zeros(50000, dtype=torch.bool)),
+            warp_of(rows, 50000, temperature=0.5, top_p=0.5 if top_k or top_p else 1.0, top_k=top_k or 0),
             torch.zeros(rows, 2, dtype=torch.int64),
             zeros,
             wanted=wanted,
@@ -119,7 +117,7 @@ CASES = {
     "tokens, all warps": ("sampling", SAMPLING, "sample_rows", sample(top_k=20, number_rows=True)),
     "experts": ("experts", ["multiply_tiles"], "multiply_tiles", multiply(HALF)),
     "notes, all warps": (
-        "sampling", SAMPLING, "sample_rows", sample(top_k=20, wanted=WANTED, warped=True, number_rows=True)
+        "sampling", SAMPLING, "sample_rows", sample(top_k=20, wanted=NOTES, warped=True, number_rows=True)
     ),
     "attention, drafts": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=8)),
     "attention, a prompt": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=64)),

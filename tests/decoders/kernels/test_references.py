@@ -1,15 +1,14 @@
 """What flat rows see, how they are cut into tiles, the references, and the switch; all without Triton."""
 
-from functools import lru_cache
-
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from draftmill.decoders.kernels import find
+from draftmill.decoders.kernels import find, trial
 from draftmill.decoders.kernels.find import VARIABLE, why_no_kernels
 from draftmill.decoders.kernels.seen import Seen, Tiling, line_bytes
+from tests.decoders.references import kernels as reference
 from tests.decoders.replaying import attend_by_slots
 
 
@@ -59,7 +58,7 @@ def test_the_reference_is_attention_under_a_mask_of_the_intervals():
     slots = torch.tensor([1, 0, 1, 1])
     low, high = torch.tensor([[0, 0, 4, 5], [3, 8, 0, 5]]), torch.tensor([[4, 1, 6, 5], [7, 9, 0, 2]])
     columns = [{0, 1, 2, 3, 4, 5, 6}, {0, 8}, {4, 5}, set()]
-    found = find.reference_attend(query, layer, Seen(slots, low, high), scaling=0.5)
+    found = reference.attend(query, layer, Seen(slots, low, high), scaling=0.5)
     for row, seen in enumerate(columns):
         mask = torch.tensor([column in seen for column in range(9)])
         key, value = layer[:, slots[row]].repeat_interleave(3, 1)
@@ -84,25 +83,25 @@ def test_the_reference_adds_the_numbers_of_the_distances():
         positions_SW=positions,
     )
     relative = torch.tensor([0.5, 9.0, 0.25, 0.125]).log().reshape(1, 1, 4)
-    found = find.reference_attend(query, layer, seen, scaling=1.0, relative_NHP=relative)
+    found = reference.attend(query, layer, seen, scaling=1.0, relative_NHP=relative)
     assert float(found[0, 0, 0]) == pytest.approx((0.5 * 1 + 0.125 * 10 + 0.25 * 100) / 0.875)
 
 
 def test_the_reference_multiplies_each_row_with_its_experts_weights():
     rows, weights = torch.randn(5, 3), torch.randn(4, 2, 3)
-    found = find.reference_product(rows, weights, torch.tensor([2, 2, 5, 5], dtype=torch.int32))
+    found = reference.product(rows, weights, torch.tensor([2, 2, 5, 5], dtype=torch.int32))
     expected = torch.stack([weights[expert] @ row for expert, row in zip((0, 0, 2, 2, 2), rows, strict=True)])
     torch.testing.assert_close(found, expected)
 
 
 def test_the_reference_of_a_fixed_product_gives_a_row_the_same_bits_in_any_batch():
     rows, weight, bias = torch.randn(40, 130), torch.randn(24, 130), torch.randn(24)
-    found = find.reference_fixed_product(rows, weight, bias)
+    found = reference.fixed_product(rows, weight, bias)
     torch.testing.assert_close(found, functional.linear(rows, weight, bias))
     for some in (slice(3, 4), slice(10, 27)):
-        assert torch.equal(find.reference_fixed_product(rows[some], weight, bias), found[some])
+        assert torch.equal(reference.fixed_product(rows[some], weight, bias), found[some])
     heads = torch.randn(2, 24, 65)
-    found = find.reference_fixed_product(rows.view(40, 2, 65), heads)
+    found = reference.fixed_product(rows.view(40, 2, 65), heads)
     torch.testing.assert_close(found, torch.einsum("nhk,hmk->nhm", rows.view(40, 2, 65), heads))
 
 
@@ -149,16 +148,17 @@ def test_a_kernel_that_is_demanded_is_there_or_refused_with_the_reason(monkeypat
         find.demanded("fixed products", find.find_fixed_product(gpu, torch.bfloat16))
     with pytest.raises(ValueError, match="off: float64 is computed by torch; decode in bfloat16, float16 or float32"):
         find.demanded("fixed products", find.find_fixed_product(gpu, torch.float64))
-    assert find.demanded("experts", find.reference_product) is find.reference_product
+    assert find.demanded("experts", reference.product) is reference.product
 
 
-def test_what_was_found_of_each_kernel_can_be_asked(monkeypatch, gpu):
+def test_what_was_found_of_each_kernel_is_noted_for_who_asked(monkeypatch, gpu):
     monkeypatch.setenv(VARIABLE, "0")
-    assert find.find_product(gpu, torch.float32) is None and find.find_sampling(gpu, torch.float64) is None
-    found = find.verdicts()
-    assert (
-        found["experts"] == "off: DRAFTMILL_KERNELS is 0" and found["sampling"] == "off: float64 is computed by torch"
-    )
+    with find.noting() as found:
+        assert find.find_product(gpu, torch.float32) is None
+        with find.noting() as other:
+            assert find.find_product(gpu, torch.float64) is None and find.find_sampling(gpu, torch.float64) is None
+    assert found == {"experts": "off: DRAFTMILL_KERNELS is 0"}
+    assert other == dict.fromkeys(("experts", "sampling"), "off: float64 is computed by torch")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -175,19 +175,24 @@ def test_the_largest_tile_of_any_heads_fits_into_the_shared_memory_of_every_gpu_
 def test_a_kernel_is_tried_once_a_process(monkeypatch):
     tried = []
 
-    def problem(name, *_):
-        tried.append(name)
-        return "is wrong here by up to 1"
+    def wrong(name):
+        def one(*_, **__):
+            tried.append(name)
+            yield torch.zeros(1), torch.ones(1)
 
-    for remembered in (find.attention_problem, find.sampling_problem):
-        monkeypatch.setattr(find, remembered.__name__, lru_cache(remembered.__wrapped__))
-    monkeypatch.setattr(find, "_problem", problem)
+        return one
+
+    for name in ("attention", "sampling"):
+        monkeypatch.setitem(trial.TRIALS, name, wrong(name))
+    trial.problem.cache_clear()
     monkeypatch.setattr(find, "why_no_kernels", lambda device: None)
     device, half = torch.device("cpu"), torch.bfloat16
-    for _ in range(3):
-        for dtype in (torch.float32, half):
-            assert find.find_sampling(device, dtype) is None
-        for heads in (2, 4):
-            assert find.find_attention(device, half, num_heads=heads, key_heads=2, width=8) is None
+    with find.noting() as found:
+        for _ in range(3):
+            for dtype in (torch.float32, half):
+                assert find.find_sampling(device, dtype) is None
+            for heads in (2, 4):
+                assert find.find_attention(device, half, num_heads=heads, key_heads=2, width=8) is None
+    trial.problem.cache_clear()
     assert tried == ["sampling", "attention", "attention"], "once for both dtypes, once for each kind of heads"
-    assert find.verdicts()["sampling"] == "off: is wrong here by up to 1"
+    assert found["sampling"] == "off: is wrong here by up to 1"

@@ -14,7 +14,6 @@ from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys, noise
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.draws.sampling import coupled_draw
 from draftmill.decoders.draws.schedule import LAST_TIME, NOISE_EPS
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
@@ -25,6 +24,7 @@ from tests.decoders.enumeration import decoded, engine_of
 from tests.decoders.references.causal import PlainMasked
 from tests.decoders.references.choosers import enumerate_law
 from tests.decoders.references.masked import ancestral
+from tests.decoders.references.sampling import coupled_draw
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all, texts, toy_requests
 

@@ -16,10 +16,9 @@ import torch
 from draftmill.decoders.base import ModelInfo, Request, RowSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import keys, noise
-from draftmill.decoders.draws.sampling import coupled_draw
+from draftmill.decoders.draws.sampling import Warp
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.kernels import sampling_reference
 from draftmill.decoders.masked import ssd, stepwise
 from draftmill.decoders.masked.canvas import Windows
 from draftmill.decoders.masked.settings import (
@@ -30,6 +29,7 @@ from draftmill.decoders.masked.settings import (
 )
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.enumeration import Law, decoded, law_of, total_variation
+from tests.decoders.references.sampling import coupled_draw
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.regions import Triangle
 
@@ -335,7 +335,7 @@ def test_a_random_order_is_that_of_the_samples_own_numbers():
 
 
 def test_a_nucleus_that_is_not_cut_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampling_reference, "nucleus_draw", lambda law, gumbel, top_p: coupled_draw(law, gumbel))
+    monkeypatch.setattr(Warp, "draw", lambda self, law, gumbel: coupled_draw(law, gumbel))
     with pytest.raises(AssertionError, match="noise of the chosen branch gives another token"):
         law_alone(step(), [-1, 1, 0, -1], vocab_size=3, sampling=Sampling(top_p=0.4))
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from draftmill.decoders.backbones.base import Backbone
 from draftmill.decoders.backbones.rows import Rows, StreamShape
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.sampling import log_law
 from tests.decoders.references.choosers import Rule
+from tests.decoders.references.sampling import log_law
 
 
 class PlainModel:

@@ -22,8 +22,8 @@ from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.blocks.samples import KINDS
 from draftmill.decoders.blocks.settings import BlockSettings, MinSpan, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.sampling import log_law
 from tests.decoders.references.choosers import Rule
+from tests.decoders.references.sampling import log_law
 
 Row = tuple[int, int, int, frozenset[int]]
 """(token, position, column, the other columns that it sees)."""

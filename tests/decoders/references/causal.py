@@ -17,9 +17,9 @@ from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.heads.markov import MarkovHead, distance_index
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.sampling import log_law
 from tests.decoders.references.any_subset import Trail
 from tests.decoders.references.choosers import Rule
+from tests.decoders.references.sampling import log_law
 
 Drafting = Callable[[list[int], Rule, int], tuple[list[Tensor], list[int]]]
 """(all tokens, rule, most drafts) -> (distributions q, drafts)."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys, noise
-from draftmill.decoders.draws.sampling import coupled_draw, inverse_cdf_draw, residual
+from draftmill.decoders.draws.sampling import inverse_cdf_draw, residual
+from tests.decoders.references.sampling import coupled_draw
 
 _NOTHING = 1e-14
 """A smaller probability than this is rounding, not a branch."""

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftmill.decoders.kernels import attention, find
+from draftmill.decoders.kernels import attention
 from draftmill.decoders.kernels.seen import Seen, Tables, Tiling, power_of_two
+from tests.decoders.references import kernels as reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -47,7 +48,7 @@ def lines_of(slots):
 def check(query, layer, seen, **more):
     shares = more.pop("shares", None)
     found = attention.attend(query, layer, seen, scaling=0.3, shares=shares, **more)
-    expected = find.reference_attend(query, layer, seen, scaling=0.3, **more)
+    expected = reference.attend(query, layer, seen, scaling=0.3, **more)
     assert found.dtype == query.dtype and found.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[query.dtype])
     return found
@@ -83,7 +84,7 @@ def test_scores_that_are_capped_and_sinks(cap, has_sinks, dtype, shares):
     )
     sink_H = torch.linspace(-2, 9, 6).to(dtype) if has_sinks else None
     found = check(query, layer, seen, cap=cap, sink_H=sink_H, shares=shares)
-    plain = find.reference_attend(query, layer, seen, scaling=0.3)
+    plain = reference.attend(query, layer, seen, scaling=0.3)
     assert not found[2].any() and ((found - plain).abs().amax((1, 2))[[0, 1, 3, 4]] > 0.02).all()
 
 

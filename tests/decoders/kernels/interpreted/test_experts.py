@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from draftmill.decoders.kernels import experts, find
+from draftmill.decoders.kernels import experts
+from tests.decoders.references import kernels as reference
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-2, torch.bfloat16: 3e-1}
 
@@ -15,7 +16,7 @@ def check(counts, width_in, width_out, dtype=torch.float32):
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     found = experts.triton_product(rows, weights, ends)
     assert found.dtype == dtype
-    torch.testing.assert_close(found, find.reference_product(rows, weights, ends), rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(found, reference.product(rows, weights, ends), rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -35,5 +36,5 @@ def test_no_rows():
 def test_the_rows_of_a_larger_matrix():
     rows, weights = torch.randn(6, 64)[:, 8:40], torch.randn(2, 10, 32)
     ends = torch.tensor([2, 6], dtype=torch.int32)
-    found, expected = (product(rows, weights, ends) for product in (experts.product, find.reference_product))
+    found, expected = (product(rows, weights, ends) for product in (experts.product, reference.product))
     torch.testing.assert_close(found, expected, rtol=0, atol=3e-5)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from draftmill.decoders.kernels import find, layers
+from draftmill.decoders.kernels import layers
+from draftmill.decoders.kernels.trial import problem
+from tests.decoders.references import kernels as reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -14,7 +16,7 @@ def normal(seed, *shape, dtype=torch.float32):
 
 def both(run, dtype):
     """The results of the kernels and of their references are close."""
-    found, expected = run(layers), run(find.REFERENCE_LAYERS)
+    found, expected = run(layers), run(reference.LAYERS)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -70,7 +72,7 @@ def test_no_row_and_one(count):
 
 
 def test_the_trial_of_a_device_passes():
-    find.layers_problem.cache_clear()
+    problem.cache_clear()
     cpu = torch.device("cpu")
     for dtype in TOLERANCE:
-        assert find.layers_problem(cpu, dtype, num_heads=4, key_heads=2, width=20) is None
+        assert problem("layers", cpu, dtype, num_heads=4, key_heads=2, width=20) is None

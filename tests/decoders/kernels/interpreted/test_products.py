@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from draftmill.decoders.kernels import experts, find
+from draftmill.decoders.kernels import experts
 from draftmill.decoders.kernels.products import fixed_product
+from tests.decoders.references import kernels as reference
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-2, torch.bfloat16: 3e-1}
 
@@ -20,7 +21,7 @@ def test_products_are_those_of_the_reference(dtype, shape, has_bias):
     num_rows, width_in, width_out = shape
     rows, weight = normal(0, num_rows, width_in, dtype=dtype), normal(1, width_out, width_in, dtype=dtype)
     bias = normal(2, width_out, dtype=dtype) if has_bias else None
-    found, expected = (product(rows, weight, bias) for product in (fixed_product, find.reference_fixed_product))
+    found, expected = (product(rows, weight, bias) for product in (fixed_product, reference.fixed_product))
     assert found.dtype == dtype and found.shape == (num_rows, width_out)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -66,5 +67,5 @@ def test_a_row_has_the_same_bits_whatever_rows_its_expert_has():
     for row, expert in ((3, 0), (10, 1), (77, 1), (149, 2)):
         ends = torch.tensor([int(expert <= other) for other in range(3)], dtype=torch.int32)
         assert torch.equal(experts.fixed_product(rows[row : row + 1], weights, ends)[0], whole[row])
-    expected = find.reference_product(rows, weights, torch.tensor([10, 110, 150], dtype=torch.int32))
+    expected = reference.product(rows, weights, torch.tensor([10, 110, 150], dtype=torch.int32))
     torch.testing.assert_close(whole, expected, rtol=0, atol=3e-5)

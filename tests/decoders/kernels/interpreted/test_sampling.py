@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.kernels import sampling, sampling_reference
-from draftmill.decoders.kernels.sampling_reference import WANTED, Warp
+from draftmill.decoders.draws.sampling import sample
+from draftmill.decoders.draws.settings import NOTES
+from draftmill.decoders.kernels import sampling
+from tests.decoders.references.sampling import warp_of
 
 MARGIN = 1e-4
 MASK = 2
@@ -27,17 +28,9 @@ MODEL_S, PLAIN, WARPED = 1e-12, 1e-5, 2e-5
 """How far off is allowed: with notes, sums over the model's own distribution are float64; the others are of float32 numbers."""
 
 
-def warp_of(temperatures, top_ps, *, vocab_size, top_k=None, suppressed=()):
-    """The settings of rows of their own."""
-    job, ids = Sampling(top_k=top_k), torch.tensor(suppressed, dtype=torch.int64)
-    own = torch.tensor([temperatures, top_ps, *[[0.0] * len(top_ps)] * 2], dtype=torch.float64)
-    return Warp(job, own, min(top_ps) < 1, ids, torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True))
-
-
 def drawn(rows, vocab_size, *, temperatures=(1.0,), top_ps=(1.0,), spread=3.0, **more):
     """Logits, warp, keys and positions. No row has a near tie; row r takes setting r modulo their number."""
-    each = [[kinds[row % len(kinds)] for row in range(rows)] for kinds in (temperatures, top_ps)]
-    warp = warp_of(*each, vocab_size=vocab_size, **more)
+    warp = warp_of(rows, vocab_size, temperature=temperatures, top_p=top_ps, **more)
     keys = noise.key_words([sample_key(3, f"row {row}") for row in range(rows)])
     positions = torch.arange(rows) * 7919
     for seed in range(20):
@@ -54,12 +47,12 @@ def _ahead(logits, warp, keys, positions):
     return (best[:, 0] - best[:, 1]).min()
 
 
-def both(logits, warp, keys, positions, *, wanted=WANTED, **more):
+def both(logits, warp, keys, positions, *, wanted=NOTES, **more):
     """What the kernel and the reference tell, by name; the reference changes its logits."""
     names, more = ("token", "log_p", *wanted), {"wanted": wanted, "mask_id": MASK, **more}
     return [
-        dict(zip(names, module.sample(logits.clone(), warp, keys, positions, **more).unbind(1), strict=True))
-        for module in (sampling, sampling_reference)
+        dict(zip(names, draw(logits.clone(), warp, keys, positions, **more).unbind(1), strict=True))
+        for draw in (sampling.sample, sample)
     ]
 
 
@@ -156,7 +149,7 @@ def test_a_vocabulary_of_one_token():
 
 
 def settings_of(rows, *, temperature=1.0, top_p=1.0, vocab_size=40, **more):
-    return warp_of([temperature] * rows, [top_p] * rows, vocab_size=vocab_size, **more)
+    return warp_of(rows, vocab_size, temperature=temperature, top_p=top_p, **more)
 
 
 def keys_of(rows):
@@ -198,7 +191,7 @@ EDGES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
 def test_numbers_at_the_edge(name):
     logits, more = EDGES[name]
     asked = logits.repeat(6, 1).float(), settings_of(6, **more), *keys_of(6)
-    for wanted, warped in ((), False), (WANTED, False), (WANTED, True):
+    for wanted, warped in ((), False), (NOTES, False), (NOTES, True):
         found, expected = both(*asked, wanted=wanted, warped=warped)
         assert_equal(found, expected, warped=warped)
         assert all(one.isfinite().all() for one in found.values())
@@ -243,12 +236,9 @@ def test_no_rows_and_what_must_be_given():
     for wanted in ((), ("top1", "margin")):
         found = sampling.sample(logits[:0], warp, keys[:0], positions[:0], wanted=wanted, ahead=1)
         assert found.shape == (2, 2 + len(wanted), 0)
-    for module in (sampling, sampling_reference):
+    for draw in (sampling.sample, sample):
         with pytest.raises(AssertionError, match="scores leave out the mask"):
-            module.sample(logits, warp, keys, positions, wanted=("scores",))
-    for settings, gumbel in ((replace(warp, own_4R=None), None), (warp, lambda step: logits)):
-        with pytest.raises(AssertionError, match="gets each row's settings, and computes its noise"):
-            sampling.sample(logits, settings, keys, positions, gumbel=gumbel)
+            draw(logits, warp, keys, positions, wanted=("scores",))
 
 
 def test_numbers_that_are_not_finite_end_and_stay_in_range():
@@ -256,7 +246,7 @@ def test_numbers_that_are_not_finite_end_and_stay_in_range():
     logits[1] = -torch.inf
     logits[2, 5] = torch.inf
     warp = settings_of(3, temperature=0.5, top_p=0.5, top_k=7, vocab_size=100)
-    for wanted, warped in ((), False), (WANTED, False), (WANTED, True):
+    for wanted, warped in ((), False), (NOTES, False), (NOTES, True):
         found = sampling.sample(logits, warp, *keys_of(3), wanted=wanted, mask_id=0, warped=warped)
         assert ((found[0, 0] >= 0) & (found[0, 0] < 100)).all() and not found[0, 1].isfinite().any()
 
@@ -268,9 +258,9 @@ def test_half_precision_logits_rows_of_a_larger_matrix_and_numbers_in_columns(dt
     columns = torch.stack([positions, positions], 1)
     wide = torch.zeros(4, 512, dtype=dtype)
     wide[:, :300] = logits
-    warp = replace(warp, own_4R=warp.own_4R.T.contiguous().T)
+    warp = replace(warp, settings_4R=warp.settings_4R.T.contiguous().T)
     found = sampling.sample(wide[:, :300], warp, keys.T.contiguous().T, columns[:, 0], wanted=wanted)
-    expected = sampling_reference.sample(wide[:, :300].float(), warp, keys, positions, wanted=wanted)
+    expected = sample(wide[:, :300].float(), warp, keys, positions, wanted=wanted)
     torch.testing.assert_close(found, expected, rtol=MODEL_S, atol=MODEL_S if wanted else PLAIN)
 
 
@@ -280,20 +270,21 @@ def test_equal_numbers_are_cut_as_the_reference_cuts_them(top_k):
     settings = list(product([0.0, 0.1, 1.0, 5.0], [1.0, 0.93, 0.37, 0.003]))
     logits = torch.randint(-3, 2, (16, 21), generator=torch.Generator().manual_seed(7)).float()
     logits[::3] = logits[::3].masked_fill(logits[::3] == 1, -torch.inf)
-    warp = warp_of(*zip(*settings, strict=True), vocab_size=21, top_k=top_k, suppressed=(4,))
+    temperatures, top_ps = zip(*settings, strict=True)
+    warp = warp_of(16, 21, temperature=temperatures, top_p=top_ps, top_k=top_k or 0, suppressed=(4,))
     assert_equal(*both(logits, warp, *keys_of(16), wanted=()))
 
 
 def test_a_row_has_the_same_bits_beside_any_others():
     """In a vocabulary of several parts, of which a row is read by one program or by several."""
     logits, _, keys, positions = drawn(3, 8193)
-    own = torch.tensor([[1.0, 0.7, 0.0], [1.0, 0.8, 0.5], [0.0] * 3, [0.0] * 3], dtype=torch.float64)
-    for top_k in (None, 400):
-        warp = replace(settings_of(3, vocab_size=8193, top_k=top_k), own_4R=own, cuts=True)
+    temperatures, top_ps = (1.0, 0.7, 0.0), (1.0, 0.8, 0.5)
+    for top_k in (0, 400):
+        warp = warp_of(3, 8193, temperature=temperatures, top_p=top_ps, top_k=top_k)
         whole = sampling.sample(logits, warp, keys, positions)
         for row in range(3):
             one = slice(row, row + 1)
-            part = replace(warp, own_4R=own[:, one], cuts=bool(own[1, row] < 1))
+            part = warp_of(1, 8193, temperature=temperatures[row], top_p=top_ps[row], top_k=top_k)
             alone = sampling.sample(logits[one], part, keys[one], positions[one])
             assert torch.equal(alone, whole[:, :, one])
 
@@ -309,7 +300,7 @@ PASSES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize(("wanted", "warped", "more"), [((), False, 0), (("entropy",), False, 1), (WANTED, True, 3)])
+@pytest.mark.parametrize(("wanted", "warped", "more"), [((), False, 0), (("entropy",), False, 1), (NOTES, True, 3)])
 def test_a_row_is_read_a_few_times(monkeypatch, name, wanted, warped, more):
     """Numbers of the logits that are loaded, over rows, draws and tokens; each draw may load three of them once more."""
     passes, case = PASSES[name]

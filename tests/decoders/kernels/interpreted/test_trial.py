@@ -6,8 +6,9 @@ import subprocess
 import pytest
 import torch
 
-from draftmill.decoders.kernels import attention, experts, find, products, sampling
+from draftmill.decoders.kernels import attention, experts, products, sampling
 from draftmill.decoders.kernels.seen import Tiling
+from draftmill.decoders.kernels.trial import TRIALS, problem
 
 CPU = torch.device("cpu")
 
@@ -15,33 +16,27 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """The trials remember what they found."""
-    for tried in (
-        find.attention_problem,
-        find.experts_problem,
-        find.fixed_product_problem,
-        find.sampling_problem,
-    ):
-        tried.cache_clear()
+    problem.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_work_in_the_interpreter(dtype):
     heads = {"num_heads": 3, "key_heads": 1, "width": 20}
-    assert find.attention_problem(CPU, dtype, **heads, relative=dtype == torch.float32) is None
-    assert find.attention_problem(CPU, dtype, **heads, plain=False) is None
-    assert find.experts_problem(CPU, dtype) is None and find.experts_problem(CPU, dtype, fixed=True) is None
-    assert find.fixed_product_problem(CPU, dtype) is None
+    assert problem("attention", CPU, dtype, **heads, relative=dtype == torch.float32) is None
+    assert problem("attention", CPU, dtype, **heads, plain=False) is None
+    assert all(problem("experts", CPU, dtype, fixed=fixed) is None for fixed in (False, True))
+    assert problem("fixed products", CPU, dtype) is None
 
 
 def test_sampling_works_in_the_interpreter():
-    assert find.sampling_problem(CPU) is None
+    assert problem("sampling", CPU, torch.float32) is None
 
 
 def test_a_wrong_kernel_is_found(monkeypatch, caplog):
     plain = experts.product
     monkeypatch.setattr(experts, "product", lambda *args: plain(*args) * 1.01)
     with caplog.at_level(logging.WARNING):
-        assert str(find.experts_problem(CPU, torch.float32)).startswith("is wrong here by up to")
+        assert str(problem("experts", CPU, torch.float32, fixed=False)).startswith("is wrong here by up to")
     assert "the kernel for experts is wrong here by up to" in caplog.text
 
 
@@ -53,7 +48,7 @@ def test_a_product_whose_bits_depend_on_the_number_of_rows_is_found(monkeypatch,
 
     monkeypatch.setattr(products, "fixed_product", rounded)
     with caplog.at_level(logging.WARNING):
-        assert find.fixed_product_problem(CPU, torch.float32) == "is wrong here by up to 1"
+        assert problem("fixed products", CPU, torch.float32) == "is wrong here by up to 1"
 
 
 def test_wrong_tokens_are_found(monkeypatch):
@@ -63,7 +58,7 @@ def test_wrong_tokens_are_found(monkeypatch):
         return plain(logits, warp, keys, positions + 1, **more)
 
     monkeypatch.setattr(sampling, "sample", wrong)
-    assert find.sampling_problem(CPU) is not None
+    assert problem("sampling", CPU, torch.float32) is not None
 
 
 # `make soak` has all of them.
@@ -85,13 +80,13 @@ def test_a_wrong_number_is_found_whatever_is_asked(monkeypatch, caplog, row, ask
 
     monkeypatch.setattr(sampling, "sample", wrong)
     with caplog.at_level(logging.WARNING):
-        assert find.sampling_problem(CPU) is not None
+        assert problem("sampling", CPU, torch.float32) is not None
     assert "the kernel for sampling is wrong here by up to" in caplog.text
 
 
 def test_numbers_that_are_not_finite_are_found(monkeypatch):
     monkeypatch.setattr(attention, "attend", lambda query, *_, **__: torch.full_like(query, torch.nan))
-    assert find.attention_problem(CPU, torch.float16, num_heads=2, key_heads=2, width=16) is not None
+    assert problem("attention", CPU, torch.float16, num_heads=2, key_heads=2, width=16) is not None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +106,7 @@ def test_a_kernel_that_fails_in_any_way_is_not_used(monkeypatch, caplog, error):
 
     monkeypatch.setattr(attention, "attend", failing)
     with caplog.at_level(logging.WARNING):
-        reason = find.attention_problem(CPU, torch.float32, num_heads=2, key_heads=2, width=16)
+        reason = problem("attention", CPU, torch.float32, num_heads=2, key_heads=2, width=16)
     first = str(error).splitlines()[0]
     assert reason == f"fails here: {type(error).__name__}: {first}"
     assert f"the kernel for attention {reason}; torch's own operations run instead" in caplog.text
@@ -122,13 +117,14 @@ def test_a_device_that_is_lost_ends_the_worker(monkeypatch):
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: (_ for _ in ()).throw(lost))
 
-    def failing():
+    def failing(*_):
         raise ValueError("a kernel")
 
+    monkeypatch.setitem(TRIALS, "sampling", failing)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        find._problem("attention", torch.device("cuda"), failing)
+        problem("sampling", torch.device("cuda"), torch.float32)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert find._problem("attention", torch.device("cuda"), failing) == "fails here: ValueError: a kernel"
+    assert problem("sampling", torch.device("cuda"), torch.float32) == "fails here: ValueError: a kernel"
 
 
 def test_the_trial_has_the_largest_tile(monkeypatch):
@@ -140,5 +136,5 @@ def test_the_trial_has_the_largest_tile(monkeypatch):
         return plain(query, layer, seen, **more)
 
     monkeypatch.setattr(attention, "attend", noted)
-    assert find.attention_problem(CPU, torch.float32, num_heads=4, key_heads=2, width=128) is None
+    assert problem("attention", CPU, torch.float32, num_heads=4, key_heads=2, width=128) is None
     assert set(lines) == set(Tiling.of(CPU, torch.float32, group=2, width=128).sizes) == {16, 32}
