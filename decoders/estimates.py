@@ -1,7 +1,7 @@
 """Texts that are scored under masked diffusion by a mean over random masks; each mask is a canvas.
 
 A text is a sample whose canvases each need one forward and keep nothing. So a text offers as many as it has left, and runs those
-that fit; the engine (engine/engine.py, `ScoreEngine`) puts the canvases of several texts into one forward.
+that fit; the engine (score_engine.py) puts the canvases of several texts into one forward.
 
     text          tokens that are scored       canvases                     a forward
     A             * * * *                      A0 A1 A2 .. A127             A126 A127 B0 B1

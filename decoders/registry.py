@@ -15,8 +15,9 @@ from draftmill.decoders.backbones.packed import can_pack, fix_products, pack_pro
 from draftmill.decoders.base import CachedDecoder
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.engine import Engine, ScoreEngine
+from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.score_engine import ScoreEngine
 from draftmill.decoders.settings import check_model
 
 

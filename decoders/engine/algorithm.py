@@ -38,7 +38,7 @@ class Algorithm:
     (p/q)^temper), by default if the sampling settings say so. `keeps_laws`: its drafts have a distribution, which the rejection
     rule reads, kept in `banks` of a window each; `names_laws`: the decoder names it. `knows_logprob`: the log-probabilities of
     its tokens add up to that of the text. With `scores` the samples have tokens to score where others have holes; `estimates`: by
-    several canvases each (engine.py, `ScoreEngine`).
+    several canvases each (score_engine.py).
 
     `auto` chooses the number of drafts by time (auto.py); None if it is fixed. `probe` makes the generator of a probe
     (Request.probe); None if the decoder answers none. With a `guidance` w the logits of a row are u + (w + 1) (c - u), its own c

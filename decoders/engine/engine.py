@@ -24,7 +24,7 @@ from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Offer, Roll, SampleFrom
+from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, put, steps
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
@@ -37,7 +37,6 @@ from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding
 from draftmill.decoders.engine.scheduler import DEVICE_ROWS, GATHERED_ROWS, Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
-from draftmill.decoders.estimates import Text
 
 
 class Engine:
@@ -480,85 +479,3 @@ class Engine:
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
         return outcome
-
-
-# ---- estimated scores ------------------------------------------------------------------------------------------------
-
-
-class ScoreEngine(Engine):
-    """Runs estimated scores (decoders/estimates.py): texts whose canvases each need one forward and keep nothing of it.
-
-    Each forward takes the next canvases in the order in which their texts came, as many as fit: no text waits for another. Every
-    canvas has a slot of the cache for the time of a forward. Another text enters while the next forward has room for its
-    canvases. An evaluation is a canvas: a text with three of them in a forward is charged three times.
-    """
-
-    def __init__(self, setup: Setup, algorithm: Algorithm) -> None:
-        super().__init__(setup, algorithm)
-        self._counts = dict[int, int]()  # how many canvases each slot's text runs in this step
-        self._memory_bound: int | None = None  # how many canvases may run at once since memory ran out
-
-    @property
-    def texts(self) -> list[Text]:
-        """The texts inside, in the order in which they came."""
-        texts = [sample for sample in self.samples if isinstance(sample, Text)]
-        return sorted(texts, key=lambda text: text.times.admitted_s)
-
-    def room(self, length: int) -> int:
-        """One more text while the next forward has room for its canvases."""
-        if not self.active:
-            return 1
-        pending = sum(text.left for text in self.texts)
-        return int(pending < self._most_canvases(length) and self.active < self.max_rows)
-
-    def _most_canvases(self, length: int) -> int:
-        """How many canvases may run at once beside one of this length; at least one."""
-        most = max(self._capacity.most_rows(self._capacity.columns(self._longest_with(length))), 1)
-        return most if self._memory_bound is None else min(most, self._memory_bound)
-
-    def _turn(self) -> Turn:
-        """The texts that run some of their canvases now."""
-        left, taking = self._most_canvases(1), list[Sample]()
-        self._shape = self._shape._replace(possible=left)
-        for text in self.texts:
-            assert text.decoding is not None, "a text in a slot has a generator"
-            offer = text.ask or next(text.decoding)
-            assert isinstance(offer, Offer), "a text offers its canvases before each forward"
-            text.ask, count = offer, min(offer.most, left)
-            if count:
-                text.ask, left = text.decoding.send(count), left - count
-                self._counts[text.slot] = count
-                taking.append(text)
-        return Turn(taking)
-
-    def _evaluate(self, turn: Turn) -> list[Sample]:
-        """Run the canvases; where they do not fit into memory none is run, and from here on no more than half as many are."""
-        num_canvases = sum(self._counts[text.slot] for text in turn.samples)
-        try:
-            possible = self._shape.possible
-            self._make_room(num_canvases, 1)
-            self._shape = self._shape._replace(possible=possible)
-            return super()._evaluate(turn)
-        except (MemoryError, torch.OutOfMemoryError):
-            if num_canvases == 1:
-                raise
-            self._memory_bound = num_canvases // 2
-            return self._resume(turn.samples, [None] * len(turn.samples))  # type: ignore[list-item]
-
-    def _count(self, samples: list[Sample], started: Started, laps: list[float]) -> None:
-        """Charge each text for its canvases."""
-        batch, stats = started.batch, self.stats
-        count_B = np.array([self._counts[text.slot] for text in samples])
-        active, seconds = int(count_B.sum()), sum(laps)
-        for text, count in zip(samples, count_B.tolist(), strict=True):
-            if not text.nfe:
-                text.first_s += laps[0]
-            text.nfe += count
-            text.device_s += count * seconds / active
-            text.batch_rows += count * active
-            text.used_rows += count * batch.num_rows
-            text.computed_rows += count * started.computed
-        stats.active_slot_steps += active
-        stats.useful_rows += batch.num_rows
-        stats.computed_rows += started.computed
-        stats.forward_s += seconds
