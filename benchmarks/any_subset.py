@@ -14,7 +14,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 import draftmill.decoders.builtin
 from benchmarks.public_loop import LoopResult, PublicLoop
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
-from draftmill.decoders.backbones.base import Backbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.decoders.backbones.load import load_backbone, pick_device
@@ -56,7 +55,7 @@ VARIANTS: dict[str, tuple[Settings, bool]] = {
 class Loaded:
     """A model ready to decode."""
 
-    backbone: Backbone
+    backbone: Model
     info: ModelInfo
     heads: DraftHeads | None
 
@@ -81,7 +80,7 @@ class Measured:
 
 def load(folder: Path, device: str) -> Loaded:
     """Load a checkpoint and its draft head."""
-    backbone = cast(Backbone, load_backbone(folder, device=device))
+    backbone = load_backbone(folder, device=device)
     return Loaded(backbone, inspect_model(folder), find_heads(AssdSettings(kind="assd"), folder, backbone))
 
 

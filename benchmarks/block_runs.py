@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.any_subset import drain
 from benchmarks.causal_runs import Totals
-from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
@@ -91,7 +91,7 @@ def decoders_of(size: int, taus: Sequence[float]) -> dict[str, DecoderChoice]:
 class Loaded:
     """A model ready to decode."""
 
-    backbone: TokenBackbone
+    backbone: Model
     info: ModelInfo
 
 
@@ -113,7 +113,7 @@ def load(folder: Path, device: str, *, decoder: str) -> Loaded:
     info = inspect_model(folder)
     if DECODERS[decoder].runs_on != info.kind:
         raise SystemExit(f"{folder} is of family {info.family!r}, which decoder {decoder!r} does not support")
-    return Loaded(cast(TokenBackbone, load_backbone(folder, device=device)), info)
+    return Loaded(load_backbone(folder, device=device), info)
 
 
 def measure(

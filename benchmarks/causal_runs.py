@@ -8,13 +8,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.any_subset import drain
-from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.backbones.heads.published import load_speculator
 from draftmill.decoders.backbones.load import load_backbone
@@ -62,11 +61,11 @@ VARIANTS: dict[str, DecoderChoice] = {
 class Models:
     """A target, its drafter and its draft head, ready to decode."""
 
-    target: TokenBackbone
+    target: Model
     info: ModelInfo
-    drafter: TokenBackbone
+    drafter: Model
     drafter_info: ModelInfo
-    head: TokenBackbone | None = None
+    head: Model | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +130,11 @@ class Plan:
         return requests[: max(4, min(len(requests), 3 * rows))]
 
 
-def load(folder: Path, device: str) -> TokenBackbone:
+def load(folder: Path, device: str) -> Model:
     """Load a causal checkpoint."""
     if inspect_model(folder).kind != "causal":
         raise SystemExit(f"{folder} is no causal model")
-    return cast(TokenBackbone, load_backbone(folder, device=device))
+    return load_backbone(folder, device=device)
 
 
 def load_models(target: Path, drafter: Path, device: str, head: Path | None = None) -> Models:

@@ -27,7 +27,7 @@ from benchmarks.any_subset import drain
 from benchmarks.causal import equal_share, header, row
 from benchmarks.causal_runs import Plan, Totals, held_out_prompts
 from benchmarks.public_masked import PublicMasked
-from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, ModelInfo, Request
@@ -62,7 +62,7 @@ DECODERS: dict[str, tuple[DecoderChoice, str]] = {
 class Loaded:
     """A model ready to decode."""
 
-    backbone: TokenBackbone
+    backbone: Model
     info: ModelInfo
     folder: Path
 
@@ -84,7 +84,7 @@ class Measured(Totals):
 
 def load(folder: Path, device: str) -> Loaded:
     """Load a checkpoint."""
-    return Loaded(cast(TokenBackbone, load_backbone(folder, device=device)), inspect_model(folder), folder)
+    return Loaded(load_backbone(folder, device=device), inspect_model(folder), folder)
 
 
 def measure(

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.any_subset import drain
-from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
@@ -81,9 +81,9 @@ class Engines:
     # ---- ours ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def backbone(self) -> TokenBackbone:
+    def backbone(self) -> Model:
         """The model as our workers load it."""
-        return cast(TokenBackbone, load_backbone(self.folder, device="cpu"))
+        return load_backbone(self.folder, device="cpu")
 
     def _ours(self, settings: DecoderChoice) -> Engine:
         def run(rows: int) -> Texts:

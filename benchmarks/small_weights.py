@@ -14,7 +14,6 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from benchmarks.real_engines import Engines, Measured, measure
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.loop.device_facts import small_weights
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
@@ -56,7 +54,7 @@ def pages(folder: Path) -> Tensor:
 
 def look(engines: Engines, page_PL: Tensor, dtype: str, kind: str) -> Scored:
     """Load one form and measure it."""
-    backbone = cast(TokenBackbone, load_backbone(engines.folder, dtype=dtype, device="cpu", small=kind))
+    backbone = load_backbone(engines.folder, dtype=dtype, device="cpu", small=kind)
     count, length = page_PL.shape
     backbone.allocate(count, length)
     rows = causal_rows(range(count), [length] * count, [0] * count, page_PL.flatten())

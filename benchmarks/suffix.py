@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -103,7 +102,7 @@ def table(
     print(
         "| decoder | NFE/token | look-ups/token | drafts/token | acceptance | same texts |\n|---|---|---|---|---|---|"
     )
-    model, expected = cast(Model, load_backbone(folder, device="cpu")), dict[int, list[int]]()
+    model, expected = load_backbone(folder, device="cpu"), dict[int, list[int]]()
     for name, settings in kinds.items():
         outcomes = outcomes_of(model, folder, settings, requests, temperature, rows)
         texts = {outcome.index: outcome.tokens.tolist() for outcome in outcomes}

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.heads.markov import MarkovHead, distance_index
 from draftmill.decoders.backbones.load import load_backbone
@@ -32,7 +31,7 @@ from draftmill.decoders.draws.schedule import noise_of_share
 class Frozen:
     """A model, what is known of it, and its output layer in float32: logits are hidden_ND @ output_DV + bias_V."""
 
-    model: TokenBackbone
+    model: Model
     info: ModelInfo
     output_DV: Tensor
     bias_V: Tensor
@@ -74,7 +73,7 @@ def load_pair(target: Path, drafter: Path, dtype: str = "float32") -> Pair:
 
 
 def _load(folder: Path, info: ModelInfo, dtype: str) -> Frozen:
-    model = cast(TokenBackbone, load_backbone(folder, dtype=dtype))
+    model = load_backbone(folder, dtype=dtype)
     # Recover the output layer from its outputs, since each backbone stores its weights differently.
     bias_1V = model.logits(torch.zeros(1, model.width, dtype=model.dtype, device=model.device)).float()
     output_DV = model.logits(torch.eye(model.width, dtype=model.dtype, device=model.device)).float() - bias_1V
@@ -137,7 +136,7 @@ def read_rows(pair: Pair, ids_BL: NDArray[np.int64], num_masks_B: NDArray[np.int
     )
 
 
-def _forward(model: TokenBackbone, ids_BL: Tensor, *, causal: bool, sigma_B: Tensor | None = None) -> Tensor:
+def _forward(model: Model, ids_BL: Tensor, *, causal: bool, sigma_B: Tensor | None = None) -> Tensor:
     count, length = ids_BL.shape
     model.allocate(count, length)
     column_N = torch.arange(length, device=ids_BL.device).repeat(count)

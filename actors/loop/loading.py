@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
@@ -26,7 +26,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import S3Options
 
 if TYPE_CHECKING:
-    from draftmill.decoders.backbones.base import Model, TokenBackbone
+    from draftmill.decoders.backbones.base import Model
     from draftmill.decoders.backbones.heads.markov import DraftHeads
 
 
@@ -110,7 +110,7 @@ class Networks:
 
     backbone: Model
     heads: DraftHeads | None
-    drafter: TokenBackbone | None
+    drafter: Model | None
     drafter_info: ModelInfo | None = None
 
     @property
@@ -146,7 +146,7 @@ def load_networks(
     # check_drafter has checked that this model's rows are all tokens.
     device = str(backbone.device)
     load_drafter = partial(load_backbone, drafter_folder, dtype=place.dtype, device=device, exact=place.exact)
-    drafter = model_cache.take("drafter", keys, lambda: cast("TokenBackbone", load_drafter()))
+    drafter = model_cache.take("drafter", keys, load_drafter)
     heads = model_cache.take("heads", keys, lambda: find_heads(decoder, drafter_folder, drafter))
     return Networks(backbone, heads, drafter, inspect_model(drafter_folder))
 

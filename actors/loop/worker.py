@@ -220,7 +220,8 @@ def build_parts(
     networks = load_networks(folder, place, job.decoder, job.s3, model_cache=model_cache)
     on_gpu = networks.backbone.device.type != "cpu"
     most = most_canvases(job.task, job.decoder, job.unit_rows)
-    max_rows = job.max_rows or auto_rows(most, gpu_rows=rows_of_launches(networks.backbone) if on_gpu else None)
+    gpu_rows = rows_of_launches(networks.backbone.num_weights) if on_gpu else None
+    max_rows = job.max_rows or auto_rows(most, gpu_rows=gpu_rows)
     stops = stops_of(job.task, job.sampling, folder, tokenizer, info)
     decoder = build(
         networks,

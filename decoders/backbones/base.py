@@ -1,4 +1,4 @@
-"""The Backbone interfaces: what a decoder's engine asks of a model.
+"""What a decoder's engine asks of a model.
 
 A backbone turns rows into hidden states against a cache of slots. It knows nothing of drafts, acceptance or samples. There are
 two kinds: two-stream models (any-subset) have content rows and query rows; in all other models every row is a token.
@@ -6,16 +6,20 @@ two kinds: two-stream models (any-subset) have content rows and query rows; in a
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.rows import Rows, TokenRows
+from draftmill.decoders.kernels.seen import Tiling
 
 
-class Model(Protocol):
-    """Base of both kinds of backbone. All tensors live on `device`; hidden states have `dtype`, logits float32 or better."""
+class Model(ABC):
+    """All tensors live on `device`; hidden states have `dtype`, logits float32 or better.
+
+    What has a default is for models with more than a table: those on slots (cache.py), kernels and graphs override it.
+    """
 
     vocab_size: int
     width: int
@@ -27,38 +31,83 @@ class Model(Protocol):
     """Whether a row has the same bits in any batch, according to the self-test at start."""
     num_rows_computed: int
     """Token rows that the last forward computed, padding included."""
+    captures: bool = False
+    """Whether its forwards can be captured as CUDA graphs."""
+    tiling: Tiling
+    """The tiles of that kernel, where `reads_rows`."""
+    num_weights: int = 0
+    """Weights that each row is multiplied by: 2 FLOPs each."""
+    has_sums: ClassVar[bool] = False
+    sums_N: Tensor | None = None
+    """With `has_sums`: a float64 sum over each row's state in the last forward, not finite if any number of it is not."""
 
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a kernel reads flat rows: then a slot with many rows costs the others nothing."""
+        return False
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one column of one slot in the cache."""
+        return 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Approximate bytes of a token row's activations in a forward."""
+        return 0
+
+    @property
+    def column_multiple(self) -> int:
+        """The multiple to which it rounds columns up."""
+        return 1
+
+    @abstractmethod
     def allocate(self, num_slots: int, num_columns: int) -> None:
         """Make room for at least this many slots and columns; the cache keeps its content, even if memory runs out."""
 
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """Resize to exactly this many slots and columns; content within them stays."""
+        self.allocate(num_slots, num_columns)
+
+    def reserve(self, num_cells: int) -> None:  # noqa: B027 - a default
+        """Take the memory for this many columns of all slots together, where a cache is one pool."""
+
+    def stays(self, num_slots: int, num_columns: int) -> bool:
+        """Whether a resize to this leaves all that a captured forward reads as it is."""
+        return False
+
+    @abstractmethod
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source` onto slot `target`; not its order."""
 
-    def forward(self, rows: Any) -> Tensor:
-        """Run one forward; the kind of backbone defines the type of `rows` and which hidden states are returned."""
+    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
+        """Copy columns of slots onto others of the same slots; none is both read and written. Models whose rows are tokens."""
+        raise NotImplementedError
 
+    def clear_slot(self, slot: int) -> None:  # noqa: B027 - a default
+        """Put zeros into a slot that holds NaN or infinity."""
+
+    def set_order(self, slot: int, order_L: Tensor) -> None:
+        """Set the positions of a slot's columns, int64 [L]; forgets what the slot held. Two-stream models."""
+        raise NotImplementedError
+
+    # ---- a forward -----------------------------------------------------------------------------------------------
+
+    def tap(self, reader: Any) -> None:
+        """Give a draft head the states after some layers, from the next forward on; None gives them to nobody."""
+        assert reader is None, "this model has no layers for a draft head to read"
+
+    @abstractmethod
+    def forward(self, rows: Any) -> Tensor:
+        """Write the rows into the cache and return hidden states: of all rows, [N, D], for TokenRows; of the query rows, [Q, D],
+        for the Rows of two streams."""
+
+    @abstractmethod
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return the raw logits of hidden states, [R, V]; nothing is suppressed yet."""
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return the input embeddings of tokens, [R, D]; draft heads read them."""
-
-
-class Backbone(Model, Protocol):
-    """A two-stream model over a slot cache whose columns are ranks."""
-
-    def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Set the positions of a slot's columns, int64 [L]; forgets what the slot held."""
-
-    def forward(self, rows: Rows) -> Tensor:
-        """Write the content rows into the cache and return the hidden states of the query rows, [Q, D]."""
-
-
-class TokenBackbone(Model, Protocol):
-    """A model over a slot cache whose rows are all tokens: causal, masked and block diffusion models."""
-
-    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy what a column of a slot holds onto another of its columns, for R of them; none is both read and written."""
-
-    def forward(self, rows: TokenRows) -> Tensor:
-        """Write every row into the cache and return the hidden states of all rows, [N, D]."""
+        raise NotImplementedError

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from draftmill.decoders.backbones.base import Model
+
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.invariance import ShapeRules
     from draftmill.decoders.kernels.find import Attend
@@ -257,49 +259,55 @@ class SlotCache:
         return near[0].index_select(0, slots), near[1].index_select(0, slots)
 
 
-class OnSlots:
-    """What every backbone does with its `cache`, whose columns are a multiple of what its `rules` say."""
+class OnSlots(Model):
+    """A model with a slot `cache`, whose columns are a multiple of what its `rules` say."""
 
     cache: SlotCache
     rules: ShapeRules
     _attend: Attend | None
+    has_sums = True
 
     @property
     def reads_rows(self) -> bool:
-        """Whether attention reads flat rows by a kernel: a slot with many rows costs the others nothing."""
+        """See Model."""
         return self._attend is not None
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of one column of one slot in the cache."""
+        """See Model."""
         return self.cache.cell_bytes
 
+    @property
+    def column_multiple(self) -> int:
+        """See Model."""
+        return self.rules.column_multiple
+
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room for at least this many slots and columns; the cache keeps its content, even if memory runs out."""
+        """See Model."""
         self.resize(max(num_slots, self.cache.num_slots), max(num_columns, self.cache.num_columns))
 
     def resize(self, num_slots: int, num_columns: int) -> None:
-        """Resize to exactly this many slots and columns; content within them stays."""
-        self.cache.resize(num_slots, rounded(num_columns, self.rules.column_multiple))
+        """See Model."""
+        self.cache.resize(num_slots, rounded(num_columns, self.column_multiple))
 
     def reserve(self, num_cells: int) -> None:
-        """Take the memory for so many columns of all slots together, where a cache is one pool."""
+        """See Model."""
         self.cache.reserve(num_cells)
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
-        """Whether a resize to this leaves all that a captured forward reads as it is."""
-        return self.cache.stays(num_slots, rounded(num_columns, self.rules.column_multiple))
+        """See Model."""
+        return self.cache.stays(num_slots, rounded(num_columns, self.column_multiple))
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source` onto slot `target`."""
+        """See Model."""
         self.cache.copy_prefix(source, target, num_columns)
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy columns of slots onto others of the same slots; none is both read and written."""
+        """See Model."""
         self.cache.copy_columns(slots_R, from_R, to_R)
 
     def clear_slot(self, slot: int) -> None:
-        """Put zeros into a slot that holds NaN or infinity."""
+        """See Model."""
         self.cache.clear_slot(slot)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones import gpus
-from draftmill.decoders.backbones.base import Backbone, TokenBackbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.checkpoint import (
     bos_id,
     check_counts,
@@ -90,7 +90,7 @@ def load_backbone(
     share: Share | None = None,
     exact: bool = False,
     small: str = "auto",
-) -> Backbone | TokenBackbone:
+) -> Model:
     """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py). All processes of a
     split model load it at the same time. With `exact` a row has the same bits in any batch, or the model is refused. `small` is
     `model.weights` (small_weights.py). Raises ValueError as `inspect_model` does, and what `check_masking` raises."""
@@ -128,13 +128,13 @@ def load_backbone(
             f"model.exact: true, but in {str(torch_dtype).removeprefix('torch.')} on this CPU the batch changes last bits; use "
             "model.dtype: float32, if it is another one, or leave it out"
         )
-    model: Backbone | TokenBackbone = backbone
+    model: Model = backbone
     return model
 
 
 def _load_module(
     family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str, *, exact: bool, small: str
-) -> TokenBackbone:
+) -> Model:
     from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
     from draftmill.decoders.backbones.ddit import DDiTBackbone
     from draftmill.decoders.backbones.network import RotaryBackbone
@@ -161,7 +161,7 @@ def _load_module(
 
 def _load_split(
     family: Family, config: Mapping[str, Any], folder: Path, share: Share, dtype: torch.dtype, device: str
-) -> TokenBackbone:
+) -> Model:
     from draftmill.decoders.backbones.self_test import check_masking
     from draftmill.decoders.backbones.split import SplitBackbone, share_of_weight
 

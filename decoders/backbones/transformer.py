@@ -9,7 +9,7 @@ Legend: N rows of all slots, P the same with padding.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ from draftmill.decoders.kernels.find import Attend, demanded, find_attention, fi
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
-class ModuleBackbone(OnSlots, ABC):
+class ModuleBackbone(OnSlots):
     """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. With
     `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't."""
 
@@ -136,8 +136,7 @@ class ModuleBackbone(OnSlots, ABC):
             device=self.device,
             pooled=self._attend is not None,
         )
-        self.sums_N: Tensor | None = None
-        """The sum of each row's hidden states in the last forward, float64: not finite if any of them is not."""
+        self.sums_N = None
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source` onto slot `target`."""
@@ -161,7 +160,7 @@ class ModuleBackbone(OnSlots, ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Approximate bytes of a token row during a forward: states, heads, and the widest product with its gate."""
+        """See Model: states, heads, and the widest product with its gate."""
         return (8 * self.width + 3 * self._inner) * self.dtype.itemsize
 
     # ---- the forward ---------------------------------------------------------------------------------------------

@@ -187,7 +187,6 @@ class XLNetBackbone(OnSlots):
         self._inner = shape.d_inner
         heads_width = self.num_heads * self.head_width
         self.num_weights = self.num_layers * self.width * (4 * heads_width + 2 * shape.d_inner)
-        """Numbers that a row is multiplied with in a forward."""
         is_fixed = exact and self.device.type != "cpu"
         heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
         self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)
@@ -197,7 +196,6 @@ class XLNetBackbone(OnSlots):
             self._attend = demanded("attention", self._attend)
         self.tiling = Tiling.of(self.device, dtype, group=1, width=self.head_width, relative=True, fixed=is_fixed)
         self.captures = self._attend is not None
-        """Whether a forward asks nothing of the device: then it can be captured as a graph."""
         self.relative: list[Tensor] = []
         self.forget()
 
@@ -242,8 +240,7 @@ class XLNetBackbone(OnSlots):
             device=self.device,
             pooled=self._attend is not None,
         )
-        self.sums_N: Tensor | None = None
-        """A sum over each content row and query row of the last forward, float64: not finite if any of its states is not."""
+        self.sums_N = None  # of content rows, then of query rows
 
     @property
     def order_SW(self) -> Tensor:  # noqa: N802
@@ -252,12 +249,12 @@ class XLNetBackbone(OnSlots):
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
         """See OnSlots. How many distances a forward looks at depends on the number of columns."""
-        num_columns = rounded(num_columns, self.rules.column_multiple)
+        num_columns = rounded(num_columns, self.column_multiple)
         return num_columns == self.cache.num_columns and super().stays(num_slots, num_columns)
 
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Resize to exactly this many slots and columns; content within them stays. The table of distances only grows."""
-        num_columns = rounded(num_columns, self.rules.column_multiple)
+        num_columns = rounded(num_columns, self.column_multiple)
         relative = self.relative
         if num_columns > self._num_distances:
             relative = [self._relative_keys(layer, num_columns) for layer in self.layers]
@@ -270,7 +267,7 @@ class XLNetBackbone(OnSlots):
 
     @property
     def row_bytes(self) -> int:
-        """Approximate bytes of a token row during a forward: states, heads and the inner layer."""
+        """See Model: states, heads and the inner layer."""
         return (8 * self.width + 2 * self._inner) * self.dtype.itemsize
 
     def _relative_keys(self, layer: _Layer, num_positions: int) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from draftmill.decoders.base import HOLE, Outcome, TraceStep
 from draftmill.decoders.engine.asks import Ask
-from draftmill.decoders.engine.ends import LENGTH, Stops, ending
+from draftmill.decoders.engine.ends import LENGTH, ending
 from draftmill.decoders.engine.samples import Sample
 
 PREFILL, DRAFTED, VERIFY, COMMIT = range(4)
@@ -79,7 +79,7 @@ class BlockSample(Sample):
         """End an iteration: write what it reveals, in this order, up to the end of the completion (if it looks for stops)."""
         if self.may_clash and len(news) > 1:
             news = [news[index] for index in self.fitting([(new.position, new.token) for new in news])]
-        if stops and self.may_stop:
+        if stops and self.stops.any:
             news = news[: self.until_end(news)]
         new = 0
         for position, token, log_p in news:
@@ -114,11 +114,6 @@ class BlockSample(Sample):
             self.trace.append(TraceStep(len(self.trace), self.nfe, list(proposed), tokens, positions))
 
     @property
-    def may_stop(self) -> bool:
-        """Whether an end token or a stop string can end the completion early."""
-        return bool(self.stop_ids) or self.stop_text is not None
-
-    @property
     def is_complete(self) -> bool:
         """Whether a completion that is not edited has ended."""
         return self.end != LENGTH or self.decided >= self.length
@@ -126,8 +121,7 @@ class BlockSample(Sample):
     def until_end(self, news: Sequence[Revealed]) -> int:
         """How many of these are revealed until the completion ends; notes the end if it does."""
         pairs = [(position - self.prompt, token) for position, token, _ in news]
-        stops = Stops(tuple(self.stop_ids), self.stop_text)
-        end_at = ending(self.tokens[self.prompt :], pairs, stops)
+        end_at = ending(self.tokens[self.prompt :], pairs, self.stops)
         if end_at is None or self.prompt + end_at[1] > self.length:
             return len(news)
         count, kept, self.end = end_at
@@ -136,7 +130,7 @@ class BlockSample(Sample):
 
     def end_edited(self, start: int, end: int) -> None:
         """Look for an end in a finished block, from left to right."""
-        if not self.may_stop:
+        if not self.stops.any:
             return
         start = max(start, self.prompt)
         tokens = self.tokens[start:end]

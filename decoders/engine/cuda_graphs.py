@@ -32,6 +32,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.kernels.find import is_on
 
@@ -233,15 +234,15 @@ def _differing(record: Tensor, expected: Tensor, num_sums: int) -> Tensor:
     return torch.nonzero(~same).flatten()
 
 
-def find_graphs(backbone: Any) -> Graphs | None:
+def find_graphs(backbone: Model) -> Graphs | None:
     """The graphs of a model whose forwards can be captured."""
-    recorder = find_recorder(backbone.device) if getattr(backbone, "captures", False) else None
-    return None if recorder is None else Graphs(recorder, backbone.device, rows_of_launches(backbone))
+    recorder = find_recorder(backbone.device) if backbone.captures else None
+    return None if recorder is None else Graphs(recorder, backbone.device, rows_of_launches(backbone.num_weights))
 
 
-def rows_of_launches(backbone: Any) -> int:
+def rows_of_launches(num_weights: int) -> int:
     """Of how many rows a forward takes a device about as long as the host needs to start its kernels: LEAST_ROWS or more."""
-    rows = int(_LAUNCH_FLOPS / max(1, 2 * getattr(backbone, "num_weights", 0)))
+    rows = int(_LAUNCH_FLOPS / max(1, 2 * num_weights))
     return max(LEAST_ROWS, min(_MOST_ROWS, rows))
 
 
@@ -257,12 +258,12 @@ def _recorder_of(device: torch.device) -> Recorder:
     return CudaRecorder()
 
 
-def why_no_graphs(backbone: Any) -> str:
+def why_no_graphs(backbone: Model) -> str:
     """Why `find_graphs` found none for this model, in a few words."""
     if not is_on(VARIABLE):
         return f"{VARIABLE} is 0"
     if backbone.device.type != "cuda" or torch.version.cuda is None:
         return "they are for NVIDIA GPUs"
-    if not getattr(backbone, "captures", False):
+    if not backbone.captures:
         return "this model's forwards are not captured: it is split, or runs without the kernels"
     return "this decoder's forwards are not captured"

@@ -25,6 +25,22 @@ class Stops:
     ids: tuple[int, ...] = ()
     text: StopText | None = None
 
+    @property
+    def any(self) -> bool:
+        """Whether anything can end a completion."""
+        return bool(self.ids) or self.text is not None
+
+    def first(self, text: Sequence[int], num_checked: int) -> tuple[int, int] | None:
+        """(number of tokens to keep, EOS or STOP) for a text that ends after its first `num_checked` tokens; None if it does
+        not end."""
+        eos = next((place for place in range(num_checked, len(text)) if text[place] in self.ids), None)
+        if self.text is not None:
+            # The text of an end token is not part of the completion.
+            keep = self.text.find(text[:eos], num_checked)
+            if keep is not None:
+                return keep, STOP
+        return None if eos is None else (eos + 1, EOS)
+
 
 class NeverStops:
     """Never finds a stop string; for a request without stop strings in a job that has some."""
@@ -34,32 +50,21 @@ class NeverStops:
 
 
 def ending(tokens: Sequence[int], news: Sequence[tuple[int, int]], stops: Stops) -> tuple[int, int, int] | None:
-    """Reveal `news` (place, token) one by one in a completion that has not ended yet. Returns (how many to reveal until it
-    ends, how many tokens of it to keep, EOS or STOP); None if it does not end."""
+    """Reveal `news` (place, token) one by one in a completion that has not ended yet. Returns (number of tokens to reveal until
+    it ends, number of its tokens to keep, EOS or STOP); None if it does not end."""
     canvas = list(tokens)
-    known = _run(canvas)
+    known = _first_mask(canvas, 0)
     for count, (place, token) in enumerate(news, 1):
         canvas[place] = token
-        run = _run(canvas)
-        if run > known:
-            end = _end_of(canvas[:run], known, stops)
+        if place == known:
+            run = _first_mask(canvas, known)
+            end = stops.first(canvas[:run], known)
             if end is not None:
                 return (count, *end)
             known = run
     return None
 
 
-def _run(canvas: Sequence[int]) -> int:
-    """How many tokens stand before the first mask."""
-    return next((place for place, token in enumerate(canvas) if token == HOLE), len(canvas))
-
-
-def _end_of(text: Sequence[int], num_checked: int, stops: Stops) -> tuple[int, int] | None:
-    """How many tokens to keep and why, where the text contains an end; the first one wins."""
-    eos = next((place for place in range(num_checked, len(text)) if text[place] in stops.ids), None)
-    if stops.text is not None:
-        # The text of an end token is not part of the completion.
-        keep = stops.text.find(text[:eos], num_checked)
-        if keep is not None:
-            return keep, STOP
-    return None if eos is None else (eos + 1, EOS)
+def _first_mask(canvas: Sequence[int], start: int) -> int:
+    """The place of the first mask from `start` on, the length if there is none."""
+    return next((place for place in range(start, len(canvas)) if canvas[place] == HOLE), len(canvas))

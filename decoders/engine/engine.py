@@ -28,7 +28,7 @@ from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, Sample
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, put, steps
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape, column_multiple
+from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.penalties import PenaltyTracker
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
@@ -56,11 +56,10 @@ class Engine:
         if setup.drafter is not None:
             self.models.append(self._drafting(setup))
         self.target = self.models[0]
-        if hasattr(setup.backbone, "tap"):
-            setup.backbone.tap(setup.drafter if algorithm.reads_states else None)
+        setup.backbone.tap(setup.drafter if algorithm.reads_states else None)
         self.sampler.drafts_by = self.models[-1].logits
         self.stats = EngineStats()
-        self._multiple = column_multiple(setup.backbone)
+        self._multiple = setup.backbone.column_multiple
         self._capacity = Capacity(
             max_rows=setup.max_rows,
             max_tokens=setup.max_tokens,
@@ -68,7 +67,7 @@ class Engine:
             multiple=self._multiple,
             columns=self.columns,
             slot_bytes=self.slot_bytes,
-            pooled=all(getattr(runner.backbone, "reads_rows", False) for runner in self.models),
+            pooled=all(runner.backbone.reads_rows for runner in self.models),
         )
         gathers = self.target.graphs is not None and self.target.graphs.is_launch_bound
         device_rows = GATHERED_ROWS if gathers else DEVICE_ROWS
@@ -77,7 +76,7 @@ class Engine:
             setup.backbone.copy_prefix,
             self.stats,
             vocab_size=setup.info.vocab_size,
-            prompt_rows=setup.prompt_rows or (device_rows if getattr(setup.backbone, "reads_rows", False) else None),
+            prompt_rows=setup.prompt_rows or (device_rows if setup.backbone.reads_rows else None),
             on_cpu=setup.backbone.device.type == "cpu",
             gathers=gathers,
         )
@@ -97,9 +96,9 @@ class Engine:
             streams=algorithm.kind == "any_subset",
             keeps=algorithm.keeps,
             # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
-            by_node=algorithm.nodes and backbone.device.type == "cpu" and not getattr(backbone, "reads_rows", False),
+            by_node=algorithm.nodes and backbone.device.type == "cpu" and not backbone.reads_rows,
             mask_id=setup.info.mask_id if masked else None,
-            has_flags=hasattr(backbone, "sums_N"),
+            has_flags=backbone.has_sums,
         )
         return ModelRunner(
             backbone,
@@ -119,7 +118,7 @@ class Engine:
         layout = Layout(
             family="drafts",
             most_id=drafter.vocab_size - 1 if drafter.vocab_size < setup.info.vocab_size else FAR,
-            has_flags=hasattr(drafter, "sums_N"),
+            has_flags=drafter.has_sums,
             notes_drafts=windows is None,
         )
         assert windows is None or setup.drafter_info is not None, "a drafting model with a mask"
@@ -185,7 +184,7 @@ class Engine:
         self.plan = self._capacity.plan = self.sampler.plan = MemoryPlan.of(
             self.backbone.device,
             free_bytes,
-            row_bytes=int(getattr(self.backbone, "row_bytes", 0)),
+            row_bytes=self.backbone.row_bytes,
             captures=any(runner.graphs is not None for runner in self.models),
         )
 
@@ -260,7 +259,7 @@ class Engine:
         assert slot < self.max_rows, "admit called without room"
         self._slots[slot : slot + 1] = [sample]
         if sample.order is not None:
-            self.backbone.set_order(slot, put(np.array(sample.order, dtype=np.int64), self.backbone.device))  # type: ignore[attr-defined]
+            self.backbone.set_order(slot, put(np.array(sample.order, dtype=np.int64), self.backbone.device))
         self.slots.start(sample)
         self.sampler.start(sample)
         decode = self.algorithm.probe if sample.request.probe else self.algorithm.decode
@@ -408,7 +407,7 @@ class Engine:
         copied = np.stack(
             [np.repeat(slot_P, count_P), np.repeat(source_P, count_P) + step, np.repeat(target_P, count_P) + step]
         )
-        self.backbone.copy_columns(*put(copied, self.backbone.device))  # type: ignore[attr-defined]
+        self.backbone.copy_columns(*put(copied, self.backbone.device))
 
     # ---- after a forward -----------------------------------------------------------------------------------------
 

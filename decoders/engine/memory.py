@@ -60,12 +60,6 @@ class MemoryPlan:
         return cls(logits, noise, slots, max(1, prompts // max(1, row_bytes)))
 
 
-def column_multiple(backbone: object) -> int:
-    """What a backbone rounds its columns up to."""
-    rules = getattr(backbone, "rules", None)
-    return 1 if rules is None else int(rules.column_multiple)
-
-
 class Shape(NamedTuple):
     """The slots and columns of the caches, and how many slots there could be with so many columns."""
 

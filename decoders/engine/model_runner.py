@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import Rows, RowShape, StreamShape, TokenRows
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.engine.batch import Batch, Layout
@@ -123,7 +124,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        backbone: Any,
+        backbone: Model,
         sampler: Sampler,
         layout: Layout,
         *,
@@ -157,8 +158,7 @@ class ModelRunner:
     @property
     def cell_bytes(self) -> int:
         """Bytes of a column of a slot; where whole canvases run, with the activations of a row."""
-        row_bytes = int(getattr(self.backbone, "row_bytes", 0)) if self._whole else 0
-        return int(getattr(self.backbone, "cell_bytes", 0)) + row_bytes
+        return self.backbone.cell_bytes + (self.backbone.row_bytes if self._whole else 0)
 
     def stays(self, shape: Shape) -> bool:
         """Whether a resize to this leaves all that its graphs read as it is."""
@@ -178,13 +178,12 @@ class ModelRunner:
         if self._info is not None and self._info.max_length is not None:
             longest = self._info.max_length
             num_columns = longest if self._is_full and num_slots else min(num_columns, longest)
-        # Toy backbones, which only grow, have no resize.
-        getattr(self.backbone, "resize", self.backbone.allocate)(num_slots, num_columns)
+        self.backbone.resize(num_slots, num_columns)
         self._columns = num_columns
 
     def wipe(self, slots: Iterable[int]) -> None:
         """Clear slots that hold NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN."""
-        for slot in slots if hasattr(self.backbone, "clear_slot") else ():
+        for slot in slots:
             self.backbone.clear_slot(slot)
 
     def seconds(self) -> list[float]:
@@ -198,7 +197,7 @@ class ModelRunner:
         is worth a graph."""
         others = b.split_off() if self.rule.top_k is not None else None
         is_captured = comes_again and self._pad_batch(b)
-        if getattr(self.backbone, "reads_rows", False):
+        if self.backbone.reads_rows:
             b.add_tiles(self.backbone.tiling)
         if is_captured:
             assert self.graphs is not None, "a forward is filled up to be captured"
@@ -226,6 +225,7 @@ class ModelRunner:
         if not self.layout.has_flags:
             return record
         sums_N = self.backbone.sums_N
+        assert sums_N is not None, "a forward of this model gives sums"
         if sent.is_padded:
             # Padding rows may hold anything: they are ignored.
             line_N = torch.cat([sent.line_N, sent.line_Q]) if self.layout.streams else sent.line_N

@@ -21,13 +21,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, StopText, TraceStep
+from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, TraceStep
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.trackers import Tracker
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.draws.settings import Uses, column_of
 from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Ints, Run, Span, Wish
-from draftmill.decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
+from draftmill.decoders.engine.ends import FINISHES, LENGTH, Stops
 from draftmill.decoders.engine.penalties import PenaltyTracker
 
 FILLED: Final = "filled"
@@ -84,7 +84,7 @@ class Sample:
         "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
         "device_s", "draft_lag", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "key", "length",
         "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "slot",
-        "stats", "stop_ids", "stop_text", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
+        "stats", "stops", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
     )  # fmt: skip
 
     def __init__(
@@ -120,9 +120,11 @@ class Sample:
         self.is_greedy: bool | None = None
         # How the sample ends where nothing stops it; None where texts have no ends.
         self.end = None if stops is None else LENGTH
-        self.stop_ids = frozenset((*stops.ids, *request.settings.stop_ids)) if stops else frozenset()
-        own_text = request.settings.stop_text
-        self.stop_text: StopText | None = None if stops is None else stops.text if own_text is None else own_text
+        own = request.settings
+        self.stops = Stops()
+        if stops is not None:
+            text = stops.text if own.stop_text is None else own.stop_text
+            self.stops = Stops((*stops.ids, *own.stop_ids), text)
         self.trace: list[TraceStep] | None = [] if traced else None
         # What the text must match, and what changes its logits; None if nothing does.
         self.tracker: Tracker | None = None
@@ -258,21 +260,14 @@ class Sample:
         self.stats.committed += len(log_ps)
 
     def _until_stop(self, tokens: Sequence[int], count: int) -> tuple[int, bool]:
-        """How many of the first `count` tokens are kept, and whether the text ends with them. The first event wins."""
-        end = LENGTH
-        if self.stop_ids:
-            first = next((place for place in range(count) if tokens[place] in self.stop_ids), None)
-            if first is not None:
-                count, end = first + 1, EOS
-        if self.stop_text is not None:
-            known = self.tokens[self.prompt : self.decided]
-            # The text of an end token is not part of the completion.
-            keep = self.stop_text.find([*known, *tokens[: count - (end == EOS)]], len(known))
-            if keep is not None:
-                count, end = keep - len(known), STOP
-        if end != LENGTH:
-            self.end = end
-        return count, end != LENGTH
+        """How many of the first `count` tokens are kept, and whether the text ends with them."""
+        # Only stop strings read the text before.
+        known = [] if self.stops.text is None else self.tokens[self.prompt : self.decided]
+        end = self.stops.first([*known, *tokens[:count]], len(known)) if self.stops.any else None
+        if end is None:
+            return count, False
+        keep, self.end = end
+        return keep - len(known), True
 
     def _close_iteration(self, committed: int, proposed: int, accepted: int) -> None:
         self.iterations += 1

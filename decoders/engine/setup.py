@@ -10,7 +10,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 
 if TYPE_CHECKING:
-    from draftmill.decoders.backbones.base import Model, TokenBackbone
+    from draftmill.decoders.backbones.base import Model
     from draftmill.decoders.backbones.heads.markov import DraftHeads
 
 
@@ -35,7 +35,7 @@ class Setup:
     max_tokens: int
     stops: Stops | None = None
     heads: DraftHeads | None = None
-    drafter: TokenBackbone | None = None
+    drafter: Model | None = None
     drafter_info: ModelInfo | None = None
     trace: bool = False
     prompt_rows: int | None = None

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from draftmill.decoders.base import HOLE, Outcome, TraceStep
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.asks import FAR, MOST_STRETCHES, NO_DRAFT, TARGET, Answer, Ask, Ints, Span, runs_of
-from draftmill.decoders.engine.ends import EOS, STOP, Stops, ending
+from draftmill.decoders.engine.ends import EOS, STOP, ending
 from draftmill.decoders.engine.samples import Sample
 
 Pick = tuple[float, int, int, float]
@@ -130,10 +130,10 @@ class Canvas(Sample):
         return self.tokens[position] == HOLE
 
     def _until_end(self, picks: Sequence[Pick]) -> int:
-        if self.end is None or not (self.stop_ids or self.stop_text):
+        if self.end is None or not self.stops.any:
             return len(picks)
         news = [(position - self.origin, token) for _, position, token, _ in picks]
-        end = ending(self.tokens[self.origin :], news, Stops(tuple(self.stop_ids), self.stop_text))
+        end = ending(self.tokens[self.origin :], news, self.stops)
         if end is None:
             return len(picks)
         count, self.keep, self.end = end
@@ -224,7 +224,7 @@ class CanvasAsk:
             sure_AR = np.broadcast_to(uniform_R, np.shape(answer.tokens))
         else:
             sure_AR = -answer.notes[0] if kind == "entropy" else answer.notes[0]
-        return np.where(np.isin(answer.tokens, list(s.stop_ids)), -np.inf, sure_AR) if ends_last else sure_AR
+        return np.where(np.isin(answer.tokens, s.stops.ids), -np.inf, sure_AR) if ends_last else sure_AR
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
 import draftmill.decoders.builtin
-from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import JOB_SETTINGS, Outcome, Request, RowSettings
@@ -149,7 +148,7 @@ def made(
         max_tokens=SLOTS * 512,
         stops=None if model in ("asarm-tiny", "mdm-tiny", "sedd") else Stops(),
         heads=find_heads(settings, folder, backbone) if hasattr(settings, "head") and not drafter else None,
-        drafter=cast("TokenBackbone | None", drafting),
+        drafter=drafting,
         drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
         prompt_rows=prompt_rows,
     )

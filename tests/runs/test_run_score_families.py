@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,6 @@ import yaml
 
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.decoders.backbones.base import TokenBackbone
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
@@ -149,7 +148,7 @@ def test_a_score_is_the_log_probability_of_a_completion(
 def sums_by_hand(model: str, tokens: list[int], first: int, key: int) -> list[float]:
     """L / l times the log-probabilities of each of the SAMPLES masks' tokens: one canvas at a time, through the whole network."""
     folder = fetch_model(f"builtin:{model}")
-    backbone, info = cast("TokenBackbone", load_backbone(folder, device="cpu")), inspect_model(folder)
+    backbone, info = load_backbone(folder, device="cpu"), inspect_model(folder)
     backbone.allocate(1, len(tokens))
     length = len(tokens) - first
     sums = []

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
@@ -13,7 +14,7 @@ from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.support import decode, run_all, token_info
 
 
-class Script:
+class Script(Model):
     """A model that is sure of the next token, which depends on the row's position and token alone."""
 
     def __init__(self, following, vocab_size=10):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.base import Backbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import Rows, StreamShape
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.references.choosers import Rule
@@ -26,7 +26,7 @@ class PlainModel:
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: Model,
         *,
         order: Sequence[int],
         num_prompt: int,

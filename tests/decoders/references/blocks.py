@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
 from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.blocks.samples import KINDS
@@ -32,7 +32,7 @@ Row = tuple[int, int, int, frozenset[int]]
 class PlainBlocks:
     """A block-diffusion model that recomputes every forward from scratch; results are memoised."""
 
-    def __init__(self, backbone: TokenBackbone, info: ModelInfo, settings: BlockSettings, sampling: Sampling) -> None:
+    def __init__(self, backbone: Model, info: ModelInfo, settings: BlockSettings, sampling: Sampling) -> None:
         self.backbone, self.info, self.sampling, self.settings = backbone, info, sampling, settings
         self.size = settings.size_for(info)
         self.left_shift = info.shift if info.left_shift is None else info.left_shift

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.heads.markov import MarkovHead, distance_index
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.common_settings import Sampling
@@ -30,9 +30,7 @@ Stop = Callable[[list[int]], bool]
 class PlainCausal:
     """A causal model without a cache: every call recomputes all rows. One text at a time."""
 
-    def __init__(
-        self, backbone: TokenBackbone, *, length: int, sampling: Sampling, suppressed: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, backbone: Model, *, length: int, sampling: Sampling, suppressed: Sequence[int] = ()) -> None:
         self.backbone, self.length, self.sampling = backbone, length, sampling
         self._suppressed = torch.tensor(list(suppressed), dtype=torch.int64)
         backbone.allocate(1, length)
@@ -116,7 +114,7 @@ class PlainMasked:
 
     def __init__(
         self,
-        backbone: TokenBackbone,
+        backbone: Model,
         *,
         mask_id: int,
         sampling: Sampling,

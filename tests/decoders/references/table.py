@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import Rows
 
 
-class TableBackbone:
+class TableBackbone(Model):
     """Random conditionals p(x_i | any set of other tokens), float64.
 
     The row of the table for a context is its code in base V + 1, a position without a visible token counting as digit V.

@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import TokenRows, seen_columns
 
 
-class TokenTable:
+class TokenTable(Model):
     """Random conditionals p(next | position of the row, set of visible (position, token)), float64.
 
     The row of the table for a context is its code in base V + 1, a position that is not visible counting as digit V.
