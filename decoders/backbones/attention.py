@@ -307,7 +307,7 @@ def _in_parts(attend: Callable[..., Tensor], query_BTHd: Tensor, held: Held | Sc
 
 
 def _parts(query_BTHd: Tensor, num_columns: int, limit: int, most_slots: int) -> list[tuple[slice, slice]]:
-    """Cut a rectangle into parts (slots, lines) whose scores are few enough to be held at once, of at most so many slots."""
+    """Cut a rectangle into parts (slots, lines) whose scores fit into memory at once, of at most `most_slots` slots."""
     num_slots, num_rows, num_heads, _ = query_BTHd.shape
     rows_at_once = max(_LEAST_ROWS, limit // (num_heads * num_columns))
     if rows_at_once >= num_rows:

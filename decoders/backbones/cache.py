@@ -104,8 +104,8 @@ class SlotCache:
         return self.positions_SW.shape == (num_slots, num_columns)
 
     def reserve(self, num_cells: int) -> None:
-        """Give an empty pool so many cells, or none if memory runs out: it then grows by need. A pool that holds something stays,
-        and so does a cache that is not pooled."""
+        """Give an empty pool `num_cells` cells, or none if memory runs out: it then grows by need. A pool with content
+        stays, and so does a cache that is not pooled."""
         if self.is_pooled and not self.positions_SW.numel() and num_cells > len(self._positions_C):
             try:
                 self._allocate_pools(num_cells)

@@ -138,7 +138,7 @@ def model_shapes(config: Mapping[str, Any], folder: Path) -> dict[str, tuple[int
 
 
 def check_split(family: str, folder: Path, count: int) -> None:
-    """ValueError, with the field's path, if a model can't be split over so many processes."""
+    """ValueError, with the field's path, if a model can't be split over `count` processes."""
     config = read_config(folder)
     check_shares(family, find_family(config, family).shape(config), count)
 
@@ -191,7 +191,7 @@ def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
         if isinstance(value, int) and value > most[part]:
             raise ValueError(
                 f"model.path: {folder}: config.json says {key} = {value:,}, but the weights have {len(shapes):,} tensors, "
-                f"which is too few for so many {part}"
+                f"too few for that number of {part}"
             )
 
 

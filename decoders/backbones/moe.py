@@ -98,8 +98,8 @@ class Gathered:
 
 
 class Experts(nn.Module):
-    """Networks of which every row asks a few. `padded` maps a number of rows to the number that a product runs over; the backbone
-    sets it for the machine."""
+    """Networks; the router sends every row to a few of them. `padded` maps a number of rows to the number that a product runs
+    over; the backbone sets it for the machine."""
 
     def __init__(self, experts: Iterable[GatedMLP | GivenExpert]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class GivenExperts(Experts):
         super().__init__(GivenExpert(up, down, activate) for up, down in zip(ups, downs, strict=True))
         self.norm = module.post_expert_norm if module.has_post_expert_norm else None
         self.forced: tuple[Tensor, Tensor] | None = None
-        """Experts and weights to take instead of those that the router chose."""
+        """Experts and weights that replace the router's choice."""
 
     def forward(self, rows_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
         """Mix the answers of the experts that transformers' router chose."""

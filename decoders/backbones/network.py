@@ -373,7 +373,7 @@ class RotaryBackbone(NetworkBackbone):
         self.bind()
 
     def bind(self) -> None:
-        """Note the products of the network, once they are those that run."""
+        """Note the products of the network, once they are in their final form (packed, fixed or quantized)."""
         self.base.bind(self._rotation, self.find_layers())
         if self.device.type != "cpu":
             self.layers_by = f"own network, {'by' if self.base.kernels is not None else 'without'} kernels"

@@ -20,9 +20,9 @@ from draftmill.decoders.kernels.seen import Tables
 class RowShape:
     """What the host knows of a forward's rows.
 
-    `num_lines` is how many rows the slot with the most rows has. No row sees a column at or beyond `num_columns`. `slots` are the
-    slots where they follow each other, else None. `num_positions`: the rows of a slot all see the same columns, which hold the
-    positions 0, 1, .. below this number or a smaller one, each once; None where that need not be so.
+    `num_lines` is the largest number of rows of a slot. No row sees a column at or beyond `num_columns`. `slots` is a slice where
+    the slots follow each other, else None. With `num_positions` all rows of a slot see the same columns, and these hold each of
+    the positions 0, 1, .. once, up to a number that is at most `num_positions`; None where that may not hold.
     """
 
     num_slots: int
@@ -182,7 +182,7 @@ def intervals_of(seen_NW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_rows(counts: Sequence[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """The owner and the line of every row, int64 [N] each, where the slots have so many rows."""
+    """The owner and the line of every row, int64 [N] each; the slots have `counts` rows."""
     counts_B = torch.tensor(list(counts), dtype=torch.int64)
     owner_N = torch.arange(len(counts_B)).repeat_interleave(counts_B)
     line_N = torch.arange(len(owner_N)) - (counts_B.cumsum(0) - counts_B)[owner_N]

@@ -81,7 +81,7 @@ def share_of_weight(name: str, tensor: Tensor, share: Share) -> Tensor:
 
 
 class Summed(nn.Module):
-    """A product of which each rank computes a part: the sum of all ranks' results, in the order of the ranks."""
+    """A product split over ranks: the sum of all ranks' results, in the order of the ranks."""
 
     def __init__(self, product: nn.Module, count: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class SplitBackbone(RotaryBackbone):
                 if kind_of(f".{name}.weight") == "rows":
                     setattr(parent, name, Summed(child, share.count))
         self.bind()
-        # A graph is replayed without this module: nobody would tell the others, and the sums would wait for them for ever.
+        # A graph is replayed without this module: the other ranks would get no call, and the sums would wait for them for ever.
         self.captures = False
         own = torch.tensor([*astuple(self.rules), self._row_multiple])
         rules = [part.tolist() for part in gather(own, share.count)]

@@ -151,7 +151,7 @@ class ModuleBackbone(OnSlots):
             self.reader.clear_slot(slot)
 
     def find_layers(self) -> Any:
-        """The kernels for what stands between the products of a layer, where they are used and attention is a kernel."""
+        """The kernels for norms, rotations and gates, where they are used and attention is a kernel, too."""
         key_heads, width = self.cache.layers_2SKWd[0].shape[2], self.cache.layers_2SKWd[0].shape[4]
         if self._attend is None:
             return None

@@ -29,7 +29,7 @@ class Algorithm:
     first ask: taken over from another sample whose prompt begins alike, or run in chunks (scheduler.py); a multiple of
     `cut_multiple` of them, or with WHOLE all or none. The first ask runs the rest, at least one row. `has_prompt`: whether a
     sample's first forward runs a prompt; with `joins_prompts` that of a few new samples may run along with the others' forward.
-    Where nothing is kept (`keeps` is false) each canvas of a sample has a slot of its own for the time of a forward, up to
+    Where nothing is kept (`keeps` is false) each canvas of a sample has one slot for the time of a forward, up to
     `num_slots`. `nodes`: canvases of a sample stand beside each other in its slot.
 
     How tokens are drawn. `notes` are what answers tell of each row, by the distribution that it is drawn from if `warped`, else

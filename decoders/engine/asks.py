@@ -123,7 +123,7 @@ a drafting model, one a draft."""
 
 
 class Roll(NamedTuple):
-    """Asks for drafts of the ranks `rank` .. `rank + num_drafts - 1`, of which none leaves the device before all are drawn.
+    """Asks for drafts of the ranks `rank` .. `rank + num_drafts - 1`, which stay on the device until all are drawn.
     Those of a MODEL: it runs its columns up to `rank`, then each draft but the last. All others come from rows of the
     sample's last forward (of an any-subset model: query rows), before the next one. Draft j comes from the row `row + j`;
     with MARKOV it is corrected with the tokens that the row has not seen, those at ranks from `limit` on."""

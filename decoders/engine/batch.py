@@ -61,7 +61,7 @@ _JUDGES_K: Final = np.isin(np.arange(SCORE + 1), (JUDGE, SURE))
 
 class Layout(NamedTuple):
     """How the rows of a model stand in its cache. `streams`: it has query rows. With `keeps` the rows of a sample stand in
-    its slot; else each canvas has a slot of its own for the time of a forward. `by_node`: a slot is named once for each
+    its slot; else each canvas has one slot for the time of a forward. `by_node`: a slot is named once for each
     canvas of its sample, whose rows see the same columns. A hole reads as `mask_id`, an id above `most_id` as that one.
     `family` says which rows count as verified. `has_flags`: the model says which rows are finite. `notes_drafts`: the
     tokens drawn are kept on the device, where the next rows of their slots find them."""
@@ -140,7 +140,7 @@ class Batch:
     at_R: Any = None
     few_T: Any = None
     many_U: Any = None
-    # ---- what only the host knows; `num_tops`: so many of the model's best tokens are told of each row
+    # ---- what only the host knows; `num_tops`: the number of best tokens to record for each row
     layout: Any = Layout("")  # noqa: RUF009 - it never changes
     rule: Any = None
     by_ratio: bool = False

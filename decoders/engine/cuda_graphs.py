@@ -48,7 +48,7 @@ _LEAST_USES: Final = 4
 # Sizes: below the last of these each is four times the one before; then powers of two; above `_FINE` also three quarters of them.
 _SMALL: Final = (4, 16)
 _FINE: Final = 256
-# Where launches cost more than rows, a forward is filled up to so many times its size rather than captured anew.
+# Where launches cost more than rows, a forward is padded up to this multiple of its size rather than captured anew.
 _MOST_FILLED: Final = 4
 # A record has token ids, which must be equal, and log-probabilities, whose last bits may differ.
 _ROUNDING: Final = 0.02
@@ -141,7 +141,7 @@ class Graphs:
         """Forwards that were replayed, and those that were captured."""
 
     def size(self, count: int) -> int | None:
-        """The size to which so many rows are filled up; None if they are too many."""
+        """The bucket size for `count` rows; None if they are too many."""
         if count > self.most_rows:
             return None
         power = 1 << max(0, count - 1).bit_length()
@@ -166,7 +166,7 @@ class Graphs:
         return sizes
 
     def run(self, key: Hashable, batch: Batch, work: Callable[[Batch], Work]) -> Work:
-        """Do the work with what the batch brings. Works of one key differ in nothing but the batch's numbers."""
+        """Do the work with what the batch brings. Works of one key differ in the batch's numbers alone."""
         key = self._number, key, batch.signature
         graph = _LIVING.get(key)
         if graph is not None:
@@ -175,7 +175,7 @@ class Graphs:
             self.num_replayed += 1
             return graph.result
         result = work(batch.to(self._device))
-        # More graphs only while those that there are have been used often enough.
+        # Capture more graphs only while the existing ones have been replayed often enough.
         pays = self.num_captured < 2 * _MOST_GRAPHS or self.num_replayed >= _LEAST_USES * self.num_captured
         if self.stopped is None and pays:
             if len(_LIVING) >= _MOST_GRAPHS:

@@ -61,7 +61,7 @@ class MemoryPlan:
 
 
 class Shape(NamedTuple):
-    """The slots and columns of the caches, and how many slots there could be with so many columns."""
+    """The slots and columns of the caches, and the number of slots that fit with this number of columns."""
 
     slots: int = 0
     columns: int = 0
@@ -70,7 +70,7 @@ class Shape(NamedTuple):
 
 class Capacity:
     """At most `max_rows` samples and `max_tokens` cached columns, and what the `plan` allows. `columns` gives the columns of a
-    canvas length, of which a cache rounds up to a `multiple`; `slot_bytes` the bytes of a slot with that many columns."""
+    canvas length, which a cache rounds up to a `multiple`; `slot_bytes` the bytes of a slot with that many columns."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Capacity:
         return min(most, self.cells // num_columns) if self.cells else most
 
     def fits(self, num_rows: int, num_columns: int) -> bool:
-        """Whether so many slots fit into memory, whatever the batch limits."""
+        """Whether `num_rows` slots fit into memory, whatever the batch limits."""
         return self.plan.slots is None or num_rows * self._slot_bytes(num_columns) <= self.plan.slots
 
     def shape(self, now: Shape, *, needed: int, longest: int) -> Shape:
@@ -118,7 +118,7 @@ class Capacity:
             asked, free = needed * self._slot_bytes(least), max(self.plan.slots or 0, 0)
             raise MemoryError(
                 f"a canvas of {longest} tokens does not fit into memory: its batch of {needed} would take {asked:,} bytes, "
-                f"and {free:,} are there for all"
+                f"and {free:,} are free"
             )
         # Where all slots are there, another number of columns moves the content of each: it grows by an eighth or more.
         step = max(_COLUMN_STEP, (1 << least.bit_length()) // 8) if self.cells else _COLUMN_STEP

@@ -118,7 +118,7 @@ class Started:
 
 class ModelRunner:
     """A backbone and the sampler of its rows. `vocab_size` is the target's: logits get that width. `graphs` are None where
-    no forward is captured. `num_slots`: so many slots of the cache for each sample. With `whole` a forward runs whole
+    no forward is captured. `num_slots`: the slots of the cache for each sample. With `whole` a forward runs whole
     canvases each time, whose rows are memory of their own. A drafting model of windows has its `drafts`: their info, and
     whether windows are full."""
 
@@ -165,12 +165,12 @@ class ModelRunner:
         return self.graphs is None or bool(self.backbone.stays(shape.slots, shape.columns))
 
     def reserve(self, num_cells: int) -> None:
-        """Take the memory for so many columns of all slots together, if the cache is one pool; 0 takes none."""
+        """Take the memory for this number of columns of all slots together, if the cache is one pool; 0 takes none."""
         if num_cells:
             self.backbone.reserve(num_cells)
 
     def resize(self, shape: Shape, multiple: int) -> None:
-        """Give the cache of so many samples this many columns each; unless it `stays`, all graphs must have been dropped."""
+        """Resize the cache to this shape; unless it `stays`, all graphs must have been dropped."""
         num_slots, num_columns = shape.slots, shape.columns
         self._source = self.hidden_ND = None
         if self._num_slots > 1:

@@ -41,7 +41,7 @@ class NoiseCache:
         self._noise_CV = torch.zeros(0, vocab_size)
 
     def resize(self, num_slots: int, most_bytes: int) -> None:
-        """Keep noise for so many slots, as far as it fits; what is kept stays. A cell is allocated when a row first needs one."""
+        """Keep noise for `num_slots` slots, as far as it fits; kept noise stays. Cells are allocated at a row's first need."""
         most = most_bytes // max(1, 4 * self._num_cells * self._vocab_size) if self._num_cells else num_slots
         held_SC, count = self._held_SC, min(num_slots, most)
         self._held_SC = np.full((count, self._num_cells), -1)
@@ -60,7 +60,7 @@ class NoiseCache:
         self._held_SC[slot : slot + 1] = -1
 
     def rows(self, b: Batch, part: slice, most_bytes: int, ahead: int) -> Tensor:
-        """The noise of some sampled rows, of the draw so many ahead, [R, V]."""
+        """The noise of some sampled rows, `ahead` draws after the next, [R, V]."""
         slot_R, rank_R = b.slot_R[part], b.rank_R[part]
         if self._fresh or b.once:
             return self._compute(slot_R, rank_R, b.host_draw_R[part] + ahead if self._fresh else np.zeros_like(rank_R))

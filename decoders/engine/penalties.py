@@ -10,7 +10,7 @@ A logit x becomes penalty(x + before) + after (Warp). Temperature, top-k, top-p 
 those of transformers' generation/logits_process.py, and for presence and frequency those of OpenAI's API.
 
 In any order a row knows tokens to its right, too: they count like all others, and a ban looks at every window of known tokens
-around the place. Where bans leave no token at all, those that depend on the text are lifted in that place.
+around the place. Where bans leave no token at all, the bans that depend on the text are lifted in that place.
 """
 
 from __future__ import annotations

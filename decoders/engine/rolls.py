@@ -1,4 +1,4 @@
-"""Draft windows of which no token reaches the host before all are drawn: from the last forward's rows, or by a model.
+"""Draft windows whose tokens stay on the device until all are drawn: from the last forward's rows, or by a model.
 
 A drafting model runs a forward a rank, each of which takes the draft before it from the device. A draft head corrects a row of
 the last forward with the tokens that it has not seen, rank after rank. The host knows which tokens it reads, except those that
@@ -55,7 +55,7 @@ def roll_rows(
         counts = [asks[order[0]].num_drafts] * len(order)
     rolled, windows = [samples[index] for index in order], [asks[index] for index in order]
     counts = counts or [ask.num_drafts for ask in windows]
-    # Of drafts the record has nothing but the tokens.
+    # The record of a draft is its token alone.
     rule = runner.rule._replace(num_notes=0, ahead=0, as_arrays=False)
     b, parts = _pack(rolled, windows, ran, slots, counts=counts, layout=runner.layout, rule=rule)
     if asks[0].head == INDEPENDENT:

@@ -1,7 +1,8 @@
 """From logits of sampled rows to tokens, log-probabilities and notes; and which drafts hold.
 
-Two acceptance rules, of which decoders know nothing. Coupled: drafts and target read the same noise, each token is the target's
-own, and a draft holds if it equals it, which the host sees. Rejection: a draft drawn from q holds with probability min(1, p/q).
+Two acceptance rules; decoders do not see which one is used. Coupled: drafts and target read the same noise, each token is the
+target's own, and a draft holds if it equals it, which the host sees. Rejection: a draft drawn from q holds with probability
+min(1, p/q).
 
     rows of a sample     JUDGE a   JUDGE b   JUDGE c   JUDGE -           three drafts, and the row after them
     coupled              x         y         z         w                 all are drawn; a = x and b = y hold: (2, [x, y, z, w])
@@ -127,12 +128,12 @@ class Sampler:
         return self._cells_of(num_slots) == len(self._states_CD) or not self._states_CD.shape[1]
 
     def _cells_of(self, num_slots: int) -> int:
-        """How many cells there are with so many slots; on a device they stay while there are any slots: graphs read them."""
+        """The number of cells for `num_slots` slots; on a device cells stay while there is any slot, since graphs read them."""
         cells = num_slots * self._slot_cells + 1
         return max(cells, len(self._states_CD)) if num_slots and self.device.type != "cpu" else cells
 
     def resize(self, num_slots: int) -> None:
-        """Make room for so many slots; if memory runs out, nothing changes."""
+        """Make room for `num_slots` slots; if memory runs out, nothing changes."""
         cells = self._cells_of(num_slots)
         if cells != len(self._states_CD) and self._states_CD.shape[1]:
             states_CD = self._states_CD.new_zeros(cells, self._states_CD.shape[1])
@@ -148,7 +149,7 @@ class Sampler:
 
     @property
     def dead_cell(self) -> int:
-        """The cell that nobody reads."""
+        """The cell for padding rows, which is never read."""
         return len(self._states_CD) - 1
 
     @property
@@ -302,7 +303,7 @@ class Sampler:
         """The fields of rows, with the token after the drafts of each chain that hold; and how many these are, [B]. `held`
         are the logits and distributions of all rows, where they fit into memory at once."""
         owner_R, size_B, judged_R = b.owner_R, b.size_B, b.judged_R > 0
-        # Where no distribution is kept, rows follow drafts that nobody judges: their token is drawn here, and q is not read.
+        # Without kept distributions these rows come after drafts that are not judged: they draw from p, and q is not read.
         has_q = not b.is_sure and self._states_CD.shape[1] > 0
         log_q_R = self._log_q_C[b.cell_R] if has_q else torch.zeros_like(log_p_R)
         good_R = judged_R & (b.accept_R < (self.algorithm.temper * (log_p_R - log_q_R)).exp())

@@ -355,7 +355,7 @@ class SlotTable:
             self._wider(sample.length)[slot, : sample.length] = sample.order
 
     def _wider(self, length: int) -> Ints:
-        """The orders, with room for so many ranks."""
+        """The orders, widened to `length` ranks."""
         held = self.order_SW
         if held is None or held.shape[1] < length:
             self.order_SW = np.zeros((len(self.length_S), length), dtype=np.int64)

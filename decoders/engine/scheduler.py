@@ -1,7 +1,7 @@
-"""Whose turn it is: which samples run in the next step, and how much of the prompts of those that are new.
+"""Chooses which samples run in the next step, and how many rows of new samples' prompts.
 
 A new sample waits in a line until its prompt has run. Prompts run whole and apart from the others (a few may run beside them), or
-with a budget of rows beside those that decode, in chunks:
+in chunks, with a budget of rows beside the decoding samples:
 
     budget 512          step 1             step 2            step 3
     A  prompt of 300    300, its first ask decodes           decodes
@@ -50,7 +50,7 @@ from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.samples import Sample
 
 LEAST_SHARED: Final = 16
-"""A sample waits for another one's prompt, and columns are copied, if that saves so many rows, or all that can be saved."""
+"""The number of rows that waiting for another sample's prompt, and copying its columns, must save, unless it saves all."""
 DEVICE_ROWS: Final = 2048
 """Rows of prompts in a forward on a device, unless another number is given. They take several times as long to compute as the
 weights take to read (about 300 rows take as long on an H100 in bfloat16, by its data sheet): cutting costs little."""
@@ -187,7 +187,7 @@ class Scheduler:
         return [prefill.sample for prefill in coming]
 
     def _settle(self, prefill: Prefill, coming: list[Prefill]) -> None:
-        """Take over what is there, and find out whether it is worth waiting for one of those that run before."""
+        """Copy the columns that are there, and find out whether waiting for a sample that runs before is worth it."""
         prefill.settled, prefill.source = True, None
         sample, most = prefill.sample, self.algorithm.reusable(prefill.sample)
         if not most:
@@ -237,7 +237,7 @@ class Scheduler:
 
 
 def is_worth(saved: int, is_all: bool) -> bool:
-    """Whether so many rows are worth a copy of columns, or a step of waiting."""
+    """Whether saving this number of rows is worth a copy of columns, or a step of waiting."""
     return saved >= LEAST_SHARED or (saved > 0 and is_all)
 
 

@@ -43,7 +43,7 @@ class MaskTable:
         self._floor_B8 = torch.from_numpy(np.where(is_set_B8, np.float32(0.0), np.float32(-np.inf))).to(device)
 
     def cells(self, sets: Sequence[Allowed]) -> Ints:
-        """The cell of each set, [R]; sends those that are not in the table."""
+        """The cell of each set, [R]; sends new sets to the table."""
         while len(sets) >= self._most:
             self._most *= 2
         news = dict[int, NDArray[np.uint8]]()
@@ -109,7 +109,7 @@ def add_shape(b: Batch, samples: Sequence[Sample], table: MaskTable) -> None:
 
 
 def _add_entries(b: Batch, entries: Sequence[Entries | None]) -> None:
-    """The changes of all rows, as many for each: a row with fewer repeats its first one, or changes nothing."""
+    """The changes of all rows as a rectangle: a row with fewer repeats its first one, or changes nothing."""
     most = max(1, *(len(entry[0]) for entry in entries if entry is not None))
     token_RE, change_R3E = np.zeros((len(entries), most), np.int64), np.zeros((len(entries), 3, most))
     change_R3E[:, 1] = 1.0
@@ -130,7 +130,7 @@ def known_to(b: Batch, sample: Sample, at: int, mine: Ints, mask_id: int | None)
     else:
         positions = b.position_N[mine]
         sees = ((b.low_IN[:, at, None] <= columns) & (columns < b.high_IN[:, at, None])).any(0)
-        if not b.layout.keeps:  # each canvas has a slot of its own
+        if not b.layout.keeps:  # one slot a canvas
             sees &= b.owner_N[mine] == b.owner_N[at]
     pairs = zip(positions[sees].tolist(), b.token_N[mine][sees].tolist(), strict=True)
     return [(position, token) for position, token in pairs if token != mask_id and sample.is_open(position)]

@@ -85,7 +85,7 @@ def fixed_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
 
 
 def triton_product(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor, *, block_p: int | None = None) -> Tensor:
-    """The product in Triton, for any dtype of float32 or less. A tile has `block_p` rows; None: as many as an expert has."""
+    """The product in Triton, for any dtype of float32 or less. A tile has `block_p` rows; None: all of an expert's."""
     num_rows, width_in = rows_PD.shape
     num_experts, width_out, _ = weight_EMD.shape
     out_PM = torch.empty(num_rows, width_out, dtype=rows_PD.dtype, device=rows_PD.device)

@@ -1,4 +1,4 @@
-"""Finds the kernels that can be used on a device: those that are wanted, installed, and right there (trial.py).
+"""Finds the kernels that can be used on a device: switched on, installed, and right on this device (trial.py).
 
 They are used on a CUDA device, where Triton and a C compiler are installed, unless DRAFTMILL_KERNELS is 0; the compiler makes the
 small library through which Triton starts kernels. Otherwise torch's own operations run, for which None stands; results of the two

@@ -80,7 +80,7 @@ class Tiling:
         return tuple(sorted({max(least, lines) for lines in (*self.few, self.most) if lines <= self.most}))
 
     def rows(self, lines: int) -> int:
-        """The rows of a tile with so many lines."""
+        """The rows of a tile with `lines` lines."""
         return lines // self.group
 
     def most_tiles(self, lines: int, num_runs: int, num_rows: int) -> int:
@@ -116,7 +116,7 @@ class Tiling:
 
 
 def _cut_runs(first_B: NDArray[np.int64], end_B: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:
-    """The first rows of tiles of so many rows over some runs of rows."""
+    """The first row of each tile of `num_rows` rows, over some runs of rows."""
     tiles_B = (end_B - first_B + num_rows - 1) // num_rows
     if (tiles_B == 1).all():
         return first_B

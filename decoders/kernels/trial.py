@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 Pairs = Iterator[tuple[Tensor, Tensor]]
 # The largest difference allowed, beside the largest number.
 _ROUNDING: Final = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Rows of three slots, of which one sees nothing, with five intervals: no decoder has rows of more (decoders/masked/ssd.py).
+# Rows of three slots, one of which sees nothing, with five intervals: no decoder has more (decoders/masked/ssd.py).
 _SLOTS: Final = [0, 0, 0, 1, 1, 2, 2, 2]
 _LINES: Final = [0, 1, 2, 0, 1, 0, 1, 2]
 _LOW: Final = [

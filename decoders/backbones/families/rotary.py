@@ -93,7 +93,7 @@ class RotaryShape:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The widths of what products give, each of those that are joined by itself."""
+        """The output widths of the products, where joined products count one by one."""
         heads = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         mixture = self.mixture
         inner = () if mixture is None else (mixture.inner, *([mixture.shared] if mixture.shared else []))

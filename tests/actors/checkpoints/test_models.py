@@ -205,7 +205,7 @@ def test_numbers_of_layers_and_experts_are_found_at_any_depth() -> None:
         {"attention_types": [[["global"], 10**9]]},
         {"num_layers": 3},
     ):
-        with pytest.raises(ValueError, match="too few for so many"):
+        with pytest.raises(ValueError, match="too few for that number of"):
             check_counts(bad, shapes, Path("m"))
 
 
