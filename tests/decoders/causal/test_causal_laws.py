@@ -194,11 +194,11 @@ def test_a_drafter_that_hides_its_distribution_is_found_out(states, log_q, found
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_decoder_that_counts_refused_drafts_as_cached_is_stopped(keeps, monkeypatch):
-    def careless(s, k, drafter, kind, *, searches):
+    def careless(s, length, drafter, kind):
         draft = drafter(s)
         while s.decided < s.length:
             n = s.decided
-            drafts = yield from draft(min(k, s.length - n - 1))
+            drafts = yield from draft(min(length(), s.length - n - 1))
             s.tokens[n : n + len(drafts)] = drafts
             accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
             s.cached = n + (len(drafts) if keeps else accepted)

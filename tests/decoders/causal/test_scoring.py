@@ -8,7 +8,7 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
-from draftmill.decoders.engine import memory, sampler
+from draftmill.decoders.engine import memory, model_runner
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all, scorer_for, token_info
 
@@ -53,7 +53,7 @@ def requests_of(count, seed=0):
 @pytest.mark.parametrize("least_rows", [64, 1])
 def test_every_batch_gives_the_scores_of_the_definition(rows, least_rows, monkeypatch):
     monkeypatch.setattr(memory, "_CPU_LOGITS", 2 * VOCAB * 8)
-    monkeypatch.setattr(sampler, "_LEAST_ROWS", least_rows)
+    monkeypatch.setattr(model_runner, "_LEAST_ROWS", least_rows)
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
     requests = requests_of(40)
     outcomes = run_all(causal_scorer(table, token_info(VOCAB), rows=rows), requests)
