@@ -143,7 +143,6 @@ def load_networks(
         load_head = partial(load_speculator, drafter_folder, backbone, exact=place.exact)
         head = model_cache.take("drafter", keys, load_head)
         return Networks(backbone, head.heads, head)
-    # check_drafter has checked that this model's rows are all tokens.
     device = str(backbone.device)
     load_drafter = partial(load_backbone, drafter_folder, dtype=place.dtype, device=device, exact=place.exact)
     drafter = model_cache.take("drafter", keys, load_drafter)
