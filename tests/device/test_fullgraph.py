@@ -16,6 +16,7 @@ from torch import Tensor
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.rows import Rows, StreamShape, TokenRows, number_rows, token_rows
+from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.sampling import Warp, sample
 from draftmill.decoders.draws.settings import NOTES
@@ -86,7 +87,7 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     for part in getattr(backbone, "base", torch.nn.Module()).modules():
         if isinstance(part, Mixture):
             part.gather(grouped)
-    if hasattr(backbone, "set_order"):
+    if isinstance(backbone, XLNetBackbone):
         for slot in range(3):
             backbone.set_order(slot, torch.randperm(12, generator=torch.Generator().manual_seed(slot)))
         return backbone, stream_step
