@@ -59,6 +59,8 @@ class Hollow(OnSlots):
     """A backbone without weights, whose attention is launched and whose states are zero. `num_weights` decides what a launch is
     worth."""
 
+    has_sums = False
+
     def __init__(self, num_weights: int) -> None:
         self.device, self.dtype = torch.device("cpu"), torch.bfloat16
         self.vocab_size, self.width, self.num_weights = VOCAB, 4, num_weights
