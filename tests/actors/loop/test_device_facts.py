@@ -79,9 +79,8 @@ def test_what_workers_started_on_is_in_the_sessions_of_a_run() -> None:
 
 
 def test_the_facts_say_what_runs_the_layers_of_each_model(on_gpu: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = SimpleNamespace(
-        device=torch.device("cuda:0"), layers_by="own network", kernels={"attention": "off: slow"}
-    )
+    found = {"layers_by": "own network", "kernels": {"attention": "off: slow"}}
+    drafter = SimpleNamespace(device=torch.device("cuda:0"), captures=False, **found)
     monkeypatch.setattr(on_gpu, "models", [on_gpu.target, SimpleNamespace(backbone=drafter, graphs=None)])
     monkeypatch.setattr(on_gpu.backbone, "layers_by", "transformers' code (kernels are off)", raising=False)
     monkeypatch.setattr(on_gpu.backbone, "kernels", {"attention": "on"}, raising=False)
