@@ -59,7 +59,7 @@ MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""
 
 Drafting = Generator[Any, Any, tuple[list[int], list[float]]]
-"""Returns the drafts, and the log-probabilities of those that hold for sure: the first one or none."""
+"""Returns the drafts, and the log-probabilities of those that are accepted without a test: the first one or none."""
 
 
 def assd(s: Sample, k: int, *, ngram: bool, head: int, auto: bool) -> Decoding:

@@ -59,7 +59,7 @@ _BASE: Final = 1 << 20
 
 Drafting = Generator[Any, Any, list[int]]
 Drafter = Callable[[int], Drafting]
-"""Drafts at most so many tokens after the decided ones of its sample, by asking a model or not."""
+"""Drafts up to the given number of tokens after the decided ones of its sample, with a model or without."""
 Allot = Callable[[int], Generator[Any, Any, int]]
 """How many drafts a sample could have -> how many it gets."""
 
