@@ -33,7 +33,7 @@ class RowSettings:
     """Settings of one request that replace the decoder's; None keeps the decoder's value. `top_p` = 1, `top_k` = 0 and
     `min_p` = 0 keep all tokens. Its text must match the `constraint`; `penalties` change the logits by what is known of it, and
     `stop_ids` end it, too. With `token_logprobs` the outcome has each generated token's log-probability, and with `top_logprobs`
-    those of so many of the model's best tokens in each place, where decoders know them (causal, any-subset)."""
+    those of the model's most likely tokens in each place, where decoders know them (causal, any-subset)."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -60,7 +60,7 @@ MOST_AUTO: Final = 16
 Length = Callable[[], int]
 """How many tokens the next window may have."""
 Drafting = Generator[Any, Any, tuple[list[int], list[float]]]
-"""Returns the drafts, and the log-probabilities of those that hold for sure: the first one or none."""
+"""Returns the drafts, and the log-probabilities of those that are accepted without a test: the first one or none."""
 
 
 def assd(s: Sample, length: Length, *, ngram: bool, head: int, auto: bool) -> Decoding:

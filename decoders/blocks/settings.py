@@ -218,7 +218,7 @@ class BlockSettings(DecoderChoice):
             )
 
     def check_steps(self, size: int) -> None:
-        """Raise ValueError if a block of `size`, or its sub-blocks, can't have so many denoising steps."""
+        """Raise ValueError if a block of `size`, or its sub-blocks, can't have this number of denoising steps."""
 
     @model_validator(mode="after")
     def _fits_blocks(self) -> BlockSettings:

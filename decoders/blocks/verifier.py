@@ -159,7 +159,7 @@ class Threshold:
                 return self._on
 
     def learn(self, decoded: int, *, verified: bool) -> None:
-        """The step after the last `decide` revealed so many tokens; nothing is learned."""
+        """Note the number of tokens that the step after the last `decide` revealed; nothing is learned."""
 
 
 Context = tuple[int, int, int]
@@ -247,7 +247,7 @@ class SelfVerifier:
         return first_run(masks) if self._route.decide(signals) else []
 
     def learn(self, decoded: int, *, verified: bool) -> None:
-        """The step is over, and revealed so many tokens."""
+        """Note the number of tokens that the finished step revealed."""
         self._route.learn(decoded, verified=verified)
 
     def verdict(

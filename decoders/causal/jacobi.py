@@ -103,7 +103,7 @@ class Blocks:
         return (self._s.decided - self._s.prompt) // self._n
 
     def end(self, opened: int) -> int:
-        """The column after so many blocks; the canvas's last position is never fed."""
+        """The column after this number of blocks; the canvas's last position is never an input."""
         return min(self._s.prompt + opened * self._n, self._s.length - 1)
 
     def holds(self, column: int) -> bool:

@@ -105,7 +105,7 @@ class Reader:
 
 
 def shorten(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
-    """The state and length of the longest context, of those that end this one, which something has followed."""
+    """The state and the length of the longest suffix of this context that a token has followed."""
     while automaton.best[state] == NOWHERE and state != ROOT:
         state = automaton.link[state]
         length = automaton.length[state]

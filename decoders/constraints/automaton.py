@@ -1,14 +1,15 @@
-"""Automata over tokens: a regular expression as states, and the state after each token that leads anywhere.
+"""Automata over tokens: the states of a regular expression, and for each state the tokens that may follow.
 
     expression   -?[0-9]{1,2}
     bytes        0 -(-)-> 1      0, 1 -(0-9)-> 2      2 -(0-9)-> 3         2 and 3 are ends
     tokens       "-" "-1" "12" "7" ..     0 -("-1")-> 2      0 -("12")-> 3     a token's bytes, one after the other
     least        0: 1    1: 1    2: 0    3: 0      the fewest tokens to an end
 
-expressions.py has the automata over bytes. Most tokens differ in nothing that an expression asks for, so edges are found and kept
-for classes of tokens.
+expressions.py makes the automaton over bytes. Most tokens are alike for an expression, so edges are found and kept for classes
+of equivalent tokens.
 
-Edges that lead to no end are left out, and so are all tokens that are no text: special tokens, and the mask.
+An end is an accepting state. Edges from which no end can be reached are left out, as are tokens without text: special tokens and
+the mask.
 
 Legend: S states, E edges, V vocabulary, K classes, C children, L nodes of a level of the tree, T tokens, M maps
 of states, P pairs of a map and a byte, B kinds of bytes.
@@ -35,7 +36,7 @@ Bools = NDArray[np.bool_]
 _log = logging.getLogger(__name__)
 
 FAR: Final = 1 << 30
-"""As `least`: no end can be reached."""
+"""The value of `least` where no end can be reached."""
 _ENTRIES_AT_ONCE: Final = 1 << 22
 _MOST_EDGES: Final = 8_000_000
 _NUMBERS = count()
@@ -46,8 +47,8 @@ _NUMBERS = count()
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The nodes at one depth. Node l has the children first_L[l] .. first_L[l + 1] - 1 of the next level, which `byte_C` leads
-    to; the tokens that end at it are those from token_first_L[l] on in `token_T`."""
+    """The trie's nodes at one depth. Node l has the children first_L[l] .. first_L[l + 1] - 1 in the next level, reached by the
+    bytes `byte_C`. The tokens that end at node l begin at token_first_L[l] in `token_T`."""
 
     first_L: Ints
     byte_C: Ints
@@ -56,7 +57,7 @@ class _Level:
 
 
 class Vocabulary:
-    """The bytes of each token, None for one that is no text; as a tree of their beginnings."""
+    """A trie of all tokens by their bytes; None for a token without text."""
 
     def __init__(self, spelled: Sequence[bytes | None]) -> None:
         self.size = len(spelled)
@@ -82,7 +83,7 @@ class Vocabulary:
 
 
 def _grouped(key_T: Ints, value_T: Ints, num_keys: int) -> tuple[Ints, Ints]:
-    """Values by ascending key: where those of each key begin, and the values."""
+    """Values sorted by key, as (the offset of each key's first value, the values)."""
     order_T = np.argsort(key_T, kind="stable")
     return np.searchsorted(key_T[order_T], np.arange(num_keys + 1)), value_T[order_T]
 
@@ -91,9 +92,9 @@ def _grouped(key_T: Ints, value_T: Ints, num_keys: int) -> tuple[Ints, Ints]:
 
 
 class Automaton:
-    """States 0 .. `num_states` - 1, of which 0 is the start. Tokens that lead alike from every state are one class, `class_V`;
-    those of class 0 lead nowhere. Edge e leads by class `class_E` from `state_E` to `next_E`; edges are in the order of states,
-    and of classes. `least_S` is the fewest tokens to an end, FAR where there is none."""
+    """States 0 .. `num_states` - 1; 0 is the start. `class_V` is each token's class: tokens of one class have the same edges, and
+    class 0 has none. Edge e goes from `state_E` to `next_E` by a token of `class_E`; edges are sorted by state, then class.
+    `least_S` is the fewest tokens to an end, FAR where there is no way to one."""
 
     def __init__(self, state_E: Ints, class_E: Ints, next_E: Ints, is_end_S: Bools, class_V: Ints) -> None:
         self.is_end_S, self.num_states, self.class_V = is_end_S, len(is_end_S), class_V
@@ -105,14 +106,14 @@ class Automaton:
         self.first_S = np.searchsorted(self.state_E, np.arange(self.num_states + 1))
         finite_S = self.least_S[self.least_S < FAR]
         self.most_least = int(finite_S.max(initial=0))
-        """With so many tokens left every edge may be taken."""
+        """The largest finite `least_S`: with this many tokens left no edge is too long."""
         self.number = next(_NUMBERS)
-        """No other automaton of this process has it, also of those that are gone."""
+        """A number that this process gives to no other automaton, ever."""
         self._tails, self._with_end = [is_end_S], dict[tuple[int, ...], Automaton]()
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
+        """Bytes of its arrays."""
         return 8 * (4 * len(self.state_E) + self.vocab_size)
 
     def edges(self, state: int) -> slice:
@@ -120,7 +121,7 @@ class Automaton:
         return slice(int(self.first_S[state]), int(self.first_S[state + 1]))
 
     def step(self, state: int, token: int) -> int:
-        """The state after a token, -1 if it leads to no end."""
+        """The state after a token, -1 if the token is not allowed."""
         if state < 0:
             return -1
         part = self.edges(state)
@@ -138,7 +139,7 @@ class Automaton:
         return state >= 0 and bool(self.is_end_S[state])
 
     def allowed(self, state: int, left: int, *, exactly: bool) -> Bools:
-        """Which tokens may follow in `state`, [V], if at most `left` tokens come, this one included, or exactly so many."""
+        """Which tokens may follow `state`, [V], when at most `left` tokens remain, this one included, or `exactly` that many."""
         part = self.edges(state)
         good_S = self.tail(left - 1) if exactly else self.least_S < left
         return self._tokens(self.class_E[part][good_S[self.next_E[part]]])
@@ -153,41 +154,41 @@ class Automaton:
 
     @cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
-        """The different pairs of states that a token joins."""
+        """All distinct (state, next state) pairs."""
         codes = np.unique(self.state_E * self.num_states + self.next_E)
         return codes // self.num_states, codes % self.num_states
 
     @cached_property
     def _by_class(self) -> tuple[Ints, Ints]:
-        """Where the edges of each class begin, and the edges in the order of classes."""
+        """Edges sorted by class, as (the offset of each class, the edges)."""
         return _grouped(self.class_E, np.arange(len(self.class_E)), self.num_classes)
 
     def start(self) -> Bools:
-        """The states before anything, [S]."""
+        """The set of the start state alone, [S]."""
         return np.arange(self.num_states) == 0
 
     def after(self, before_S: Bools, token: int | None) -> Bools:
-        """The states after a token from one of these, [S]; None: after any token."""
+        """The states that a token reaches from a set of states, [S]; None: that any token reaches."""
         state_P, next_P = self._pairs if token is None else self._edges_of(token)
         after_S = np.zeros(self.num_states, dtype=np.bool_)
         after_S[next_P[before_S[state_P]]] = True
         return after_S
 
     def before(self, after_S: Bools, token: int | None) -> Bools:
-        """The states from which a token leads to one of these, [S]; None: any token."""
+        """The states from which a token reaches a set of states, [S]; None: any token."""
         state_P, next_P = self._pairs if token is None else self._edges_of(token)
         before_S = np.zeros(self.num_states, dtype=np.bool_)
         before_S[state_P[after_S[next_P]]] = True
         return before_S
 
     def tail(self, count: int) -> Bools:
-        """The states from which `count` tokens, whichever, lead to an end, [S]."""
+        """The states from which exactly `count` tokens can reach an end, [S]."""
         while len(self._tails) <= count:
             self._tails.append(self.before(self._tails[-1], None))
         return self._tails[count]
 
     def between(self, before_S: Bools, after_S: Bools) -> Bools:
-        """The tokens that lead from one of some states to one of others, [V]."""
+        """The tokens that lead from one set of states into another, [V]."""
         return self._tokens(self.class_E[before_S[self.state_E] & after_S[self.next_E]])
 
     def _edges_of(self, token: int) -> tuple[Ints, Ints]:
@@ -196,7 +197,7 @@ class Automaton:
         return self.state_E[mine], self.next_E[mine]
 
     def with_end(self, ends: tuple[int, ...]) -> Automaton:
-        """The same for a canvas that a text may fill in part: after an end, one of the tokens `ends`, and then any tokens."""
+        """The automaton for a canvas that a text may fill in part: after an end comes one of the tokens `ends`, then anything."""
         if ends not in self._with_end:
             self._with_end[ends] = self._extended(ends)
         return self._with_end[ends]
@@ -242,10 +243,10 @@ def automaton_of(wanted: str | Node | None, vocabulary: Vocabulary) -> Automaton
 
 
 def _over_tokens(machine: Dfa, vocabulary: Vocabulary) -> Automaton:
-    """The edges of all tokens at once: a beginning of tokens is a map of states to states, and many are the same map.
+    """The edges of all tokens, found level by level of the vocabulary's trie.
 
-    Level by level of the vocabulary's tree, each different pair of such a map and a byte is worked out once. Maps are told apart
-    by sums of hashes of 64 bits: two of 100,000 meet by chance once in 10^9 automata.
+    A prefix of tokens maps states to states, and many prefixes have the same map, so each distinct (map, byte) pair is computed
+    once. Maps are compared by sums of 64-bit hashes: among 100,000 maps a collision has a probability of about 1e-9.
     """
     next_SB, class_B = _table(machine)
     num_states, num_bytes = next_SB.shape
@@ -285,8 +286,8 @@ def _over_tokens(machine: Dfa, vocabulary: Vocabulary) -> Automaton:
 def _longer(
     next_SB: Ints, codes_P: Ints, maps: tuple[Ints, Ints, Ints]
 ) -> tuple[Ints, Ints, Ints, NDArray[np.uint64], Ints]:
-    """The different maps after pairs of a map and a byte: their entries, where each begins, their hashes; and which map each pair
-    has, -1 for one that leads nowhere."""
+    """The distinct maps after each (map, byte) pair: their entries, each map's offset and hash; and the map of each pair, or -1
+    where no state is left."""
     state_E, now_E, first_M = maps
     map_P, byte_P = codes_P // next_SB.shape[1], codes_P % next_SB.shape[1]
     total_P = np.cumsum(first_M[map_P + 1] - first_M[map_P])
@@ -320,7 +321,7 @@ def _longer(
 
 
 def _mixed(state_E: Ints, next_E: Ints) -> NDArray[np.uint64]:
-    """A hash of each edge, by the finaliser of SplitMix64."""
+    """A hash of each edge, by SplitMix64's finaliser."""
     hash_E = (state_E.astype(np.uint64) << np.uint64(32)) + next_E.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         hash_E = (hash_E ^ (hash_E >> np.uint64(shift))) * np.uint64(factor)
@@ -328,7 +329,7 @@ def _mixed(state_E: Ints, next_E: Ints) -> NDArray[np.uint64]:
 
 
 def _table(machine: Dfa) -> tuple[Ints, Ints]:
-    """The state after each kind of byte, -1 where there is none, and the kind of each byte: those that lead alike are one."""
+    """The transition table [S, B] over classes of bytes, -1 where there is no edge, and the class of each byte."""
     steps = np.array(
         [(state, *step) for state, mine in enumerate(machine.edges) for step in mine], dtype=np.int64
     ).reshape(-1, 4)
@@ -346,7 +347,7 @@ def _table(machine: Dfa) -> tuple[Ints, Ints]:
 
 
 def _spread(first_L: Ints, node_F: Ints) -> tuple[Ints, Ints]:
-    """All that belongs to each node: which walk it is for, and its place."""
+    """The index ranges of nodes, joined: for each index the node's number in `node_F`, and the index itself."""
     count_F = first_L[node_F + 1] - first_L[node_F]
     which = np.repeat(np.arange(len(node_F)), count_F)
     step = np.arange(len(which)) - np.repeat(count_F.cumsum() - count_F, count_F)

@@ -22,11 +22,11 @@ Step = tuple[int, int, int]
 """The first and the last symbol that lead to a state, and the state."""
 
 MOST_STATES: Final = 60_000
-"""An automaton may have so many states over bytes: at worst some seconds to build, and some hundred MB."""
+"""Maximum number of states over bytes: at worst a few seconds to build, and a few hundred MB."""
 MOST_STEPS: Final = 1_000_000
-"""It may have so many steps of all states together: about 200 MB."""
+"""Maximum number of edges of all states together: about 200 MB."""
 MOST_WORK: Final = 10_000_000
-"""Steps of states that a text may be in at once, compared with each other while an automaton is built: some seconds."""
+"""Maximum number of edge comparisons in the subset construction: a few seconds."""
 LAST: Final = 0x10FFFF
 BEGIN, END, BEFORE_LINE_END, ANY = LAST + 1, LAST + 2, LAST + 3, LAST + 3
 """What stands before and behind a text for `^` and `$`, and before its last line end; and the last symbol of all."""

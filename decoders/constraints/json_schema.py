@@ -1,9 +1,9 @@
 """JSON Schemas (2020-12) as nodes over JSON text: what a node spells is JSON, and valid by the schema.
 
-A place of a text has a conjunction of schemas: those that apply there. It is taken apart, and never joined as text:
+At each place of a text some schemas apply together, a conjunction. It is taken apart, and never joined as text:
 
     $ref, allOf                   more schemas of the conjunction
-    anyOf, oneOf, if, enum, ..    alternatives: one conjunction each; those that nothing satisfies are dropped
+    anyOf, oneOf, if, enum, ..    alternatives: one conjunction each; unsatisfiable ones are dropped
     what is left                  keywords of one type at a time, all of them together: a number, a string, an array, an object
 
 So keywords that stand together hold together. `not` is turned into alternatives that say the opposite. Not every valid text is
@@ -98,7 +98,7 @@ FORMATS: Final = {
 """Expressions for the formats that are kept: no text of theirs is refused by a checker, and some are left out."""
 _DEPTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 _SMALL, _MOST_PLACES, _MOST_DIGITS = 10_000, 20_000, 15
-"""Recursion goes deeper while there are fewer states; a schema has at most so many places; floats keep so many digits."""
+"""The number of states below which recursion goes deeper; the most places of a schema; the most digits that a float keeps."""
 
 Item = tuple[Any, str, tuple[str, ...]]
 """A schema, its JSON pointer, and the references of this place of a text that led to it."""
@@ -290,7 +290,7 @@ class _Places:
         return node
 
     def _at(self, items: Sequence[Item], above: tuple[str, ...], here: tuple[str, ...], choices: Any) -> Node | None:
-        """`here` are the references of this place, and `choices` lists of alternatives of which one must hold, each."""
+        """`here` are the references of this place. From each list in `choices` one alternative must hold."""
         flat, waiting, choices = list[tuple[dict[str, Any], str]](), list(items), list(choices)
         self._count += 1
         if self._count > _MOST_PLACES:
@@ -388,7 +388,7 @@ class _Places:
         return any(self._apart(_named(mine, name), _named(theirs, name), depth - 1) for name in needed)
 
     def _joined(self, schemas: Sequence[Any]) -> list[Any]:
-        """Some schemas with those that they refer to and those of allOf."""
+        """The schemas, and all that they include by $ref or allOf."""
         found, waiting, seen = list[Any](), list(schemas), set[str]()
         for schema in waiting:
             if isinstance(schema, bool):
@@ -402,7 +402,7 @@ class _Places:
         return found
 
     def _opposite(self, schema: Any, at: str, chain: tuple[str, ...]) -> list[list[Item]]:
-        """Alternatives, of which each says that a schema does not hold. Some may be missing: then fewer texts are spelled."""
+        """Alternatives that each contradict the schema. The list may be incomplete: then fewer texts are spelled."""
         if isinstance(schema, bool):
             return [] if schema else [[]]
         found = list[list[Item]]()
@@ -636,7 +636,7 @@ def _none_of_texts(texts: Sequence[str]) -> Dfa:
 
 
 def _plain(text: bytes) -> bytes:
-    """The same for all texts of one value."""
+    """A canonical text of the value."""
     numbers = json.loads(text, parse_float=lambda part: int(float(part)) if float(part).is_integer() else float(part))
     return json.dumps(numbers, sort_keys=True).encode()
 
@@ -666,7 +666,7 @@ def _of_name(flat: Any, name: str) -> Iterator[Item]:
 
 
 def _constants(values: Sequence[Any], at: str) -> list[Item]:
-    """Schemas of which one holds for each of some values."""
+    """Schemas that together allow exactly these values."""
     found, plain = list[Item](), dict[str, list[Any]]()
     for number, value in enumerate(values):
         match value:
@@ -689,7 +689,7 @@ def _constants(values: Sequence[Any], at: str) -> list[Item]:
 
 
 def _opposites(key: str, value: Any, schema: Any) -> list[Any]:
-    """Schemas of which each says that a keyword does not hold; those that can't be said are left out."""
+    """Schemas that each contradict the keyword; contradictions that no schema can express are left out."""
     match key:
         case "type":
             kinds = set(_listed(value))

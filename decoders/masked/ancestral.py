@@ -98,7 +98,7 @@ def picks_of(answer: Answer, masks: list[int]) -> list[Pick]:
 
 
 def first_time(s: Canvas) -> float:
-    """The time at which as many masks are expected as the canvas has."""
+    """The time at which the expected number of masks equals the canvas's."""
     return max(time_at(len(s.holes) / s.length), 2 * LAST_TIME)
 
 

@@ -54,9 +54,9 @@ Pick = tuple[float, int, int, float]
 
 
 class Canvas(Sample):
-    """One request at work. `tokens` are those of the positions, HOLE at masks; `holes` are the positions of the masks,
-    ascending. `canvas` are the tokens as an array, of which `given` were no masks in the beginning; `size` is the length of a
-    block, by default of the whole canvas."""
+    """A request that is being decoded. `tokens` holds a token for each position, HOLE at masks; `holes` the masks' positions,
+    ascending. `canvas` is the initial array of tokens, and `given` marks its positions without a mask. `size` is the block
+    length, by default that of the whole canvas."""
 
     __slots__ = ("canvas", "given", "holes", "keep", "log_p_at", "origin", "size", "uniform")
 
@@ -156,8 +156,9 @@ class Canvas(Sample):
 
 
 class CanvasAsk:
-    """Collects rows of canvases, and stretches of masks of which the surest are wanted. A row speaks of the position `shift`
-    after its own. With `given` each canvas runs once more, masked where this is true: the rows of that one are partners."""
+    """Collects the rows of one forward and, for each range of masks, how many of its most confident tokens to return. A row
+    predicts the position `shift` after its own. With `given` each canvas runs a second time, masked where `given` is true: these
+    rows are the partners of guidance."""
 
     def __init__(self, shift: int, given: NDArray[np.bool_] | None = None) -> None:
         self._given = given
@@ -180,7 +181,7 @@ class CanvasAsk:
         return first
 
     def read(self, first: int, positions: Sequence[int], *, best: int, draw: int) -> None:
-        """Ask about some masks, in ascending order, whose rows were run as `first`: for so many of the surest."""
+        """Ask for the `best` most confident tokens of these masks, given in ascending order; their rows begin at `first`."""
         assert best <= len(positions), "more picks than masks"
         self._firsts.append(first)
         self._positions.append(np.array(positions, dtype=np.int64))
@@ -217,8 +218,8 @@ class CanvasAsk:
         return draws
 
     def sure(self, s: Canvas, kind: str, answer: Answer, *, ends_last: bool = False) -> NDArray[np.float64]:
-        """How sure each token is, for each draw; `random`: a uniform number of the position. With `ends_last` no token is less
-        sure than one that ends the text."""
+        """The confidence of each token, for each draw; `random`: the position's uniform number. With `ends_last`, tokens that end
+        the text rank below all others."""
         if kind == "random":
             uniform_R: NDArray[np.float64] = s.order_uniforms[np.concatenate(self._positions)]
             sure_AR = np.broadcast_to(uniform_R, np.shape(answer.tokens))
@@ -235,7 +236,7 @@ Positions = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Caching:
-    """The cache's kind, after how many tokens it is rebuilt (None: at each block), and the model's shift."""
+    """The cache's kind, the number of tokens after which it is rebuilt (None: at each block), and the model's shift."""
 
     kind: str = "none"
     refresh: int | None = None
@@ -252,17 +253,17 @@ class Windows:
 
     @property
     def shift(self) -> int:
-        """A row speaks of the position that many after its own."""
+        """A row predicts the position this many after its own."""
         return self._caching.shift
 
     def window(self, block: int) -> Positions:
-        """What a forward in a block runs without rebuilding the cache."""
+        """The positions that a forward in a block runs when the cache is not rebuilt."""
         start = self._s.origin + block * self._s.size
         end = self._s.length if self._caching.kind == "prefix" else self._s.end_of(block)
         return max(start - self._caching.shift, 0), end
 
     def next_runs(self, block: int) -> list[Positions]:
-        """What the next forward runs, whose next masks are in `block`; from then on it counts as the last one."""
+        """The positions that the next forward runs, whose first masks are in `block`; it then becomes the last forward."""
         last, self.last = self.last, block
         if self._caching.kind == "none":
             return [(0, self._s.length)]
@@ -273,7 +274,7 @@ class Windows:
         return self.between(last, block)
 
     def between(self, last: int, block: int) -> list[Positions]:
-        """What a forward in `block` runs after one in `last` where the cache is not rebuilt."""
+        """The positions that a forward in `block` runs after one in `last`, when the cache is not rebuilt."""
         (first, middle), (start, end) = sorted((self.window(last), self.window(block)))
         return [(first, max(middle, end))] if start <= middle else [(first, middle), (start, end)]
 

@@ -2,7 +2,7 @@
 
     canvas       the big _   sat _  _  .         the masks of the first block that has any
     forward            cat .9    on .6 mat .3    a token for each, and how sure the model is of it
-    stepwise     the big cat sat _  _  .         the surest one (or as many as a schedule says)
+    stepwise     the big cat sat _  _  .         the surest one (or the number that a schedule gives)
     threshold    the big cat sat on _  .         all above tau = 0.5
 
     stepwise    a schedule of tokens per step, or of steps; one token per step is the baseline that `ssd` equals
@@ -71,7 +71,7 @@ def stepwise(s: Canvas, reading: Reading, quota_of: Callable[[Canvas], Quota]) -
 
 
 def by_confidence(s: Canvas, reading: Reading, count: Count) -> Decoding:
-    """Reveal as many as their confidences allow."""
+    """Reveal the number of tokens that their confidences allow."""
     windows = Windows(s, reading.caching)
     while s.holes:
         picks = yield from surest(s, reading, windows, lambda masks: masks)
