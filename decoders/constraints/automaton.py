@@ -8,8 +8,7 @@
 expressions.py makes the automaton over bytes. Most tokens are alike for an expression, so edges are found and kept for classes
 of equivalent tokens.
 
-An end is an accepting state. Edges from which no end can be reached are left out, as are tokens without text: special tokens and
-the mask.
+An end is an accepting state. Edges that reach no end are left out, as are tokens without text (special tokens, the mask).
 
 Legend: S states, E edges, V vocabulary, K classes, C children, L nodes of a level of the tree, T tokens, M maps
 of states, P pairs of a map and a byte, B kinds of bytes.

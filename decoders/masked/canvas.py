@@ -54,9 +54,9 @@ Pick = tuple[float, int, int, float]
 
 
 class Canvas(Sample):
-    """A request that is being decoded. `tokens` holds a token for each position, HOLE at masks; `holes` the masks' positions,
-    ascending. `canvas` is the initial array of tokens, and `given` marks its positions without a mask. `size` is the block
-    length, by default that of the whole canvas."""
+    """A request that is being decoded. `tokens` holds a token for each position, HOLE at masks, and `canvas` the same as an
+    array; `holes` are the masks' positions, ascending. Positions of `given` had no mask in the beginning. `size` is the block
+    length, by default that of the canvas."""
 
     __slots__ = ("canvas", "given", "holes", "keep", "log_p_at", "origin", "size", "uniform")
 
@@ -156,9 +156,8 @@ class Canvas(Sample):
 
 
 class CanvasAsk:
-    """Collects the rows of one forward and, for each range of masks, how many of its most confident tokens to return. A row
-    predicts the position `shift` after its own. With `given` each canvas runs a second time, masked where `given` is true: these
-    rows are the partners of guidance."""
+    """Collects a forward's rows and, for each range of masks, the number of best tokens to return. A row predicts the position
+    `shift` after its own. With `given` each canvas runs once more, masked where this is true: these rows guide the others."""
 
     def __init__(self, shift: int, given: NDArray[np.bool_] | None = None) -> None:
         self._given = given
