@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from draftmill.decoders.backbones.cache import rounded
+from draftmill.decoders.backbones.rows import Host, put
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
 from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom
-from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, put, steps
+from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, steps
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape
@@ -371,13 +372,13 @@ class Engine:
         b = pack(samples, asks, self.slots, self.target.layout, self.target.rule)
         if any(sample.is_shaped for sample in samples):
             add_shape(b, samples, self.sampler.masks)
-        b.num_tops = min(max(sample.request.settings.top_logprobs for sample in samples), self.info.vocab_size)
+        b.draws.num_tops = min(max(sample.request.settings.top_logprobs for sample in samples), self.info.vocab_size)
         started = self.target.start(b, comes_again=not (turn.new or turn.chunks))
         record, batch, laps = started.wait(), started.batch, started.seconds
         self._count(samples, started, laps)
         if record is not None:
             self._fail([samples[index] for index in bad_samples(batch, record)], batch)
-            if batch.num_tops:
+            if batch.draws.num_tops:
                 for sample, tops in zip(samples, best_tokens(batch, record), strict=True):
                     sample.tops_at |= tops if sample.tops is not None else {}
         ended = self._resume(samples, answers(batch, record))
@@ -387,7 +388,7 @@ class Engine:
             self._roll_rows(rolling, samples, batch, self.target)
         return ended
 
-    def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch, runner: ModelRunner) -> None:
+    def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch[Host], runner: ModelRunner) -> None:
         """Draft windows from rows of the forward that has just run."""
         replies = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
         self._charge(rolling, sum(runner.seconds()))
@@ -438,7 +439,7 @@ class Engine:
             sample.device_s += seconds / len(samples)
         self.stats.forward_s += seconds
 
-    def _fail(self, bad: list[Sample], batch: Batch) -> None:
+    def _fail(self, bad: list[Sample], batch: Batch[Host]) -> None:
         """These samples have NaN or infinity: they end now, and leave nothing of it in their slots."""
         for sample in bad:
             sample.is_bad, sample.chunk = True, 0
@@ -447,7 +448,7 @@ class Engine:
             for sample in bad:
                 self.scheduler.prefixes.forget(sample.slot)
         if bad:
-            self.target.wipe([sample.slot for sample in bad] if self.algorithm.keeps else batch.slots_G.tolist())
+            self.target.wipe([sample.slot for sample in bad] if self.algorithm.keeps else batch.rows.slots_G.tolist())
 
     def _resume(self, samples: Sequence[Sample], replies: Iterable[Answer]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
