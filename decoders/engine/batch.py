@@ -188,7 +188,9 @@ class Draws(Sent[A]):
             return None
         at_R, others = np.flatnonzero(unknown_R), None
         if len(at_R):
-            others = replace(self.changed(lambda array: array[..., at_R]), at_R=at_R, kind_R=self.kind_R[at_R])
+            others = replace(
+                self.changed(lambda array: array[..., at_R]), at_R=at_R, kind_R=self.kind_R[at_R], reads_all=False
+            )
         self.allowed_R = self.token_ER = self.change_3ER = None
         self.leave_to_kernel()
         return others

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from draftmill.decoders.backbones.rows import Host, put
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom
+from draftmill.decoders.engine.asks import FAR, Answer, Ask, Roll
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, steps
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
@@ -83,6 +84,13 @@ class Engine:
         )
         # What a step takes for `auto`: on a CPU without the time that other processes have.
         self._clock = time.thread_time if setup.backbone.device.type == "cpu" else time.perf_counter
+        self._drafts: dict[str, Callable[[list[Sample], list[Any]], Iterable[Answer]]] = {
+            "names": self.sampler.draw_named,
+            "model": self._roll_model,
+            "rows": self._roll_rows,
+            "windows": self._draft_windows,
+        }
+        self._ran: tuple[Sequence[Sample], Batch[Host], ModelRunner]  # the last forward whose rows a head may read
         self._shape = Shape()
         self._slots: list[Sample | None] = []
         self._instant: list[Outcome] = []
@@ -321,41 +329,45 @@ class Engine:
 
     def _draft(self, turn: Turn) -> None:
         """Draft as long as any sample asks for it; all then meet at the target."""
-        self._draft_from_names(turn.samples)
-        if len(self.models) > 1:
-            drafter = self.models[1]
-            if turn.chunks and not (self.algorithm.windows or self.algorithm.reads_states):
-                # The drafting model's columns keep up with the target's.
-                asks = [sample.catch_up(sample.chunk) for sample in turn.chunks]
-                drafter.start(pack(turn.chunks, asks, self.slots, drafter.layout, drafter.rule))
-            if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
-                self._roll_model(rolling, drafter)
-            while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
-                self._draft_windows(asking, drafter)
+        if turn.chunks and len(self.models) > 1 and not (self.algorithm.windows or self.algorithm.reads_states):
+            # The drafting model's columns keep up with the target's.
+            self._start(turn.chunks, [sample.catch_up(sample.chunk) for sample in turn.chunks], self.models[1])
+        self._answer(turn.samples, "names", "model", "rows", "windows")
 
-    def _draft_from_names(self, samples: list[Sample]) -> None:
-        """Draw drafts from distributions that decoders name, rank after rank."""
-        while asking := [sample for sample in samples if isinstance(sample.ask, SampleFrom)]:
-            self._resume(asking, self.sampler.draw_named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
+    def _answer(self, samples: Sequence[Sample], *sources: str) -> None:
+        """Answer what these sources draft, the first ones first, as long as any sample asks one of them."""
+        while waiting := [sample for sample in samples if sample.ask is not None and sample.ask.source in sources]:
+            source = min((sample.ask.source for sample in waiting if sample.ask), key=sources.index)
+            asking = [sample for sample in waiting if sample.ask and sample.ask.source == source]
+            self._resume(asking, self._drafts[source](asking, [sample.ask for sample in asking]))
 
-    def _roll_model(self, samples: list[Sample], drafter: ModelRunner) -> None:
-        """Draft windows by the drafting model."""
-        replies, ran = roll_model(samples, drafter, self.slots, self.algorithm.window, self.scheduler.prompt_rows)
+    def _start(self, samples: Sequence[Sample], asks: Sequence[Ask], runner: ModelRunner) -> Started:
+        return runner.start(pack(samples, asks, self.slots, runner.layout, runner.rule))
+
+    def _roll_model(self, samples: list[Sample], asks: list[Roll]) -> list[Answer]:
+        """Draft by forwards of the drafting model, one a rank."""
+        drafter, window = self.models[1], self.algorithm.window
+        replies, ran = roll_model(samples, asks, drafter, self.slots, window, self.scheduler.prompt_rows)
         for going, started in ran:
             self._charge(going, sum(started.seconds))
             self._wipe(going, drafter, started)
-        self._resume(samples, replies)
+        return replies
 
-    def _draft_windows(self, samples: list[Sample], drafter: ModelRunner) -> None:
-        """One forward of a drafting model over windows, and what a head drafts from its rows."""
-        asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
-        started = drafter.start(pack(samples, asks, self.slots, drafter.layout, drafter.rule))
+    def _draft_windows(self, samples: list[Sample], asks: list[Ask]) -> list[Answer]:
+        """Draft by one forward of a drafting model over windows; a head may draft more from its rows."""
+        drafter = self.models[1]
+        started = self._start(samples, asks, drafter)
         record = started.wait()
         self._charge(samples, sum(started.seconds))
         self._wipe(samples, drafter, started)
-        self._resume(samples, answers(started.batch, record))
-        if rolling := [sample for sample in samples if isinstance(sample.ask, Roll)]:
-            self._roll_rows(rolling, samples, started.batch, drafter)
+        self._ran = samples, started.batch, drafter
+        return answers(started.batch, record)
+
+    def _roll_rows(self, samples: list[Sample], asks: list[Roll]) -> list[Answer]:
+        """Draft from rows of the forward that has just run, by their own distributions or a head."""
+        replies = list(roll_rows(samples, asks, self._ran, self.sampler, self.slots, self.heads))
+        self._charge(samples, sum(self._ran[2].seconds()))
+        return replies
 
     @staticmethod
     def _wipe(samples: Sequence[Sample], drafter: ModelRunner, started: Started) -> None:
@@ -384,15 +396,9 @@ class Engine:
         ended = self._resume(samples, answers(batch, record))
         if self.algorithm.nodes:
             self._copy_columns(samples)
-        if rolling := [sample for sample in samples if isinstance(sample.ask, Roll) and sample.ask.head != MODEL]:
-            self._roll_rows(rolling, samples, batch, self.target)
+        self._ran = samples, batch, self.target
+        self._answer(samples, "rows")
         return ended
-
-    def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch[Host], runner: ModelRunner) -> None:
-        """Draft windows from rows of the forward that has just run."""
-        replies = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
-        self._charge(rolling, sum(runner.seconds()))
-        self._resume(rolling, replies)
 
     def _copy_columns(self, samples: list[Sample]) -> None:
         """Copy columns within slots where decoders want it."""

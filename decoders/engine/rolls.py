@@ -24,7 +24,7 @@ from draftmill.decoders.backbones.heads.files import MAX_DISTANCE
 from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.rows import Host
-from draftmill.decoders.engine.asks import DRAFT, INDEPENDENT, MODEL, NO_DRAFT, Answer, Ask, Ints, Roll, Run
+from draftmill.decoders.engine.asks import DRAFT, INDEPENDENT, NO_DRAFT, Answer, Ask, Ints, Roll, Run
 from draftmill.decoders.engine.batch import Batch, Draws, Rule, pack, pack_draws
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.sampler import Sampler
@@ -39,14 +39,14 @@ Drafted = tuple[list[Sample], Started]
 
 def roll_rows(
     samples: Sequence[Sample],
-    ran: tuple[Sequence[Sample], Batch[Host]],
-    runner: ModelRunner,
+    asks: Sequence[Roll],
+    ran: tuple[Sequence[Sample], Batch[Host], ModelRunner],
     sampler: Sampler,
     slots: SlotTable,
     heads: DraftHeads | None,
 ) -> Iterator[Answer]:
-    """The drafts of these samples, in their order. `ran` are the samples of the last forward, and its batch."""
-    asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
+    """The drafts of these samples, in their order. `ran` are the samples of the last forward, its batch and its runner."""
+    runner = ran[2]
     assert len({ask.head for ask in asks}) == 1, "the samples of a decoder roll by the same head"
     order, counts = sorted(range(len(samples)), key=lambda index: -asks[index].num_drafts), None
     whole = runner.is_captured and not sampler.by_ratio
@@ -76,7 +76,7 @@ def roll_rows(
 def _pack(
     samples: Sequence[Sample],
     asks: Sequence[Roll],
-    ran: tuple[Sequence[Sample], Batch[Host]],
+    ran: tuple[Sequence[Sample], Batch[Host], ModelRunner],
     slots: SlotTable,
     *,
     counts: Sequence[int],
@@ -169,14 +169,17 @@ def draft_by_head(
 
 
 def roll_model(
-    samples: Sequence[Sample], runner: ModelRunner, slots: SlotTable, window: int, budget: int | None
+    samples: Sequence[Sample],
+    asks: Sequence[Roll],
+    runner: ModelRunner,
+    slots: SlotTable,
+    window: int,
+    budget: int | None,
 ) -> tuple[list[Answer], list[Drafted]]:
     """The drafts of these samples, and the forwards that made them; the host waits once, for the last one. Prompts run in
     forwards of their own, `budget` rows each, until the rest is no more than that; a sample that decodes has up to `window` + 1
     rows."""
     catch_up(samples, runner, slots, window, budget)
-    asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
-    assert all(ask.head == MODEL for ask in asks), "before the target's forward a model drafts"
     ran = list[Drafted]()
     for offset in range(max(ask.num_drafts for ask in asks)):
         going = [sample for sample, ask in zip(samples, asks, strict=True) if offset < ask.num_drafts]
