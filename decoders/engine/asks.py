@@ -116,11 +116,6 @@ class Ask(NamedTuple):
     partners: Sequence[int] | Ints = ()
     sigmas: Sequence[float] = ()
 
-    @property
-    def source(self) -> str:
-        """What answers: the target, or a drafting model's windows."""
-        return "windows" if self.model else "target"
-
 
 INDEPENDENT, MARKOV, MODEL = range(3)
 """What draws a Roll's drafts: the rows' own distributions, the model's draft head (decoders/backbones/heads.py), or forwards of
@@ -139,11 +134,6 @@ class Roll(NamedTuple):
     row: int = 0
     limit: int = 0
 
-    @property
-    def source(self) -> str:
-        """What answers: the drafting model, or rows of the last forward."""
-        return "model" if self.head == MODEL else "rows"
-
 
 class SampleFrom(NamedTuple):
     """Asks for a draft of `rank` from a distribution of the decoder's own: `tokens` have these `weights`, all others none.
@@ -154,21 +144,11 @@ class SampleFrom(NamedTuple):
     tokens: list[int]
     weights: list[int]
 
-    @property
-    def source(self) -> str:
-        """What answers: distributions that decoders name."""
-        return "names"
-
 
 class Offer(NamedTuple):
     """Offers up to `most` canvases of a text that is scored; answered with the number to take, before the forward."""
 
     most: int
-
-    @property
-    def source(self) -> str:
-        """What answers: the scores' own engine."""
-        return "canvases"
 
 
 class Answer(NamedTuple):

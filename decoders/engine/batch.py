@@ -115,8 +115,8 @@ class Draws(Sent[A]):
     noted in the cell `note_R`. A draft head reads `head_5R` (rolls.py). Of rows that were split off `at_R` are the numbers.
 
     On the host: their samples have `sampled_B` rows each; rows are of a kind (asks.py), for a slot and a rank, and the host sees
-    whether a draft `asked_R` holds. `reads_all`: these are all rows of the forward.
-    `num_tops` best tokens are recorded for each row."""
+    whether a draft `asked_R` holds; `num_sampled` are no padding. `once`: each rank is asked about once. `reads_all`: these are
+    all rows of the forward. `num_tops` best tokens are recorded for each row."""
 
     rule: Rule
     uses: Uses
@@ -140,19 +140,11 @@ class Draws(Sent[A]):
     rank_R: Ints
     host_draw_R: Ints
     asked_R: Ints
+    num_sampled: int
+    once: bool
     by_kernel: bool = False
     num_tops: int = 0
     reads_all: bool = False
-
-    @property
-    def num_sampled(self) -> int:
-        """R, without padding."""
-        return len(self.kind_R)
-
-    @property
-    def once(self) -> bool:
-        """Whether each rank is asked about once."""
-        return bool((self.kind_R == TARGET_ONCE).all())
 
     @property
     def by_rejection(self) -> Judging[A]:
@@ -189,7 +181,7 @@ class Draws(Sent[A]):
         at_R, others = np.flatnonzero(unknown_R), None
         if len(at_R):
             others = replace(
-                self.changed(lambda array: array[..., at_R]), at_R=at_R, kind_R=self.kind_R[at_R], reads_all=False
+                self.changed(lambda array: array[..., at_R]), at_R=at_R, num_sampled=len(at_R), reads_all=False
             )
         self.allowed_R = self.token_ER = self.change_3ER = None
         self.leave_to_kernel()
@@ -239,7 +231,7 @@ class Batch(Sent[A]):
         rows, judging = self.rows, self.draws.judging
         return {
             "G": len(self.sample_G),
-            "N": rows.num_rows,
+            "N": len(rows.line_N),
             "Q": len(rows.rank_Q) if isinstance(rows, StreamRows) else 0,
             "D": 0 if judging is None else len(judging.row_D),
             "B": len(self.rows_B),
@@ -271,7 +263,7 @@ def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layou
     """The batch of what these samples ask one model."""
     slot_B = np.array([sample.slot for sample in samples])
     rows, sample_G, rows_B = _pack_rows(samples, asks, layout, slot_B)
-    num_rows = rows.num_rows + (len(rows.rank_Q) if isinstance(rows, StreamRows) else 0)
+    num_rows = sum(map(len, rows.lines))
     runs_UF, owner_U = _table([ask.runs for ask in asks], _RUN)
     when_B = np.array([sample.decided if ask.when < 0 else ask.when for sample, ask in zip(samples, asks, strict=True)])
     row_B = rows_B.cumsum() - rows_B
@@ -443,6 +435,8 @@ def pack_draws(
         rank_R=rank_R,
         host_draw_R=draw_R,
         asked_R=draft_R,
+        num_sampled=len(kind_R),
+        once=bool((kind_R == TARGET_ONCE).all()),
         reads_all=len(row_R) == int(rows_B.sum()) and bool((row_R == np.arange(len(row_R))).all()),
     )
     if rule.by_ratio and _BY_RATIO_K[kind_R].any():

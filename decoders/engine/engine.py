@@ -26,7 +26,7 @@ from draftmill.decoders.backbones.rows import Host, put
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.asks import FAR, Answer, Ask, Roll
+from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom, Wish
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, steps
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
@@ -336,9 +336,9 @@ class Engine:
 
     def _answer(self, samples: Sequence[Sample], *sources: str) -> None:
         """Answer what these sources draft, the first ones first, as long as any sample asks one of them."""
-        while waiting := [sample for sample in samples if sample.ask is not None and sample.ask.source in sources]:
-            source = min((sample.ask.source for sample in waiting if sample.ask), key=sources.index)
-            asking = [sample for sample in waiting if sample.ask and sample.ask.source == source]
+        while waiting := [sample for sample in samples if _source(sample.ask) in sources]:
+            source = min((_source(sample.ask) for sample in waiting), key=sources.index)
+            asking = [sample for sample in waiting if _source(sample.ask) == source]
             self._resume(asking, self._drafts[source](asking, [sample.ask for sample in asking]))
 
     def _start(self, samples: Sequence[Sample], asks: Sequence[Ask], runner: ModelRunner) -> Started:
@@ -485,3 +485,13 @@ class Engine:
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
         return outcome
+
+
+def _source(ask: Wish | None) -> str:
+    """What answers an ask: the target; a drafting model, whose windows are asks of their own; rows of the last forward; the
+    decoder's own names."""
+    if isinstance(ask, Ask):
+        return "windows" if ask.model else "target"
+    if isinstance(ask, Roll):
+        return "model" if ask.head == MODEL else "rows"
+    return "names" if isinstance(ask, SampleFrom) else "none"
