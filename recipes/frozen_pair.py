@@ -122,10 +122,10 @@ def read_rows(pair: Pair, ids_BL: NDArray[np.int64], num_masks_B: NDArray[np.int
     masked_BL = place_BL >= 0
     window, position = masked_BL.nonzero(as_tuple=True)
     shown_BL = ids.masked_fill(masked_BL, pair.mask_id)
-    sigma_B = torch.tensor(
+    sigma_G = torch.tensor(
         [noise_of_share(share) for share in masked_BL.double().mean(1).tolist()], dtype=torch.float64
     )
-    theirs = _forward(pair.drafter.model, shown_BL, causal=False, sigma_B=sigma_B)
+    theirs = _forward(pair.drafter.model, shown_BL, causal=False, sigma_G=sigma_G)
     truth = _forward(pair.target.model, ids, causal=True)
     return PairRows(
         drafter=theirs[window, position - pair.drafter.info.shift],
@@ -136,13 +136,13 @@ def read_rows(pair: Pair, ids_BL: NDArray[np.int64], num_masks_B: NDArray[np.int
     )
 
 
-def _forward(model: Model, ids_BL: Tensor, *, causal: bool, sigma_B: Tensor | None = None) -> Tensor:
+def _forward(model: Model, ids_BL: Tensor, *, causal: bool, sigma_G: Tensor | None = None) -> Tensor:
     count, length = ids_BL.shape
     model.allocate(count, length)
     column_N = torch.arange(length, device=ids_BL.device).repeat(count)
     high_N = column_N + 1 if causal else torch.full_like(column_N, length)
     sight = torch.zeros_like(column_N).unsqueeze(0), high_N.unsqueeze(0)
-    rows = token_rows(range(count), [length] * count, ids_BL.flatten(), column_N, column_N, sight, sigma_B=sigma_B)
+    rows = token_rows(range(count), [length] * count, ids_BL.flatten(), column_N, column_N, sight, sigma_G=sigma_G)
     return model.forward(rows).unflatten(0, (count, length))
 
 

@@ -94,7 +94,7 @@ def cut_ragged(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Band, 
     """
     num_slots, num_lines = rows.shape.num_slots, rows.shape.num_lines
     every_line, every_column = slice(0, num_lines), slice(0, num_columns)
-    if rows.slots_B.device.type != "cpu" or num_slots == 1 or torch.compiler.is_compiling():
+    if rows.slots_G.device.type != "cpu" or num_slots == 1 or torch.compiler.is_compiling():
         return ((None, every_line, every_column),)
     lines_B, columns_B = _extents(rows, num_columns, multiple)
     slots = list(zip(lines_B.tolist(), columns_B.tolist(), strict=True))

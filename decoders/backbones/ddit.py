@@ -1,7 +1,7 @@
 """The diffusion transformer of MDLM and SEDD (DDiT) in plain torch, over the slot cache.
 
 Every row sees the columns that its mask allows, in both directions. A small network maps the noise sigma to the modulation: it
-scales and shifts a row's norms and gates its residuals. Sigma belongs to a canvas (`TokenRows.sigma_B`), so that canvases at
+scales and shifts a row's norms and gates its residuals. Sigma belongs to a canvas (`TokenRows.sigma_G`), so that canvases at
 different times share a forward; cached keys and values keep the sigma that they were computed with. A network trained without
 sigma is the same network at sigma = 0; its modulation is computed once.
 
@@ -177,10 +177,10 @@ class DDiTBackbone(NetworkBackbone):
         modulations = self._at_zero
         which_P: Tensor | None = None
         if self.takes_sigma:
-            assert rows.sigma_B is not None, "this network is conditioned on the noise: its rows need sigma_B"
-            count = rows.sigma_B.shape[0]
-            padded_U = rows.sigma_B.new_zeros(self._padded(count), dtype=self.exact_dtype)
-            padded_U[:count] = rows.sigma_B
+            assert rows.sigma_G is not None, "this network is conditioned on the noise: its rows need sigma_G"
+            count = rows.sigma_G.shape[0]
+            padded_U = rows.sigma_G.new_zeros(self._padded(count), dtype=self.exact_dtype)
+            padded_U[:count] = rows.sigma_G
             modulations = [part[:count] for part in self.base.modulations(padded_U)]
             which_P = self._pad(rows.owner_N) if count > 1 else None
         hidden_PD: Tensor = self.base(tokens_P, positions_P, layout, modulations, which_P)

@@ -1,19 +1,138 @@
 """The rows of a forward: flat, sample after sample; intervals say which columns of its slot each row sees.
 
-What the host knows of the rows comes along as plain numbers (`RowShape`, `StreamShape`), so that no forward asks the device.
+`pack` (engine/batch.py) makes them once: numpy arrays on the host, which go to the device as one buffer (`Sent`). What the host
+knows of them stays plain numbers (`RowShape`, `StreamShape`), so that no forward asks the device.
 
-Legend: N rows, B slots of the forward, I intervals of a row; C content rows and Q query rows of a two-stream model.
+Legend: N rows that carry a token, Q query rows of a two-stream model, G slots of the forward, I intervals of a row, T tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Final, Generic, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import TypeVar
 
-from draftmill.decoders.kernels.seen import Tables
+from draftmill.decoders.kernels.seen import Tables, Tiling
+
+Host = NDArray[Any]
+A = TypeVar("A", bound=Host | Tensor, default=Tensor)
+"""The arrays of a `Sent`: numpy on the host, tensors on the device."""
+_ODD: Final = np.zeros(1, dtype=np.int64)
+_FACTS: Final = ("bool", "Uses", "tuple[int, ...]")
+
+
+def put(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Bring numbers to the device, without waiting for it, as a transfer from pageable memory would."""
+    held = torch.from_numpy(numbers)
+    return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sent(Generic[A]):
+    """Arrays that go to the device together: the fields of type A or A | None, int64 or float64, and those of the fields that
+    are a Sent themselves. Fields of any other type stay on the host. The last letters of a name say what an array has an entry
+    for."""
+
+    def parts(self) -> Iterator[Sent[A]]:
+        """This object, and all that it consists of."""
+        yield self
+        for name in self._fields().parts:
+            if (part := getattr(self, name)) is not None:
+                yield from part.parts()
+
+    def arrays(self) -> Iterator[tuple[Sent[A], str]]:
+        """Where each array that there is stands: a part, and the field's name."""
+        for part in self.parts():
+            for name in part._fields().arrays:
+                if getattr(part, name) is not None:
+                    yield part, name
+
+    def changed(self, change: Callable[[Any], Any]) -> Any:
+        """The same class, with every array changed."""
+        names, new = self._fields(), object.__new__(type(self))
+        for name in names.others:
+            setattr(new, name, getattr(self, name))
+        for name in names.arrays:
+            array = getattr(self, name)
+            setattr(new, name, None if array is None else change(array))
+        for name in names.parts:
+            part = getattr(self, name)
+            setattr(new, name, None if part is None else part.changed(change))
+        return new
+
+    def _fields(self) -> Fields:
+        return _fields_of(type(self))  # type: ignore[arg-type]  # mypy takes a class for one of its objects
+
+    @property
+    def signature(self) -> Hashable:
+        """What decides which work is done: names and shapes of the arrays, and all that is a flag or the like."""
+        shapes = tuple((name, getattr(part, name).shape) for part, name in self.arrays())
+        return shapes, tuple(getattr(part, name) for part in self.parts() for name in part._fields().facts)
+
+    @property
+    def num_sums(self) -> int:
+        """How many numbers at the end of a record are sums of rows' states, by which bad ones are found."""
+        return 0
+
+    def pad(self, sizes: dict[str, int], dead: dict[str, int]) -> None:
+        """Fill every array up to the size of its axis, by 0 or what is `dead` by its name."""
+        for part, name in self.arrays():
+            array = getattr(part, name)
+            if missing := sizes[name[-1]] - array.shape[-1]:
+                full = np.full((*array.shape[:-1], missing), dead.get(name, 0), dtype=array.dtype)
+                setattr(part, name, np.concatenate([array, full], axis=-1))
+
+    def flat(self) -> NDArray[np.int64]:
+        """All arrays as one; float64 numbers as their bits. Each begins at a multiple of 16 bytes: kernels are compiled anew for
+        others."""
+        flat = list[NDArray[np.int64]]()
+        for part, name in self.arrays():
+            array = getattr(part, name)
+            flat.append(np.ascontiguousarray(array).reshape(-1).view(np.int64))
+            if array.size % 2:
+                flat.append(_ODD)
+        return np.concatenate(flat)
+
+    def cut(self, buffer: Tensor) -> Any:
+        """The same, whose arrays are views of a buffer that holds, or will hold, `flat`."""
+        first = 0
+
+        def view(array: NDArray[Any]) -> Tensor:
+            nonlocal first
+            part = buffer[first : first + array.size]
+            first += array.size + array.size % 2
+            return (part.view(torch.float64) if array.dtype == np.float64 else part).view(array.shape)
+
+        return self.changed(view)
+
+    def to(self, device: torch.device) -> Any:
+        """The same on the device, by one transfer; to a CPU nothing has to be copied."""
+        return self.changed(torch.from_numpy) if device.type == "cpu" else self.cut(put(self.flat(), device))
+
+
+class Fields(NamedTuple):
+    """The names of the fields of a Sent: arrays, parts, all others, and those of them that the work on the arrays may look at."""
+
+    arrays: tuple[str, ...]
+    parts: tuple[str, ...]
+    others: tuple[str, ...]
+    facts: tuple[str, ...]
+
+
+@cache
+def _fields_of(kind: type[Sent]) -> Fields:
+    types = {field.name: str(field.type) for field in fields(kind)}
+    arrays = tuple(name for name, of in types.items() if of in ("A", "A | None"))
+    parts = tuple(name for name, of in types.items() if "[A]" in of)
+    others = tuple(name for name in types if name not in (*arrays, *parts))
+    return Fields(arrays, parts, others, tuple(name for name in others if types[name] in _FACTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,114 +151,141 @@ class RowShape:
     num_positions: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRows:
-    """The rows of one forward of a model in which every row carries a token. All tensors are int64, `sigma_N` aside.
+@dataclass(slots=True, kw_only=True, eq=False)
+class Rows(Sent[A]):
+    """Rows that carry a token, and write its keys and values at `column_N` of their slots.
 
-    A row stands at `position_N` (what the model's position encoding sees) and writes its keys and values at `column_N` of
-    `slot_N`; several columns may hold one position, such as candidates that compete for it. All rows write first, then each
-    attends to the columns in any of its intervals [`low_IN`, `high_IN`); one with low >= high is empty. Its own column is among
-    them. No two rows write one column of a slot.
-
-    `slots_B` are the forward's slots. A row is row number `line_N` (0, 1, ..) of slot number `owner_N` among them; the rows of a
-    slot follow each other. `sigma_B` is the total noise of the canvas that these rows belong to (float, >= 0;
-    decoders/draws/schedule.py), for models that are conditioned on it; all others ignore it. A slot may be named twice: its rows
-    may have been computed under different noise, or see different columns. `tables` are the tiles of an attention kernel.
-    `takes_drafts`: the tokens are those that the model has just drafted, which matters to a draft head (heads/published.py).
+    `slots_G` are the forward's slots. A row is row number `line_N` (0, 1, ..) of slot number `owner_N` among them; the rows of a
+    slot follow each other. All rows write first, then each attends to the columns that it sees, its own among them. No two rows
+    write one column of a slot. An attention kernel reads the tiles `few_T` and `many_U` of `tile_lines` lines (kernels/seen.py).
     """
 
-    slots_B: Tensor
-    owner_N: Tensor
-    line_N: Tensor
-    slot_N: Tensor
-    token_N: Tensor
-    position_N: Tensor
-    column_N: Tensor
-    low_IN: Tensor
-    high_IN: Tensor
-    shape: RowShape
-    sigma_B: Tensor | None = None
-    tables: Tables | None = None
-    takes_drafts: bool = False
+    slots_G: A
+    owner_N: A
+    line_N: A
+    token_N: A
+    column_N: A
+    few_T: A | None = None
+    many_U: A | None = None
+    tile_lines: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
-        """N."""
-        return self.token_N.shape[0]
+        """How many rows carry a token."""
+        return len(self.token_N)
+
+    @property
+    def lines(self) -> tuple[A, ...]:
+        """The numbers of all rows in their slots, of each kind of row."""
+        return (self.line_N,)
+
+    @property
+    def tables(self) -> Tables | None:
+        """The tiles on the device, if there are any."""
+        first: Any = tuple(tiles for tiles in (self.few_T, self.many_U) if tiles is not None)
+        return Tables(self.tile_lines, first) if first else None
+
+    def add_tiles(self: Rows[Host], tiling: Tiling, *, is_padded: bool = False) -> None:
+        """Cut the rows into tiles on the host, after `pad`; how many a captured forward has depends on its sizes alone."""
+        line_N, num_runs = np.concatenate(self.lines), len(self.lines) * (len(self.slots_G) + 1)
+        tables = tiling.cut(line_N)
+        if is_padded:
+            for size, first_T in tables.items():
+                tables[size] = np.full(tiling.most_tiles(size, num_runs, len(line_N)), len(line_N))
+                tables[size][: len(first_T)] = first_T
+        self.tile_lines = tuple(tables)
+        self.few_T, self.many_U, *_ = [*tables.values(), None, None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TokenRows(Rows[A]):
+    """The rows of a model in which every row carries a token. All arrays are int64, `sigma_G` aside.
+
+    A row of `slot_N` stands at `position_N`, which the model's position encoding sees; several columns may hold one position,
+    such as candidates that compete for it. It sees the columns in any of its intervals [`low_IN`, `high_IN`); one with
+    low >= high is empty.
+
+    `sigma_G` is the total noise of the canvas that the rows belong to (float, >= 0; decoders/draws/schedule.py), for models that
+    are conditioned on it; all others ignore it. A slot may be named twice: its rows may have been computed under different
+    noise, or see different columns. `takes_drafts`: the tokens are those that the model has just drafted, which matters to a
+    draft head (heads/published.py).
+    """
+
+    slot_N: A
+    position_N: A
+    low_IN: A
+    high_IN: A
+    shape: RowShape
+    sigma_G: A | None = None
+    takes_drafts: bool = False
 
     @property
     def fills(self) -> bool:
         """Whether all slots have equally many rows."""
         return self.num_rows == self.shape.num_slots * self.shape.num_lines
 
-    def flat(self) -> tuple[list[int], list[Tensor]]:
-        """The same as integers, where -1 stands for None, and int64 arrays of one dimension: noise as the bits of float64,
-        empty where there is none. Nothing waits for the device."""
-        shape, sigma_B = self.shape, self.token_N[:0] if self.sigma_B is None else self.sigma_B.double()
+    def told(self: TokenRows) -> tuple[list[int], list[Tensor]]:
+        """The same on the device as integers, where -1 stands for None, and int64 arrays of one dimension: noise as the bits of
+        float64. Nothing waits for the device."""
+        shape, names = self.shape, [name for _, name in self.arrays()]
         first, end = (-1, -1) if shape.slots is None else (shape.slots.start, shape.slots.stop)
         positions = -1 if shape.num_positions is None else shape.num_positions
-        lines, tiles = self.tables or Tables((), ())
-        assert len(lines) <= 2, "a row is in a tile of one of two kinds"
-        facts = [len(self.low_IN), shape.num_slots, shape.num_lines, shape.num_columns, first, end, positions]
-        facts += [int(self.takes_drafts), *[*lines, 0, 0][:2]]
-        ints = [self.slots_B, self.owner_N, self.line_N, self.slot_N, self.token_N, self.position_N, self.column_N]
-        none = self.token_N[:0]
-        sights = [self.low_IN.flatten(), self.high_IN.flatten(), sigma_B.view(torch.int64)]
-        return facts, [*ints, *sights, *[*tiles, none, none][:2]]
+        there = sum(1 << bit for bit, name in enumerate(self._fields().arrays) if name in names)
+        facts = [there, len(self.low_IN), shape.num_slots, shape.num_lines, shape.num_columns, first, end, positions]
+        arrays = [getattr(self, name).flatten() for name in names]
+        flat = [array.double().view(torch.int64) if array.is_floating_point() else array for array in arrays]
+        return [*facts, int(self.takes_drafts), *self.tile_lines], flat
 
     @classmethod
-    def of_flat(cls, facts: Sequence[int], arrays: Sequence[Tensor]) -> TokenRows:
-        """The rows that these are `flat` of; views, and the noise is float64."""
-        num_intervals, num_slots, num_lines, num_columns, first, end, positions, takes_drafts, *lines = facts
-        slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N, low, high, sigma_B, *tiles = arrays
+    def heard(cls, facts: Sequence[int], flat: Sequence[Tensor]) -> TokenRows:
+        """The rows of which these were `told`; views, and the noise is float64."""
+        there, num_intervals, num_slots, num_lines, num_columns, first, end, positions, takes_drafts, *lines = facts
+        names = [name for bit, name in enumerate(_fields_of(cls).arrays) if there >> bit & 1]  # type: ignore[arg-type]
+        arrays: dict[str, Any] = dict(zip(names, flat, strict=True))
+        for name in ("low_IN", "high_IN"):
+            arrays[name] = arrays[name].view(num_intervals, -1)
+        if "sigma_G" in arrays:
+            arrays["sigma_G"] = arrays["sigma_G"].view(torch.float64)
         slots, num_positions = None if first < 0 else slice(first, end), None if positions < 0 else positions
         shape = RowShape(num_slots, num_lines, num_columns, slots, num_positions)
-        low_IN, high_IN = low.view(num_intervals, -1), high.view(num_intervals, -1)
-        noise_B = sigma_B.view(torch.float64) if len(sigma_B) else None
-        kinds = [pair for pair in zip(lines, tiles, strict=True) if pair[0]]
-        tables = Tables(tuple(size for size, _ in kinds), tuple(first_T for _, first_T in kinds)) if kinds else None
-        ints = slots_B, owner_N, line_N, slot_N, token_N, position_N, column_N
-        own = cls(*ints, low_IN, high_IN, shape, sigma_B=noise_B, tables=tables)
-        return replace(own, takes_drafts=bool(takes_drafts))
+        return TokenRows(**arrays, shape=shape, takes_drafts=bool(takes_drafts), tile_lines=tuple(lines))
 
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """What the host knows of the rows of a two-stream forward. The slot with the most rows has `num_content` content rows, and
-    that with the most `num_queries`. No row sees a column at or beyond `num_columns`; no position of these slots is at or
-    beyond `num_positions`. `some_blind`: some query sees no column."""
+    """What the host knows of the rows of a two-stream forward. The slot with the most rows has `num_lines` that carry a token,
+    and that with the most query rows `num_queries`. No row sees a column at or beyond `num_columns`; no position of these slots
+    is at or beyond `num_positions`. `some_blind`: some query sees no column."""
 
     num_slots: int
-    num_content: int
-    num_queries: int
+    num_lines: int
     num_columns: int
-    num_positions: int
     slots: slice | None
+    num_queries: int
+    num_positions: int
     some_blind: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of one two-stream forward, int64. Columns of a slot are the ranks of its decoding order.
+@dataclass(slots=True, kw_only=True, eq=False)
+class StreamRows(Rows[A]):
+    """The rows of a two-stream model, int64. Columns of a slot are the ranks of its decoding order.
 
-    Content rows carry a token and write its keys and values at `content_column_C`; query rows carry none, stand at the rank
-    `query_column_Q`, and predict the token there. A row sees the columns below its limit, a content row its own among them; one
-    interval that begins at 0 is all that this kind of model needs. `*_owner` and `*_line` are as in `TokenRows`, for each kind of
-    row alone; `tables` are of both kinds, content first.
+    Query rows carry no token, stand at the rank `rank_Q`, and predict the token there. A row sees the columns below its limit;
+    one interval that begins at 0 is all that this kind of model needs. `owner_Q` and `line_Q` number query rows alone; tiles are
+    of both kinds of rows, queries last.
     """
 
-    slots_B: Tensor
-    content_owner_C: Tensor
-    content_line_C: Tensor
-    content_token_C: Tensor
-    content_column_C: Tensor
-    content_limit_C: Tensor
-    query_owner_Q: Tensor
-    query_line_Q: Tensor
-    query_column_Q: Tensor
-    query_limit_Q: Tensor
+    limit_N: A
+    owner_Q: A
+    line_Q: A
+    rank_Q: A
+    limit_Q: A
     shape: StreamShape
-    tables: Tables | None = None
+
+    @property
+    def lines(self) -> tuple[A, ...]:
+        """See Rows."""
+        return self.line_N, self.line_Q
 
 
 def seen_columns(low_IN: Tensor, high_IN: Tensor, num_columns: int) -> Tensor:
@@ -152,33 +298,18 @@ def seen_columns(low_IN: Tensor, high_IN: Tensor, num_columns: int) -> Tensor:
 
 
 def columns_in_order(rows: TokenRows, positions_SW: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """The columns that the rows of each slot see, in the order of their positions, [B, num_columns], and how many these are,
-    [B]. For rows whose shape has `num_positions`; `positions_SW` are the positions of all columns. What is left over names
+    """The columns that the rows of each slot see, in the order of their positions, [G, num_columns], and how many these are,
+    [G]. For rows whose shape has `num_positions`; `positions_SW` are the positions of all columns. What is left over names
     column 0."""
     num_slots, owner_N = rows.shape.num_slots, rows.owner_N
-    first_B = owner_N.new_zeros(num_slots + 1)
-    first_B.scatter_(0, owner_N.where(rows.line_N == 0, num_slots), torch.arange(rows.num_rows, device=owner_N.device))
-    first_B = first_B[:num_slots]
-    seen_BW = seen_columns(rows.low_IN[:, first_B], rows.high_IN[:, first_B], rows.shape.num_columns)
-    place_BW = positions_SW[rows.slots_B, : rows.shape.num_columns].where(seen_BW, num_columns)
-    column_BW = torch.arange(rows.shape.num_columns, device=owner_N.device).expand(num_slots, -1)
-    ordered = owner_N.new_zeros(num_slots, num_columns + 1).scatter_(1, place_BW, column_BW)
-    return ordered[:, :num_columns], seen_BW.sum(1)
-
-
-def intervals_of(seen_NW: Tensor) -> tuple[Tensor, Tensor]:
-    """The runs of columns that a mask [N, W] lets each row see, as `low_IN`, `high_IN`; unused ones are empty."""
-    padded = torch.nn.functional.pad(seen_NW.to(torch.int8), (1, 1)).diff(dim=1)
-    starts, ends = (padded == 1).nonzero(), (padded == -1).nonzero()
-    counts_N = seen_NW.new_zeros(len(seen_NW), dtype=torch.int64).index_add_(
-        0, starts[:, 0], torch.ones_like(starts[:, 0])
-    )
-    low_IN, high_IN = torch.zeros(
-        2, max(1, int(counts_N.max())), len(seen_NW), dtype=torch.int64, device=seen_NW.device
-    )
-    which = torch.arange(len(starts), device=seen_NW.device) - (counts_N.cumsum(0) - counts_N)[starts[:, 0]]
-    low_IN[which, starts[:, 0]], high_IN[which, starts[:, 0]] = starts[:, 1], ends[:, 1]
-    return low_IN, high_IN
+    first_G = owner_N.new_zeros(num_slots + 1)
+    first_G.scatter_(0, owner_N.where(rows.line_N == 0, num_slots), torch.arange(rows.num_rows, device=owner_N.device))
+    first_G = first_G[:num_slots]
+    seen_GW = seen_columns(rows.low_IN[:, first_G], rows.high_IN[:, first_G], rows.shape.num_columns)
+    place_GW = positions_SW[rows.slots_G, : rows.shape.num_columns].where(seen_GW, num_columns)
+    column_GW = torch.arange(rows.shape.num_columns, device=owner_N.device).expand(num_slots, -1)
+    ordered = owner_N.new_zeros(num_slots, num_columns + 1).scatter_(1, place_GW, column_GW)
+    return ordered[:, :num_columns], seen_GW.sum(1)
 
 
 def number_rows(counts: Sequence[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -197,31 +328,31 @@ def token_rows(
     column_N: Tensor,
     sight: tuple[Tensor, Tensor],
     *,
-    sigma_B: Tensor | None = None,
+    sigma_G: Tensor | None = None,
 ) -> TokenRows:
     """Rows of slots that have `counts` rows each; `sight` is (`low_IN`, `high_IN`). For callers outside of the engine: it waits
     for the device."""
     low_IN, high_IN = sight
     owner_N, line_N = number_rows(counts, token_N.device)
-    slots_B = torch.tensor(list(slots), dtype=torch.int64, device=token_N.device)
+    slots_G = torch.tensor(list(slots), dtype=torch.int64, device=token_N.device)
     follow = list(slots) == list(range(slots[0], slots[0] + len(slots)))
     return TokenRows(
-        slots_B=slots_B,
+        slots_G=slots_G,
         owner_N=owner_N,
         line_N=line_N,
-        slot_N=slots_B[owner_N],
+        slot_N=slots_G[owner_N],
         token_N=token_N,
         position_N=position_N,
         column_N=column_N,
         low_IN=low_IN,
         high_IN=high_IN,
         shape=RowShape(
-            num_slots=len(slots_B),
+            num_slots=len(slots_G),
             num_lines=max(counts),
             num_columns=int(high_IN.where(low_IN < high_IN, 0).max()),
             slots=slice(slots[0], slots[0] + len(slots)) if follow else None,
         ),
-        sigma_B=sigma_B,
+        sigma_G=sigma_G,
     )
 
 
@@ -231,5 +362,5 @@ def causal_rows(slots: Sequence[int], counts: Sequence[int], firsts: Sequence[in
     columns = [torch.arange(first, first + count) for count, first in zip(counts, firsts, strict=True)]
     column_N = torch.cat(columns).to(token_N.device)
     sight = torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)
-    sigma_B = torch.ones(len(slots), device=token_N.device)
-    return token_rows(slots, counts, token_N, column_N, column_N, sight, sigma_B=sigma_B)
+    sigma_G = torch.ones(len(slots), device=token_N.device)
+    return token_rows(slots, counts, token_N, column_N, column_N, sight, sigma_G=sigma_G)

@@ -138,7 +138,7 @@ class SplitBackbone(RotaryBackbone):
         """See ModuleBackbone. GroupLostError if it fails on any rank: the others then wait in the middle of it."""
         if not self._leads:
             return super().forward(rows)
-        facts, arrays = rows.flat()
+        facts, arrays = rows.told()
         tell("forward", *facts, *arrays)
         try:
             return super().forward(rows)
@@ -167,7 +167,7 @@ def follow(backbone: SplitBackbone) -> None:
     while (call := _hear(backbone.device))[0] != "dismiss":
         name, numbers, arrays = call
         if name == "forward":
-            backbone.forward(TokenRows.of_flat(numbers, arrays))
+            backbone.forward(TokenRows.heard(numbers, arrays))
         else:
             getattr(backbone, name)(*numbers, *arrays)
 

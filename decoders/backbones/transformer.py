@@ -221,12 +221,12 @@ class ModuleBackbone(OnSlots):
             return self._flat_layout(rows, self._attend)
         self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
         places = self.cache.places(rows.slot_N, rows.column_N)
-        slots = rows.slots_B if shape.slots is None else shape.slots
+        slots = rows.slots_G if shape.slots is None else shape.slots
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         order_BW = None
         if shape.num_positions is not None:
             # Some positions may stand beside their own columns. Sums run in the order of positions, as if none did.
-            num_columns, slots = self.rules.columns(shape.num_positions, self.cache.num_columns), rows.slots_B
+            num_columns, slots = self.rules.columns(shape.num_positions, self.cache.num_columns), rows.slots_G
             order_BW, length_B = columns_in_order(rows, self.cache.positions_SW, num_columns)
             end_1N = length_B[rows.owner_N].unsqueeze(0)
             rows = replace(rows, low_IN=torch.zeros_like(end_1N), high_IN=end_1N)

@@ -53,7 +53,7 @@ from draftmill.decoders.backbones.invariance import (
     probe_columns,
     rows_exact,
 )
-from draftmill.decoders.backbones.rows import Rows
+from draftmill.decoders.backbones.rows import StreamRows
 from draftmill.decoders.kernels.find import Attend, FixedProduct, demanded, find_attention, find_fixed_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
@@ -288,11 +288,11 @@ class XLNetBackbone(OnSlots):
     # ---- the forward ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: StreamRows) -> Tensor:
         """Write the content rows' keys and values and return the query rows' last hidden states, [Q, D]."""
         layout = self._layout(rows) if self._attend is None else self._flat_layout(rows, self._attend)
-        num_query = rows.query_column_Q.shape[0]
-        content_ND = self.embedding_VD[rows.content_token_C]
+        num_query = rows.rank_Q.shape[0]
+        content_ND = self.embedding_VD[rows.token_N]
         states_ND = torch.cat([content_ND, self.mask_embedding_D.expand(num_query, self.width)])
         self.num_rows_computed = max(states_ND.shape[0], self.rules.min_rows)
         entering_ND = states_ND
@@ -304,20 +304,20 @@ class XLNetBackbone(OnSlots):
         self.sums_N = torch.cat([entering_ND[:num_content], states_ND]).sum(1, dtype=torch.float64)
         return states_ND
 
-    def _layout(self, rows: Rows) -> _Layout:
+    def _layout(self, rows: StreamRows) -> _Layout:
         shape = rows.shape
-        num_content, num_query = rows.content_token_C.shape[0], rows.query_column_Q.shape[0]
-        num_rows = max(shape.num_content + shape.num_queries, self.rules.min_queries)
-        content_N = torch.add(rows.content_line_C, rows.content_owner_C, alpha=num_rows)
-        query_N = torch.add(rows.query_line_Q + shape.num_content, rows.query_owner_Q, alpha=num_rows)
+        num_content, num_query = rows.token_N.shape[0], rows.rank_Q.shape[0]
+        num_rows = max(shape.num_lines + shape.num_queries, self.rules.min_queries)
+        content_N = torch.add(rows.line_N, rows.owner_N, alpha=num_rows)
+        query_N = torch.add(rows.line_Q + shape.num_lines, rows.owner_Q, alpha=num_rows)
         rectangle_N = torch.cat([content_N, query_N])
         row_N = torch.arange(num_content + num_query, device=self.device)
         rows_P, last_rows_P = row_N.new_zeros(2, shape.num_slots * num_rows)
         rows_P[rectangle_N] = row_N
         last_rows_P[query_N] = row_N[:num_query]
-        limit_N = torch.cat([rows.content_limit_C, rows.query_limit_Q])
-        column_N = torch.cat([rows.content_column_C, rows.query_column_Q])
-        slot_N = rows.slots_B[torch.cat([rows.content_owner_C, rows.query_owner_Q])]
+        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
+        column_N = torch.cat([rows.column_N, rows.rank_Q])
+        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
         num_columns = self.rules.columns(shape.num_columns, self.order_SW.shape[1])
         position_N1 = self.order_SW[slot_N, column_N].unsqueeze(1)
         # Half the number of distances looked at: the longest canvas of the batch.
@@ -331,8 +331,8 @@ class XLNetBackbone(OnSlots):
             rectangle_N=rectangle_N,
             rows_P=rows_P,
             last_rows_P=last_rows_P,
-            places=self.cache.places(slot_N[:num_content], rows.content_column_C),
-            slots=rows.slots_B if shape.slots is None else shape.slots,
+            places=self.cache.places(slot_N[:num_content], rows.column_N),
+            slots=rows.slots_G if shape.slots is None else shape.slots,
             hidden_N1W=(torch.arange(num_columns, device=self.device) >= limit_N.clamp(min=1).unsqueeze(1)).unsqueeze(
                 1
             ),
@@ -340,24 +340,24 @@ class XLNetBackbone(OnSlots):
             blind_N=limit_N == 0 if shape.some_blind else None,
         )
 
-    def _flat_layout(self, rows: Rows, attend: Attend) -> _FlatLayout:
-        shape, num_content = rows.shape, rows.content_token_C.shape[0]
-        limit_N = torch.cat([rows.content_limit_C, rows.query_limit_Q])
-        column_N = torch.cat([rows.content_column_C, rows.query_column_Q])
-        slot_N = rows.slots_B[torch.cat([rows.content_owner_C, rows.query_owner_Q])]
+    def _flat_layout(self, rows: StreamRows, attend: Attend) -> _FlatLayout:
+        shape, num_content = rows.shape, rows.token_N.shape[0]
+        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
+        column_N = torch.cat([rows.column_N, rows.rank_Q])
+        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
         if self.cache.is_pooled:
             starts_N, cells_N = self.cache.cells(slot_N, column_N)
             position_N, places = self.cache.positions_of(cells_N), cells_N[:num_content]
         else:
             starts_N, position_N = None, self.order_SW[slot_N, column_N]
-            places = self.cache.places(slot_N[:num_content], rows.content_column_C)
+            places = self.cache.places(slot_N[:num_content], rows.column_N)
         seen = Seen(
             slot_N,
             torch.zeros_like(limit_N).unsqueeze(0),
             limit_N.unsqueeze(0),
             position_N=position_N,
             positions_SW=self.order_SW,
-            tables=rows.tables or self.tiling.tables(torch.cat([rows.content_line_C, rows.query_line_Q])),
+            tables=rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q])),
             start_N=starts_N,
         )
         span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])

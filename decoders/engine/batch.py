@@ -1,8 +1,8 @@
-"""All that a forward and its draws need of the host, as one struct of arrays; and what comes back, cut into answers.
+"""All that a forward and its draws need of the host, in two halves; and what comes back, cut into answers.
 
-    asks of all samples    pack      numpy arrays: rows, sampled rows, what judges their drafts
-    Batch                  pad       up to the size of a captured forward; here and nowhere else
-                           to        the same names on the device, sent as one buffer
+    asks of all samples    pack      numpy arrays: the rows that a model reads, the sampled rows and what judges their drafts
+    Batch                  fill_up   up to the size of a captured forward; here and nowhere else
+                           to        the same names on the device, sent as one buffer (backbones/rows.py)
     record                 answers   float64 numbers of all sampled rows -> an Answer a sample
 
 The last letters of a name say what an array has an entry for:
@@ -16,16 +16,15 @@ The last letters of a name say what an array has an entry for:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from draftmill.decoders.backbones.rows import A, Host, RowShape, Sent, StreamRows, StreamShape, TokenRows
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.settings import MIN_P, TOP_K, Uses
@@ -48,7 +47,6 @@ from draftmill.decoders.engine.asks import (
     Span,
 )
 from draftmill.decoders.engine.samples import Sample, SlotTable, Tops
-from draftmill.decoders.kernels.seen import Tables, Tiling
 
 _SPAN, _RUN = len(Span._fields), len(Run._fields)
 _COUNT, _COLUMN, _POSITION, _BELOW, _LAG, _BLOCK, _OWN, _TILL, _NODE = range(_SPAN)
@@ -90,88 +88,69 @@ class Rule(NamedTuple):
     as_arrays: bool = False
 
 
-@dataclass(slots=True)
-class Batch:
-    """Arrays as the module says, int64 or float64: numpy on the host, tensors on the device; None where there is nothing to
-    say. Row n is token `token_N` at `position_N`; it writes `column_N` of `slot_N` and sees [low_IN, high_IN). It is row
-    `line_N` of group `owner_N`. A query at `rank_Q` sees the columns below `limit_Q`. Sampled row r is row (query) `row_R`,
-    guided by row `partner_R`; its noise is that of `key_2R`, `place_R` and `draw_R`, `settings_4R` are its sampling settings,
-    `token_ER` and `change_3ER` change its logits (Warp), and `scored_R` names the token that is scored. The cell `allowed_R`
-    says which tokens it may draw (shaping.py). A token drawn is noted in the cell `note_R`. Of rows under the rejection rule
-    `judged_R` have a draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and `uniform_R` are their uniform numbers,
-    `owner_R` their samples. The rows `row_D` draft. A sample's first sampled row is `first_B`, and `size_B` rows from it on are
-    its chain. A draft head reads `head_5R` (rolls.py), an attention kernel the tiles `few_T` and `many_U`."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Judging(Sent[A]):
+    """Sampled rows under the rejection rule: `judged_R` have a draft `draft_R`, whose distribution is in `cell_R`; `accept_R` and
+    `uniform_R` are their uniform numbers, `owner_R` their samples. The rows `row_D` draft. A sample's first sampled row is
+    `first_B`, and `size_B` rows from it on are its chain. `is_sure`: drafts are certain. `any_chain`: some row is judged."""
 
-    slots_G: Any = None
-    sigma_G: Any = None
-    owner_N: Any = None
-    line_N: Any = None
-    slot_N: Any = None
-    token_N: Any = None
-    position_N: Any = None
-    column_N: Any = None
-    low_IN: Any = None
-    high_IN: Any = None
-    owner_Q: Any = None
-    line_Q: Any = None
-    rank_Q: Any = None
-    limit_Q: Any = None
-    row_R: Any = None
-    partner_R: Any = None
-    key_2R: Any = None
-    place_R: Any = None
-    draw_R: Any = None
-    settings_4R: Any = None
-    scored_R: Any = None
-    allowed_R: Any = None
-    token_ER: Any = None
-    change_3ER: Any = None
-    note_R: Any = None
-    owner_R: Any = None
-    judged_R: Any = None
-    draft_R: Any = None
-    cell_R: Any = None
-    accept_R: Any = None
-    uniform_R: Any = None
-    row_D: Any = None
-    first_B: Any = None
-    size_B: Any = None
-    head_5R: Any = None
-    at_R: Any = None
-    few_T: Any = None
-    many_U: Any = None
-    # ---- what only the host knows; `num_tops`: the number of best tokens to record for each row
-    layout: Any = Layout("")  # noqa: RUF009 - it never changes
-    rule: Any = None
-    by_ratio: bool = False
+    owner_R: A
+    judged_R: A
+    draft_R: A
+    cell_R: A
+    accept_R: A
+    uniform_R: A
+    row_D: A
+    first_B: A
+    size_B: A
+    is_sure: bool
+    any_chain: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Draws(Sent[A]):
+    """The sampled rows of a forward. Row r is row (query) `row_R`, guided by row `partner_R`; its noise is that of `key_2R`,
+    `place_R` and `draw_R`, `settings_4R` are its sampling settings, `token_ER` and `change_3ER` change its logits (Warp), and
+    `scored_R` names the token that is scored. The cell `allowed_R` says which tokens it may draw (shaping.py). A token drawn is
+    noted in the cell `note_R`. A draft head reads `head_5R` (rolls.py). Of rows that were split off `at_R` are the numbers.
+
+    On the host: their samples have `sampled_B` rows each; rows are of a kind (asks.py), for a slot and a rank, and the host sees
+    whether a draft `asked_R` holds; `num_sampled` are no padding. `once`: each rank is asked about once. `reads_all`: these are
+    all rows of the forward. `num_tops` best tokens are recorded for each row."""
+
+    rule: Rule
+    uses: Uses
+    row_R: A
+    key_2R: A
+    place_R: A
+    draw_R: A
+    settings_4R: A
+    partner_R: A | None = None
+    scored_R: A | None = None
+    allowed_R: A | None = None
+    token_ER: A | None = None
+    change_3ER: A | None = None
+    note_R: A | None = None
+    head_5R: A | None = None
+    at_R: A | None = None
+    judging: Judging[A] | None = None
+    sampled_B: Ints
+    kind_R: Ints
+    slot_R: Ints
+    rank_R: Ints
+    host_draw_R: Ints
+    asked_R: Ints
+    num_sampled: int
+    once: bool
     by_kernel: bool = False
-    uses: Uses = Uses()  # noqa: RUF009 - it never changes
     num_tops: int = 0
-    is_sure: bool = False
-    any_chain: bool = False
-    once: bool = False
     reads_all: bool = False
-    takes_drafts: bool = False
-    num_groups: int = 0
-    num_rows: int = 0
-    num_sampled: int = 0
-    num_lines: int = 0
-    num_columns: int = 0
-    num_query_lines: int = 0
-    longest: int = 0
-    slots: slice | None = None
-    some_blind: bool = False
-    num_verified: int = 0
-    is_padded: bool = False
-    tile_lines: tuple[int, ...] = ()
-    rows_B: Any = None
-    sampled_B: Any = None
-    asked_R: Any = None
-    sample_G: Any = None
-    slot_R: Any = None
-    rank_R: Any = None
-    host_draw_R: Any = None
-    judges_R: Any = None
+
+    @property
+    def by_rejection(self) -> Judging[A]:
+        """What judges these rows, which are under the rejection rule."""
+        assert self.judging is not None, "rows of the coupled rule"
+        return self.judging
 
     @property
     def is_whole(self) -> bool:
@@ -179,8 +158,13 @@ class Batch:
         return self.allowed_R is None and self.token_ER is None
 
     @property
-    def unknown_R(self) -> NDArray[np.bool_]:  # noqa: N802 - an array is named with its axes
-        """The sampled rows that no kernel draws: with a min-p, another top-k than the job's, a constraint or a penalty."""
+    def judges_R(self) -> NDArray[np.bool_]:  # noqa: N802 - an array is named with its axes
+        """The rows that judge drafts, or follow those that do."""
+        judges_R: NDArray[np.bool_] = _JUDGES_K[self.kind_R]
+        return judges_R
+
+    def unknown(self: Draws[Host]) -> NDArray[np.bool_]:
+        """The rows that no kernel draws, [R]: with a min-p, another top-k than the job's, a constraint or a penalty."""
         unknown_R = (self.settings_4R[MIN_P] > 0) | (self.settings_4R[TOP_K] != self.rule.top_k)
         if self.allowed_R is not None:
             unknown_R |= self.allowed_R > 0
@@ -188,18 +172,17 @@ class Batch:
             unknown_R |= (self.change_3ER != np.array([0.0, 1.0, 0.0])[:, None, None]).any((0, 1))
         return unknown_R
 
-    def split_off(self) -> Batch | None:
-        """Leave the sampled rows to the kernel, and return a batch of those that it can't draw, which torch draws afterwards;
-        `at_R` are their numbers. So a row takes neither kernel nor graph from the others. Where the kernel can draw no row, or
-        there is none, torch draws all of them, and nothing is split off."""
-        if self.by_ratio or (unknown_R := self.unknown_R).all():
+    def split_off(self: Draws[Host]) -> Draws[Host] | None:
+        """Leave the rows to the kernel, and return those that it can't draw, which torch draws afterwards. So a row takes neither
+        kernel nor graph from the others. Where the kernel can draw no row, or there is none, torch draws all of them, and nothing
+        is split off."""
+        if self.judging is not None or (unknown_R := self.unknown()).all():
             return None
         at_R, others = np.flatnonzero(unknown_R), None
         if len(at_R):
-            others = Batch(at_R=at_R, rule=self.rule, uses=self.uses, num_tops=self.num_tops, num_sampled=len(at_R))
-            for name in _DRAWN:
-                if (array := getattr(self, name)) is not None:
-                    setattr(others, name, array[..., at_R])
+            others = replace(
+                self.changed(lambda array: array[..., at_R]), at_R=at_R, num_sampled=len(at_R), reads_all=False
+            )
         self.allowed_R = self.token_ER = self.change_3ER = None
         self.leave_to_kernel()
         return others
@@ -210,187 +193,156 @@ class Batch:
         self.by_kernel = True
         self.uses = Uses(scales=True, some_greedy=True, top_k=self.rule.top_k, top_p=self.uses.top_p)
 
-    @property
-    def num_samples(self) -> int:
-        """B."""
-        return len(self.sampled_B)
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch(Sent[A]):
+    """What a model reads, and what is drawn of it. Groups of rows are of the samples `sample_G`, samples have `rows_B` rows
+    (query rows), and all together `num_rows` without padding."""
+
+    rows: TokenRows[A] | StreamRows[A]
+    draws: Draws[A]
+    layout: Layout
+    sample_G: Ints
+    rows_B: Ints
+    num_rows: int
+    is_padded: bool = False
 
     @property
     def num_sums(self) -> int:
         """How many numbers at the end of a record are sums of rows' states, by which bad ones are found."""
-        rows = (self.owner_N, self.owner_Q) if self.layout.has_flags else ()
-        return sum(len(owner_N) for owner_N in rows if owner_N is not None)
+        return sum(map(len, self.rows.lines)) if self.layout.has_flags else 0
+
+    @property
+    def num_verified(self) -> int:
+        """How many rows decide or check tokens that may be committed now: of canvases each, whatever is asked about it. In block
+        diffusion these are drafts, too, but beside a verification they wait for the next one."""
+        draws, num_samples = self.draws, len(self.rows_B)
+        if self.layout.family == "masked":
+            return len(self.sample_G)
+        if self.layout.family != "blocks":
+            return int(_IS_VERIFIED_K[draws.kind_R].sum())
+        owner_R = np.repeat(np.arange(num_samples), draws.sampled_B)
+        judges_B = np.bincount(owner_R[draws.judges_R], minlength=num_samples) > 0
+        return int((draws.judges_R | ~judges_B[owner_R]).sum())
 
     @property
     def counts(self) -> dict[str, int]:
         """How long each axis is; with one sampled row more where dead drafts need one."""
-        lengths = {"G": self.num_groups, "N": self.owner_N, "Q": self.owner_Q, "D": self.row_D, "B": self.num_samples}
-        sizes = {
-            axis: rows if isinstance(rows, int) else 0 if rows is None else len(rows) for axis, rows in lengths.items()
+        rows, judging = self.rows, self.draws.judging
+        return {
+            "G": len(self.sample_G),
+            "N": len(rows.line_N),
+            "Q": len(rows.rank_Q) if isinstance(rows, StreamRows) else 0,
+            "D": 0 if judging is None else len(judging.row_D),
+            "B": len(self.rows_B),
+            "R": self.draws.num_sampled + (judging is not None),
         }
-        return sizes | {"R": self.num_sampled + self.by_ratio}
 
-    # ---- on its way to the device --------------------------------------------------------------------------------
-
-    def pad(self, sizes: dict[str, int], *, dead_column: int, dead_note: int, dead_cell: int) -> None:
+    def fill_up(self, sizes: dict[str, int], *, dead_column: int, dead_note: int, dead_cell: int) -> None:
         """Fill every array up to the size of its axis. What fills up means nothing: dead rows are token 0 of slot 0, see
         nothing, and write a column that no row sees; dead sampled rows leave what is kept of them where nobody reads it. At
         least one sampled row is dead, for dead drafts."""
-        assert self.num_columns <= dead_column, "a row sees the column of dead rows"
+        rows = self.rows
+        assert rows.shape.num_columns <= dead_column, "a row sees the column of dead rows"
         dead = {
             "line_N": -1, "line_Q": -1, "column_N": dead_column, "settings_4R": 1, "scored_R": NO_DRAFT, "note_R": dead_note,
-            "cell_R": dead_cell, "row_D": self.num_sampled,
+            "cell_R": dead_cell, "row_D": self.draws.num_sampled,
         }  # fmt: skip
-        for name in _ARRAYS:
-            array = getattr(self, name)
-            if array is not None and (missing := sizes[name[-1]] - array.shape[-1]):
-                full = np.full((*array.shape[:-1], missing), dead.get(name, 0), dtype=array.dtype)
-                setattr(self, name, np.concatenate([array, full], axis=-1))
-        self.num_groups, self.is_padded, self.reads_all = sizes["G"], True, False
-
-    def add_tiles(self, tiling: Tiling) -> None:
-        """Cut the rows into tiles, after `pad`; how many there are in a captured forward depends on its sizes alone."""
-        lines = [self.line_N] if self.line_Q is None else [self.line_N, self.line_Q]
-        line_N, num_runs = np.concatenate(lines), len(lines) * (self.num_groups + 1)
-        tables = tiling.cut(line_N)
-        if self.is_padded:
-            for size, first_T in tables.items():
-                tables[size] = np.full(tiling.most_tiles(size, num_runs, len(line_N)), len(line_N))
-                tables[size][: len(first_T)] = first_T
-        self.tile_lines = tuple(tables)
-        self.few_T, self.many_U = [*tables.values(), None, None][:2]
-
-    @property
-    def tables(self) -> Tables | None:
-        """The tiles on the device, if there are any."""
-        first = tuple(tiles for tiles in (self.few_T, self.many_U) if tiles is not None)
-        return Tables(self.tile_lines, first) if first else None
-
-    @property
-    def signature(self) -> Hashable:
-        """What decides which work is done, and on what: names and shapes of the arrays, and facts that the work looks at."""
-        shapes = tuple((name, array.shape) for name in _ARRAYS if (array := getattr(self, name)) is not None)
-        return shapes, self.by_ratio, self.uses, self.is_sure, self.any_chain, self.takes_drafts, self.tile_lines
-
-    def flat(self) -> Ints:
-        """All arrays as one; float64 numbers as their bits. Each begins at a multiple of 16 bytes: kernels are compiled anew for
-        others."""
-        parts = list[Ints]()
-        for name in _ARRAYS:
-            array = getattr(self, name)
-            if array is not None:
-                parts.append(np.ascontiguousarray(array).reshape(-1).view(np.int64))
-                if array.size % 2:
-                    parts.append(_ODD)
-        return np.concatenate(parts)
-
-    def cut(self, buffer: Tensor) -> Batch:
-        """The same batch, whose arrays are views of a buffer that holds, or will hold, `flat`."""
-        first = 0
-
-        def view(array: NDArray[Any]) -> Tensor:
-            nonlocal first
-            part = buffer[first : first + array.size]
-            first += array.size + array.size % 2
-            return (part.view(torch.float64) if array.dtype == np.float64 else part).view(array.shape)
-
-        return self._with(view)
-
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on the device, by one transfer; to a CPU nothing has to be copied."""
-        if device.type == "cpu":
-            return self._with(torch.from_numpy)
-        return self.cut(put(self.flat(), device))
-
-    def _with(self, tensor: Any) -> Batch:
-        batch = Batch()
-        for name in _FACTS:
-            setattr(batch, name, getattr(self, name))
-        for name in _ARRAYS:
-            array = getattr(self, name)
-            if array is not None:
-                setattr(batch, name, tensor(array))
-        return batch
-
-
-_DRAWN: Final = (
-    "row_R", "partner_R", "key_2R", "place_R", "draw_R", "settings_4R", "scored_R", "allowed_R", "token_ER", "change_3ER",
-    "note_R",
-)  # fmt: skip
-"""What the coupled rule reads of a sampled row."""
-_ODD: Final = np.zeros(1, dtype=np.int64)
-_ARRAYS: Final = tuple(field.name for field in fields(Batch))[: [field.name for field in fields(Batch)].index("layout")]
-_FACTS: Final = tuple(field.name for field in fields(Batch))[len(_ARRAYS) :]
-
-
-def put(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Bring numbers to the device, without waiting for it, as a transfer from pageable memory would."""
-    held = torch.from_numpy(numbers)
-    return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
+        self.pad(sizes, dead)
+        self.is_padded, self.draws.reads_all = True, False
+        if isinstance(rows, StreamRows):
+            rows.shape = replace(rows.shape, num_slots=sizes["G"], num_positions=dead_column + 1)
+        else:
+            rows.shape = replace(rows.shape, num_slots=sizes["G"])
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
 
 
-def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layout: Layout, rule: Rule) -> Batch:
+def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layout: Layout, rule: Rule) -> Batch[Host]:
     """The batch of what these samples ask one model."""
-    b = Batch(layout=layout, rule=rule)
     slot_B = np.array([sample.slot for sample in samples])
-    rows_B = _add_rows(b, samples, asks, slot_B)
-    b.rows_B = rows_B = _add_queries(b, asks) if layout.streams else rows_B
+    rows, sample_G, rows_B = _pack_rows(samples, asks, layout, slot_B)
+    num_rows = sum(map(len, rows.lines))
     runs_UF, owner_U = _table([ask.runs for ask in asks], _RUN)
     when_B = np.array([sample.decided if ask.when < 0 else ask.when for sample, ask in zip(samples, asks, strict=True)])
-    draft_R = _join([ask.drafts for ask in asks])
     row_B = rows_B.cumsum() - rows_B
-    add_sampled(b, runs_UF, owner_U, draft_R, slots, slot_B=slot_B, row_B=row_B, rows_B=rows_B, when_B=when_B)
+    draws = pack_draws(
+        runs_UF,
+        owner_U,
+        _join([ask.drafts for ask in asks]),
+        slots,
+        rule,
+        slot_B=slot_B,
+        row_B=row_B,
+        rows_B=rows_B,
+        when_B=when_B,
+        notes_drafts=layout.notes_drafts,
+    )
     if any(len(ask.partners) for ask in asks):
-        b.partner_R = np.repeat(row_B, b.sampled_B) + _join([ask.partners for ask in asks])
-    return b
+        draws.partner_R = np.repeat(row_B, draws.sampled_B) + _join([ask.partners for ask in asks])
+    return Batch(rows=rows, draws=draws, layout=layout, sample_G=sample_G, rows_B=rows_B, num_rows=num_rows)
 
 
-def _add_rows(b: Batch, samples: Sequence[Sample], asks: Sequence[Ask], slot_B: Ints) -> Ints:
-    """The rows that carry a token; returns how many each sample has, [B]."""
-    layout, count = b.layout, len(asks)
+def _pack_rows(
+    samples: Sequence[Sample], asks: Sequence[Ask], layout: Layout, slot_B: Ints
+) -> tuple[TokenRows[Host] | StreamRows[Host], Ints, Ints]:
+    """The rows; the sample of each group; how many rows (query rows) each sample has, [B]."""
+    count = len(asks)
     span_PF, owner_P = _table([ask.spans for ask in asks], _SPAN)
-    group_P = owner_P
-    if layout.keeps and not layout.by_node:
-        b.sample_G = np.arange(count)
-    else:
+    group_P, sample_G = owner_P, np.arange(count)
+    if not layout.keeps or layout.by_node:
         is_next_P = (np.diff(owner_P, prepend=-1) != 0) | (np.diff(span_PF[:, _NODE], prepend=-1) != 0)
-        group_P, b.sample_G = is_next_P.cumsum() - 1, owner_P[is_next_P]
-    b.slots_G = slot_B[b.sample_G] if layout.keeps else np.arange(len(b.sample_G))
-    b.num_groups, slots = len(b.slots_G), b.slots_G.tolist()
-    neighbours = slice(slots[0], slots[0] + len(slots))
-    b.slots = neighbours if slots == list(range(neighbours.start, neighbours.stop)) else None
+        group_P, sample_G = is_next_P.cumsum() - 1, owner_P[is_next_P]
+    slots_G = slot_B[sample_G] if layout.keeps else np.arange(len(sample_G))
+    numbers = slots_G.tolist()
+    neighbours = slice(numbers[0], numbers[0] + len(numbers))
+    slots = neighbours if numbers == list(range(neighbours.start, neighbours.stop)) else None
     assert (span_PF[:, _COUNT] > 0).all(), "a span without rows"
-    rows_NF, step_N, b.owner_N = _expand(span_PF, _COUNT, group_P)
-    b.num_rows = len(rows_NF)
-    b.line_N, b.num_lines = _lines(b.owner_N, b.num_groups)
-    b.column_N = rows_NF[:, _COLUMN] + step_N
-    b.token_N = _join([ask.tokens for ask in asks])
-    assert len(b.token_N) == b.num_rows, "a row without a token"
+    rows_NF, step_N, owner_N = _expand(span_PF, _COUNT, group_P)
+    line_N, num_lines = _lines(owner_N, len(slots_G))
+    column_N = rows_NF[:, _COLUMN] + step_N
+    token_N = _join([ask.tokens for ask in asks])
+    assert len(token_N) == len(rows_NF), "a row without a token"
     if layout.mask_id is not None:
-        b.token_N = np.where(b.token_N == HOLE, layout.mask_id, b.token_N)
+        token_N = np.where(token_N == HOLE, layout.mask_id, token_N)
     if layout.most_id < FAR:
-        b.token_N = np.minimum(b.token_N, layout.most_id)
-    low_IN, high_IN = _sights(rows_NF, b.column_N)
+        token_N = np.minimum(token_N, layout.most_id)
+    low_IN, high_IN = _sights(rows_NF, column_N)
     if len(stretches := _join([ask.stretches for ask in asks])):
         has_P = np.array([len(ask.stretches) > 0 for ask in asks])[owner_P]
         low_IN, high_IN = _with_stretches(low_IN, high_IN, stretches, has_P, span_PF[:, _COUNT])
-    b.num_columns = int(high_IN.max(initial=0))
-    b.longest = max(len(sample.tokens) for sample in samples)
-    b.high_IN = high_IN
+    num_columns, longest = int(high_IN.max(initial=0)), max(len(sample.tokens) for sample in samples)
+    all_rows: dict[str, Any] = {
+        "slots_G": slots_G,
+        "owner_N": owner_N,
+        "line_N": line_N,
+        "token_N": token_N,
+        "column_N": column_N,
+    }
+    if layout.streams:
+        return _pack_queries(asks, all_rows, high_IN[0], (slots, num_columns, num_lines, longest))
+    slot_N, position_N = slots_G[owner_N], rows_NF[:, _POSITION] + step_N
+    takes_drafts = bool(token_N[0] == DRAFTED)
+    assert ((token_N == DRAFTED) == takes_drafts).all(), "drafts are on the device in all samples, or in none"
+    if takes_drafts:
+        all_rows["token_N"] = note_cells(slot_N, position_N)
     sigmas = [sigma for ask in asks for sigma in ask.sigmas]
-    if sigmas:
-        # One for each canvas, or one for all canvases of a sample.
-        b.sigma_G = np.array(sigmas) if len(sigmas) == b.num_groups else np.array(sigmas)[b.sample_G]
-    if not layout.streams:
-        b.low_IN, b.position_N, b.slot_N = low_IN, rows_NF[:, _POSITION] + step_N, b.slots_G[b.owner_N]
-        b.takes_drafts = bool(b.token_N[0] == DRAFTED)
-        assert ((b.token_N == DRAFTED) == b.takes_drafts).all(), "drafts are on the device in all samples, or in none"
-        if b.takes_drafts:
-            b.token_N = note_cells(b.slot_N, b.position_N)
-    return np.bincount(owner_P, span_PF[:, _COUNT], count).astype(np.int64)
+    # One for each canvas, or one for all canvases of a sample.
+    sigma_G = np.array(sigmas) if len(sigmas) in (0, len(slots_G)) else np.array(sigmas)[sample_G]
+    # Only nodes beside a canvas have positions in other columns than their own.
+    num_positions = longest if layout.by_node and len(slots_G) > count else None
+    rows = TokenRows(
+        **all_rows,
+        slot_N=slot_N,
+        position_N=position_N,
+        low_IN=low_IN,
+        high_IN=high_IN,
+        shape=RowShape(len(slots_G), num_lines, num_columns, slots, num_positions),
+        sigma_G=sigma_G if sigmas else None,
+        takes_drafts=takes_drafts,
+    )
+    return rows, sample_G, np.bincount(owner_P, span_PF[:, _COUNT], count).astype(np.int64)
 
 
 def _sights(rows_NF: Ints, column_N: Ints) -> tuple[Ints, Ints]:
@@ -420,96 +372,108 @@ def _with_stretches(
     return np.ascontiguousarray(sees_XN[::2]), np.ascontiguousarray(sees_XN[1::2])
 
 
-def _add_queries(b: Batch, asks: Sequence[Ask]) -> Ints:
-    """The query rows of an any-subset model; returns how many each sample has, [B]."""
+def _pack_queries(
+    asks: Sequence[Ask], all_rows: dict[str, Any], limit_N: Ints, known: tuple[slice | None, int, int, int]
+) -> tuple[StreamRows[Host], Ints, Ints]:
+    """The same of an any-subset model, by its query rows; `known` of the others are the slots, the columns and lines, and of all
+    the length of the longest canvas."""
+    slots, num_columns, num_lines, longest = known
     span_PF, owner_P = _table([ask.queries for ask in asks], _SPAN)
-    rows_QF, step_Q, b.owner_Q = _expand(span_PF, _COUNT, owner_P)
-    b.line_Q, b.num_query_lines = _lines(b.owner_Q, len(asks))
-    b.rank_Q = rows_QF[:, _COLUMN] + step_Q
-    b.limit_Q = np.maximum(rows_QF[:, _BELOW], b.rank_Q + 1 - rows_QF[:, _LAG])
-    b.some_blind = bool((b.limit_Q == 0).any())  # queries of an empty prompt
-    b.num_columns = max(b.num_columns, int(b.limit_Q.max()))
-    b.num_rows += len(rows_QF)
-    return np.bincount(owner_P, span_PF[:, _COUNT], len(asks)).astype(np.int64)
+    rows_QF, step_Q, owner_Q = _expand(span_PF, _COUNT, owner_P)
+    line_Q, num_queries = _lines(owner_Q, len(asks))
+    rank_Q = rows_QF[:, _COLUMN] + step_Q
+    limit_Q = np.maximum(rows_QF[:, _BELOW], rank_Q + 1 - rows_QF[:, _LAG])
+    shape = StreamShape(
+        num_slots=len(asks),
+        num_lines=num_lines,
+        num_columns=max(num_columns, int(limit_Q.max())),
+        slots=slots,
+        num_queries=num_queries,
+        num_positions=longest,
+        some_blind=bool((limit_Q == 0).any()),  # queries of an empty prompt
+    )
+    of_queries: dict[str, Any] = {"owner_Q": owner_Q, "line_Q": line_Q, "rank_Q": rank_Q, "limit_Q": limit_Q}
+    rows = StreamRows(**all_rows, **of_queries, limit_N=limit_N, shape=shape)
+    return rows, np.arange(len(asks)), np.bincount(owner_P, span_PF[:, _COUNT], len(asks)).astype(np.int64)
 
 
-def add_sampled(
-    b: Batch,
+def pack_draws(
     runs_UF: Ints,
     owner_U: Ints,
     draft_R: Ints,
     slots: SlotTable,
+    rule: Rule,
     *,
     slot_B: Ints,
     row_B: Ints,
     rows_B: Ints,
     when_B: Ints,
-) -> None:
+    notes_drafts: bool = False,
+) -> Draws[Host]:
     """The sampled rows of samples in these slots, whose rows begin at `row_B` and are `rows_B`, and whose draws have the numbers
     `when_B`."""
-    layout, rule = b.layout, b.rule
-    b.sampled_B = np.bincount(owner_U, runs_UF[:, _SAMPLED], len(slot_B)).astype(np.int64)
+    sampled_B = np.bincount(owner_U, runs_UF[:, _SAMPLED], len(slot_B)).astype(np.int64)
     runs_RF, step_R, owner_R = _expand(runs_UF, _SAMPLED, owner_U)
-    b.num_sampled = len(owner_R)
     kind_R, row_R = runs_RF[:, _KIND], runs_RF[:, _ROW] + step_R
-    assert b.num_sampled == len(draft_R), "an ask has one draft entry for each sampled row"
+    assert len(kind_R) == len(draft_R), "an ask has one draft entry for each sampled row"
     assert ((row_R >= 0) & (row_R < rows_B[owner_R])).all(), "a sampled row does not run"
-    b.row_R = row_B[owner_R] + row_R
-    b.reads_all = b.num_sampled == int(rows_B.sum()) and bool((b.row_R == np.arange(b.num_sampled)).all())
-    b.slot_R, b.rank_R, b.draft_R = slot_B[owner_R], runs_RF[:, _RANK] + step_R, draft_R
-    b.key_2R = slots.key_S2[b.slot_R].T
-    b.place_R = b.rank_R if slots.order_SW is None else slots.order_SW[b.slot_R, b.rank_R]
-    b.draw_R = b.host_draw_R = runs_RF[:, _DRAW]
-    b.settings_4R, b.uses = slots.settings_4S[:, b.slot_R], slots.uses
-    if (kind_R == SCORE).any():
-        b.scored_R = np.where(kind_R == SCORE, draft_R, NO_DRAFT)
-    b.once = bool((kind_R == TARGET_ONCE).all())
-    if layout.notes_drafts:
-        b.note_R = note_cells(b.slot_R, b.rank_R)
-    b.judges_R = _JUDGES_K[kind_R]
-    b.num_verified = _num_verified(b, kind_R, owner_R)
-    b.by_ratio = rule.by_ratio and bool(_BY_RATIO_K[kind_R].any())
-    if b.by_ratio:
-        _add_judging(b, kind_R, owner_R, when_B, runs_RF[:, _BANK])
-    else:
-        b.draft_R = None
-    b.asked_R = draft_R
+    row_R = row_B[owner_R] + row_R
+    slot_R, rank_R, draw_R = slot_B[owner_R], runs_RF[:, _RANK] + step_R, runs_RF[:, _DRAW]
+    draws = Draws(
+        rule=rule,
+        uses=slots.uses,
+        row_R=row_R,
+        key_2R=slots.key_S2[slot_R].T,
+        place_R=rank_R if slots.order_SW is None else slots.order_SW[slot_R, rank_R],
+        draw_R=draw_R,
+        settings_4R=slots.settings_4S[:, slot_R],
+        scored_R=np.where(kind_R == SCORE, draft_R, NO_DRAFT) if (kind_R == SCORE).any() else None,
+        note_R=note_cells(slot_R, rank_R) if notes_drafts else None,
+        sampled_B=sampled_B,
+        kind_R=kind_R,
+        slot_R=slot_R,
+        rank_R=rank_R,
+        host_draw_R=draw_R,
+        asked_R=draft_R,
+        num_sampled=len(kind_R),
+        once=bool((kind_R == TARGET_ONCE).all()),
+        reads_all=len(row_R) == int(rows_B.sum()) and bool((row_R == np.arange(len(row_R))).all()),
+    )
+    if rule.by_ratio and _BY_RATIO_K[kind_R].any():
+        draws.judging = _pack_judging(draws, owner_R, when_B, runs_RF[:, _BANK])
+    return draws
 
 
-def _num_verified(b: Batch, kind_R: Ints, owner_R: Ints) -> int:
-    """How many rows decide or check tokens that may be committed now: of canvases each, whatever is asked about it. In block
-    diffusion these are drafts, too, but beside a verification they wait for the next one."""
-    if b.layout.family == "masked":
-        return b.num_groups
-    if b.layout.family != "blocks":
-        return int(_IS_VERIFIED_K[kind_R].sum())
-    judges_B = np.bincount(owner_R[b.judges_R], minlength=b.num_samples) > 0
-    return int((b.judges_R | ~judges_B[owner_R]).sum())
-
-
-def _add_judging(b: Batch, kind_R: Ints, owner_R: Ints, when_B: Ints, bank_R: Ints) -> None:
+def _pack_judging(draws: Draws[Host], owner_R: Ints, when_B: Ints, bank_R: Ints) -> Judging[Host]:
     """What the rejection rule needs: every draw has a random number of its own, new in every draw of a sample (`when_B`)."""
-    rule, draft_R = b.rule, b.draft_R
+    rule, kind_R, draft_R, judges_R = draws.rule, draws.kind_R, draws.asked_R, draws.judges_R
     assert (_BY_RATIO_K[kind_R] | (kind_R == SCORE)).all(), "a decoder that judges has no other rows"
-    assert len(set(kind_R[b.judges_R].tolist())) <= 1, "a decoder judges drawn drafts or certain ones, not both"
-    b.is_sure = bool((kind_R == SURE).any())
-    b.size_B = np.bincount(owner_R[b.judges_R], minlength=b.num_samples)
-    b.owner_R, b.any_chain = owner_R, bool(b.size_B.any())
-    b.first_B = b.sampled_B.cumsum() - b.sampled_B
-    leads_R = np.arange(b.num_sampled) < (b.first_B + b.size_B)[owner_R]
-    assert not b.any_chain or (b.judges_R == leads_R).all(), "rows that judge come first"
-    b.judged_R = (b.judges_R & (draft_R != NO_DRAFT)).astype(np.int64)
-    b.draft_R = np.maximum(draft_R, 0)
-    b.cell_R = (b.slot_R * rule.banks + bank_R) * rule.window + b.rank_R % rule.window
-    cell_R, rank_R = (each[_BY_RATIO_K[kind_R]] for each in (b.cell_R, b.rank_R))
-    held_C = np.zeros(int(cell_R.max()) + 1, dtype=np.int64)
-    held_C[cell_R] = rank_R
-    assert (held_C[cell_R] == rank_R).all(), "Algorithm.window is too small: two ranks of a forward share a cell"
-    purpose_R = np.where(kind_R == DRAFT, keys.DRAFT, np.where(b.judged_R, keys.RESIDUAL, keys.BONUS))
-    key_R2, when_R = b.key_2R.T, when_B[owner_R]
-    b.uniform_R = keys.uniform_rows(key_R2, b.place_R, purpose_R, when_R)
-    b.accept_R = keys.uniform_rows(key_R2, b.place_R, keys.ACCEPT, when_R)
-    b.row_D = np.flatnonzero(kind_R == DRAFT)
+    assert len(set(kind_R[judges_R].tolist())) <= 1, "a decoder judges drawn drafts or certain ones, not both"
+    sampled_B = draws.sampled_B
+    size_B, first_B = np.bincount(owner_R[judges_R], minlength=len(sampled_B)), sampled_B.cumsum() - sampled_B
+    any_chain, leads_R = bool(size_B.any()), np.arange(len(kind_R)) < (first_B + size_B)[owner_R]
+    assert not any_chain or (judges_R == leads_R).all(), "rows that judge come first"
+    judged_R = (judges_R & (draft_R != NO_DRAFT)).astype(np.int64)
+    cell_R = (draws.slot_R * rule.banks + bank_R) * rule.window + draws.rank_R % rule.window
+    mine_R, rank_R = (each[_BY_RATIO_K[kind_R]] for each in (cell_R, draws.rank_R))
+    held_C = np.zeros(int(mine_R.max()) + 1, dtype=np.int64)
+    held_C[mine_R] = rank_R
+    assert (held_C[mine_R] == rank_R).all(), "Algorithm.window is too small: two ranks of a forward share a cell"
+    purpose_R = np.where(kind_R == DRAFT, keys.DRAFT, np.where(judged_R, keys.RESIDUAL, keys.BONUS))
+    key_R2, when_R = draws.key_2R.T, when_B[owner_R]
+    return Judging(
+        owner_R=owner_R,
+        judged_R=judged_R,
+        draft_R=np.maximum(draft_R, 0),
+        cell_R=cell_R,
+        accept_R=keys.uniform_rows(key_R2, draws.place_R, keys.ACCEPT, when_R),
+        uniform_R=keys.uniform_rows(key_R2, draws.place_R, purpose_R, when_R),
+        row_D=np.flatnonzero(kind_R == DRAFT),
+        first_B=first_B,
+        size_B=size_B,
+        is_sure=bool((kind_R == SURE).any()),
+        any_chain=any_chain,
+    )
 
 
 def note_cells(slot_R: Ints, rank_R: Ints) -> Ints:
@@ -553,15 +517,15 @@ def _join(parts: Sequence[Sequence[int] | Ints]) -> Ints:
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def answers(b: Batch, record: NDArray[np.float64] | None) -> list[Answer]:
+def answers(b: Batch[Host], record: NDArray[np.float64] | None) -> list[Answer]:
     """The answer of each sample, in their order. Without a record nothing was sampled."""
     if record is None:
-        nothing: Any = np.zeros((1 + b.rule.ahead, 0)) if b.rule.as_arrays else []
-        return [Answer(0, nothing, nothing)] * b.num_samples
+        nothing: Any = np.zeros((1 + b.draws.rule.ahead, 0)) if b.draws.rule.as_arrays else []
+        return [Answer(0, nothing, nothing)] * len(b.rows_B)
     fields_AFR, accepted_B = _split_record(b, record)
-    ends, replies = b.sampled_B.cumsum().tolist(), list[Answer]()
-    if b.rule.as_arrays:
-        token_AR, end_of_notes = fields_AFR[:, 0].astype(np.int64), 2 + b.rule.num_notes
+    ends, replies = b.draws.sampled_B.cumsum().tolist(), list[Answer]()
+    if b.draws.rule.as_arrays:
+        token_AR, end_of_notes = fields_AFR[:, 0].astype(np.int64), 2 + b.draws.rule.num_notes
         for first, end in zip([0, *ends], ends, strict=False):
             part = slice(first, end)
             replies.append(
@@ -569,50 +533,51 @@ def answers(b: Batch, record: NDArray[np.float64] | None) -> list[Answer]:
             )
         return replies
     tokens = fields_AFR[0, 0].astype(np.int64).tolist()
-    log_ps, *notes = fields_AFR[0, 1 : 2 + b.rule.num_notes].tolist()
+    log_ps, *notes = fields_AFR[0, 1 : 2 + b.draws.rule.num_notes].tolist()
     for accepted, first, end in zip(accepted_B, [0, *ends], ends, strict=False):
         replies.append(Answer(accepted, tokens[first:end], log_ps[first:end], [note[first:end] for note in notes]))
     return replies
 
 
-def best_tokens(b: Batch, record: NDArray[np.float64]) -> Iterator[Tops]:
+def best_tokens(b: Batch[Host], record: NDArray[np.float64]) -> Iterator[Tops]:
     """The model's best tokens in each sampled row of each sample."""
     fields_AFR, _ = _split_record(b, record)
-    log_p_R, (token_KR, best_KR) = fields_AFR[0, 1], np.split(fields_AFR[0, 2 + b.rule.num_notes :], 2)
-    ends = b.sampled_B.cumsum().tolist()
+    log_p_R, (token_KR, best_KR) = fields_AFR[0, 1], np.split(fields_AFR[0, 2 + b.draws.rule.num_notes :], 2)
+    ends = b.draws.sampled_B.cumsum().tolist()
     for first, end in zip([0, *ends], ends, strict=False):
         rows = range(first, end)
         pairs = (zip(token_KR[:, row].astype(int).tolist(), best_KR[:, row].tolist(), strict=True) for row in rows)
-        places = zip(b.place_R[first:end].tolist(), log_p_R[first:end].tolist(), strict=True)
+        places = zip(b.draws.place_R[first:end].tolist(), log_p_R[first:end].tolist(), strict=True)
         yield {place: [pair for pair in best if pair[1] > -np.inf] for place, best in zip(places, pairs, strict=True)}
 
 
-def _split_record(b: Batch, record: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
+def _split_record(b: Batch[Host], record: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
     """The fields of each sampled row, [A, F, R], and how many leading drafts of each sample hold."""
-    num_fields, num_rows = 2 + b.rule.num_notes + 2 * b.num_tops, b.row_R.shape[-1]
-    count = (1 + b.rule.ahead) * num_fields * num_rows
-    fields_AFR = record[:count].reshape(-1, num_fields, num_rows)[:, :, : b.num_sampled]
-    if b.by_ratio:
-        return fields_AFR, record[count : count + b.num_samples].astype(np.int64).tolist()
-    draft_R = b.asked_R
-    if b.rule.as_arrays or not (draft_R != NO_DRAFT).any():
-        return fields_AFR, [0] * b.num_samples
-    return fields_AFR, count_leading(fields_AFR[0, 0] == draft_R, b.sampled_B).tolist()
+    num_fields, num_rows = 2 + b.draws.rule.num_notes + 2 * b.draws.num_tops, b.draws.row_R.shape[-1]
+    count = (1 + b.draws.rule.ahead) * num_fields * num_rows
+    fields_AFR = record[:count].reshape(-1, num_fields, num_rows)[:, :, : b.draws.num_sampled]
+    if b.draws.judging is not None:
+        return fields_AFR, record[count : count + len(b.rows_B)].astype(np.int64).tolist()
+    draft_R = b.draws.asked_R
+    if b.draws.rule.as_arrays or not (draft_R != NO_DRAFT).any():
+        return fields_AFR, [0] * len(b.rows_B)
+    return fields_AFR, count_leading(fields_AFR[0, 0] == draft_R, b.draws.sampled_B).tolist()
 
 
-def bad_samples(b: Batch, record: NDArray[np.float64]) -> list[int]:
+def bad_samples(b: Batch[Host], record: NDArray[np.float64]) -> list[int]:
     """The samples of a forward that have NaN or infinity in their states, or NaN in the fields of their rows."""
     if np.isfinite(record).all():
         return []
     bad = set[int]()
     if b.layout.has_flags:
-        owner_N = np.concatenate([b.owner_N, b.owner_Q]) if b.layout.streams else b.owner_N
+        rows = b.rows
+        owner_N = np.concatenate([rows.owner_N, rows.owner_Q]) if isinstance(rows, StreamRows) else rows.owner_N
         bad_G = owner_N[~np.isfinite(record[len(record) - b.num_sums :])]
         bad.update(b.sample_G[bad_G].tolist())
     if np.isnan(record).any():
         fields_AFR, _ = _split_record(b, record)
-        rows = np.flatnonzero(np.isnan(fields_AFR).any((0, 1)))
-        bad.update(np.searchsorted(b.sampled_B.cumsum(), rows, side="right").tolist())
+        row_R = np.flatnonzero(np.isnan(fields_AFR).any((0, 1)))
+        bad.update(np.searchsorted(b.draws.sampled_B.cumsum(), row_R, side="right").tolist())
     return sorted(bad)
 
 

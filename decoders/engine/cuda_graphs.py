@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.engine.batch import Batch
+from draftmill.decoders.backbones.rows import Sent
 from draftmill.decoders.kernels.find import is_on
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class _Graph:
     inputs: Tensor
     replay: Callable[[], None]
     result: Work
-    work: Callable[[Batch], Work]
+    work: Callable[[Any], Work]
 
 
 # All graphs of this process that live now, by owner and what their forwards have in common.
@@ -165,7 +165,7 @@ class Graphs:
         self._chosen.append(sizes)
         return sizes
 
-    def run(self, key: Hashable, batch: Batch, work: Callable[[Batch], Work]) -> Work:
+    def run(self, key: Hashable, batch: Sent[Any], work: Callable[[Any], Work]) -> Work:
         """Do the work with what the batch brings. Works of one key differ in the batch's numbers alone."""
         key = self._number, key, batch.signature
         graph = _LIVING.get(key)
@@ -183,11 +183,13 @@ class Graphs:
             self._capture(key, batch, work, result)
         return result
 
-    def _fill(self, inputs: Tensor, batch: Batch) -> None:
+    def _fill(self, inputs: Tensor, batch: Sent[Any]) -> None:
         flat = torch.from_numpy(batch.flat())
         inputs.copy_(flat if self._device.type == "cpu" else flat.pin_memory(), non_blocking=True)
 
-    def _capture(self, key: tuple[Hashable, ...], batch: Batch, work: Callable[[Batch], Work], expected: Work) -> None:
+    def _capture(
+        self, key: tuple[Hashable, ...], batch: Sent[Any], work: Callable[[Any], Work], expected: Work
+    ) -> None:
         """Keep the graph of this work, if it can be captured and gives what the work gave; else there are none from now on.
         Where memory runs out, all graphs are dropped, and captured again as their forwards come again."""
         self.num_captured += 1

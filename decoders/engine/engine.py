@@ -16,16 +16,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from draftmill.decoders.backbones.cache import rounded
+from draftmill.decoders.backbones.rows import Host, put
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom
-from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, put, steps
+from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom, Wish
+from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, steps
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape
@@ -82,6 +84,13 @@ class Engine:
         )
         # What a step takes for `auto`: on a CPU without the time that other processes have.
         self._clock = time.thread_time if setup.backbone.device.type == "cpu" else time.perf_counter
+        self._drafts: dict[str, Callable[[list[Sample], list[Any]], Iterable[Answer]]] = {
+            "names": self.sampler.draw_named,
+            "model": self._roll_model,
+            "rows": self._roll_rows,
+            "windows": self._draft_windows,
+        }
+        self._ran: tuple[Sequence[Sample], Batch[Host], ModelRunner]  # the last forward whose rows a head may read
         self._shape = Shape()
         self._slots: list[Sample | None] = []
         self._instant: list[Outcome] = []
@@ -320,41 +329,45 @@ class Engine:
 
     def _draft(self, turn: Turn) -> None:
         """Draft as long as any sample asks for it; all then meet at the target."""
-        self._draft_from_names(turn.samples)
-        if len(self.models) > 1:
-            drafter = self.models[1]
-            if turn.chunks and not (self.algorithm.windows or self.algorithm.reads_states):
-                # The drafting model's columns keep up with the target's.
-                asks = [sample.catch_up(sample.chunk) for sample in turn.chunks]
-                drafter.start(pack(turn.chunks, asks, self.slots, drafter.layout, drafter.rule))
-            if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
-                self._roll_model(rolling, drafter)
-            while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
-                self._draft_windows(asking, drafter)
+        if turn.chunks and len(self.models) > 1 and not (self.algorithm.windows or self.algorithm.reads_states):
+            # The drafting model's columns keep up with the target's.
+            self._start(turn.chunks, [sample.catch_up(sample.chunk) for sample in turn.chunks], self.models[1])
+        self._answer(turn.samples, "names", "model", "rows", "windows")
 
-    def _draft_from_names(self, samples: list[Sample]) -> None:
-        """Draw drafts from distributions that decoders name, rank after rank."""
-        while asking := [sample for sample in samples if isinstance(sample.ask, SampleFrom)]:
-            self._resume(asking, self.sampler.draw_named(asking, [sample.ask for sample in asking]))  # type: ignore[misc]
+    def _answer(self, samples: Sequence[Sample], *sources: str) -> None:
+        """Answer what these sources draft, the first ones first, as long as any sample asks one of them."""
+        while waiting := [sample for sample in samples if _source(sample.ask) in sources]:
+            source = min((_source(sample.ask) for sample in waiting), key=sources.index)
+            asking = [sample for sample in waiting if _source(sample.ask) == source]
+            self._resume(asking, self._drafts[source](asking, [sample.ask for sample in asking]))
 
-    def _roll_model(self, samples: list[Sample], drafter: ModelRunner) -> None:
-        """Draft windows by the drafting model."""
-        replies, ran = roll_model(samples, drafter, self.slots, self.algorithm.window, self.scheduler.prompt_rows)
+    def _start(self, samples: Sequence[Sample], asks: Sequence[Ask], runner: ModelRunner) -> Started:
+        return runner.start(pack(samples, asks, self.slots, runner.layout, runner.rule))
+
+    def _roll_model(self, samples: list[Sample], asks: list[Roll]) -> list[Answer]:
+        """Draft by forwards of the drafting model, one a rank."""
+        drafter, window = self.models[1], self.algorithm.window
+        replies, ran = roll_model(samples, asks, drafter, self.slots, window, self.scheduler.prompt_rows)
         for going, started in ran:
             self._charge(going, sum(started.seconds))
             self._wipe(going, drafter, started)
-        self._resume(samples, replies)
+        return replies
 
-    def _draft_windows(self, samples: list[Sample], drafter: ModelRunner) -> None:
-        """One forward of a drafting model over windows, and what a head drafts from its rows."""
-        asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
-        started = drafter.start(pack(samples, asks, self.slots, drafter.layout, drafter.rule))
+    def _draft_windows(self, samples: list[Sample], asks: list[Ask]) -> list[Answer]:
+        """Draft by one forward of a drafting model over windows; a head may draft more from its rows."""
+        drafter = self.models[1]
+        started = self._start(samples, asks, drafter)
         record = started.wait()
         self._charge(samples, sum(started.seconds))
         self._wipe(samples, drafter, started)
-        self._resume(samples, answers(started.batch, record))
-        if rolling := [sample for sample in samples if isinstance(sample.ask, Roll)]:
-            self._roll_rows(rolling, samples, started.batch, drafter)
+        self._ran = samples, started.batch, drafter
+        return answers(started.batch, record)
+
+    def _roll_rows(self, samples: list[Sample], asks: list[Roll]) -> list[Answer]:
+        """Draft from rows of the forward that has just run, by their own distributions or a head."""
+        replies = list(roll_rows(samples, asks, self._ran, self.sampler, self.slots, self.heads))
+        self._charge(samples, sum(self._ran[2].seconds()))
+        return replies
 
     @staticmethod
     def _wipe(samples: Sequence[Sample], drafter: ModelRunner, started: Started) -> None:
@@ -371,27 +384,21 @@ class Engine:
         b = pack(samples, asks, self.slots, self.target.layout, self.target.rule)
         if any(sample.is_shaped for sample in samples):
             add_shape(b, samples, self.sampler.masks)
-        b.num_tops = min(max(sample.request.settings.top_logprobs for sample in samples), self.info.vocab_size)
+        b.draws.num_tops = min(max(sample.request.settings.top_logprobs for sample in samples), self.info.vocab_size)
         started = self.target.start(b, comes_again=not (turn.new or turn.chunks))
         record, batch, laps = started.wait(), started.batch, started.seconds
         self._count(samples, started, laps)
         if record is not None:
             self._fail([samples[index] for index in bad_samples(batch, record)], batch)
-            if batch.num_tops:
+            if batch.draws.num_tops:
                 for sample, tops in zip(samples, best_tokens(batch, record), strict=True):
                     sample.tops_at |= tops if sample.tops is not None else {}
         ended = self._resume(samples, answers(batch, record))
         if self.algorithm.nodes:
             self._copy_columns(samples)
-        if rolling := [sample for sample in samples if isinstance(sample.ask, Roll) and sample.ask.head != MODEL]:
-            self._roll_rows(rolling, samples, batch, self.target)
+        self._ran = samples, batch, self.target
+        self._answer(samples, "rows")
         return ended
-
-    def _roll_rows(self, rolling: list[Sample], ran: list[Sample], batch: Batch, runner: ModelRunner) -> None:
-        """Draft windows from rows of the forward that has just run."""
-        replies = list(roll_rows(rolling, (ran, batch), runner, self.sampler, self.slots, self.heads))
-        self._charge(rolling, sum(runner.seconds()))
-        self._resume(rolling, replies)
 
     def _copy_columns(self, samples: list[Sample]) -> None:
         """Copy columns within slots where decoders want it."""
@@ -438,7 +445,7 @@ class Engine:
             sample.device_s += seconds / len(samples)
         self.stats.forward_s += seconds
 
-    def _fail(self, bad: list[Sample], batch: Batch) -> None:
+    def _fail(self, bad: list[Sample], batch: Batch[Host]) -> None:
         """These samples have NaN or infinity: they end now, and leave nothing of it in their slots."""
         for sample in bad:
             sample.is_bad, sample.chunk = True, 0
@@ -447,7 +454,7 @@ class Engine:
             for sample in bad:
                 self.scheduler.prefixes.forget(sample.slot)
         if bad:
-            self.target.wipe([sample.slot for sample in bad] if self.algorithm.keeps else batch.slots_G.tolist())
+            self.target.wipe([sample.slot for sample in bad] if self.algorithm.keeps else batch.rows.slots_G.tolist())
 
     def _resume(self, samples: Sequence[Sample], replies: Iterable[Answer]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
@@ -478,3 +485,13 @@ class Engine:
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
         return outcome
+
+
+def _source(ask: Wish | None) -> str:
+    """What answers an ask: the target; a drafting model, whose windows are asks of their own; rows of the last forward; the
+    decoder's own names."""
+    if isinstance(ask, Ask):
+        return "windows" if ask.model else "target"
+    if isinstance(ask, Roll):
+        return "model" if ask.head == MODEL else "rows"
+    return "names" if isinstance(ask, SampleFrom) else "none"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.backbones.rows import Rows, RowShape, StreamShape, TokenRows
+from draftmill.decoders.backbones.rows import Host, Rows, TokenRows
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.engine.batch import Batch, Layout
+from draftmill.decoders.engine.batch import Batch, Draws, Layout
 from draftmill.decoders.engine.cuda_graphs import Graphs, Work
 from draftmill.decoders.engine.memory import Shape
 from draftmill.decoders.engine.sampler import Logits, Sampler
 
 _LEAST_ROWS: Final = 64
 _T = TypeVar("_T")
-Draws = Callable[[Batch, Tensor], Tensor]
-"""(batch on the device, hidden states of the last forward) -> a record."""
+Drawing = Callable[[Draws, Tensor], Tensor]
+"""(sampled rows on the device, hidden states of the last forward) -> a record."""
 
 
 class Clock:
@@ -101,7 +101,7 @@ class Started:
     """A forward whose record can be read, if it sampled anything. `computed` rows were run, with padding; `laps` are its
     times."""
 
-    batch: Batch
+    batch: Batch[Host]
     copy: HostCopy | None
     laps: list[Any]
     computed: int
@@ -192,27 +192,27 @@ class ModelRunner:
 
     # ---- a forward -----------------------------------------------------------------------------------------------
 
-    def start(self, b: Batch, *, comes_again: bool = True) -> Started:
+    def start(self, b: Batch[Host], *, comes_again: bool = True) -> Started:
         """Send the batch and run it, without waiting for its record. `comes_again`: there will be others of its size, so that it
         is worth a graph."""
-        others = b.split_off() if self.rule.top_k is not None else None
+        others = b.draws.split_off() if self.rule.top_k is not None else None
         is_captured = comes_again and self._pad_batch(b)
         if self.backbone.reads_rows:
-            b.add_tiles(self.backbone.tiling)
+            b.rows.add_tiles(self.backbone.tiling, is_padded=b.is_padded)
         if is_captured:
             assert self.graphs is not None, "a forward is filled up to be captured"
             done = self.clock.measure(self.graphs.run, "forward", b, self._work)
         else:
             sent = b.to(self.device)
             hidden_ND = self.clock.measure(self.backbone.forward, self.rows(sent))
-            record = self._record(sent, hidden_ND) if b.num_sampled else torch.zeros(0)
+            record = self._record(sent, hidden_ND) if b.draws.num_sampled else torch.zeros(0)
             done = Work(hidden_ND, record, self.backbone.num_rows_computed)
         self.hidden_ND, self._source = done.hidden_ND, done if done.stays else None
-        if not b.num_sampled and self.device.type == "cuda":
+        if not b.draws.num_sampled and self.device.type == "cuda":
             # Nobody waits for this forward: its seconds are read with the next one's.
             return Started(b, None, [], done.num_computed)
-        record = done.record if others is None else self._redraw(done.record, b, others)
-        copy = HostCopy(record) if b.num_sampled else None
+        record = done.record if others is None else self._redraw(done.record, b.draws, others)
+        copy = HostCopy(record) if b.draws.num_sampled else None
         return Started(b, copy, self.clock.cut(), done.num_computed)
 
     def _work(self, sent: Batch) -> Work:
@@ -221,32 +221,31 @@ class ModelRunner:
         return Work(hidden_ND, self._record(sent, hidden_ND), self.backbone.num_rows_computed)
 
     def _record(self, sent: Batch, hidden_ND: Tensor) -> Tensor:
-        record = self.draw(sent, hidden_ND, is_target=self.is_target)
+        record = self.draw(sent.draws, hidden_ND, is_target=self.is_target)
         if not self.layout.has_flags:
             return record
         sums_N = self.backbone.sums_N
         assert sums_N is not None, "a forward of this model gives sums"
         if sent.is_padded:
             # Padding rows may hold anything: they are ignored.
-            line_N = torch.cat([sent.line_N, sent.line_Q]) if self.layout.streams else sent.line_N
-            sums_N = sums_N.where(line_N >= 0, 0.0)
+            sums_N = sums_N.where(torch.cat(sent.rows.lines) >= 0, 0.0)
         return torch.cat([record, sums_N])
 
-    def draw(self, sent: Batch, hidden_ND: Tensor, *, is_target: bool) -> Tensor:
+    def draw(self, sent: Draws, hidden_ND: Tensor, *, is_target: bool) -> Tensor:
         """The fields of the sampled rows, flat float64: [A, F, R], then under the rejection rule the drafts that hold, [B]."""
         logits, hidden_RD = self._sampled(sent, hidden_ND)
-        if sent.by_ratio:
+        if sent.judging is not None:
             return self._sampler.judge(logits, hidden_RD, sent, self.parts(len(hidden_RD)), is_target=is_target)
         return self._draw_parts(logits, hidden_RD, sent, is_target=is_target).flatten()
 
-    def _sampled(self, sent: Batch, hidden_ND: Tensor) -> tuple[Logits, Tensor]:
+    def _sampled(self, sent: Draws, hidden_ND: Tensor) -> tuple[Logits, Tensor]:
         """The output layer, and the hidden states of the sampled rows, [R, D]; behind them those of their partners."""
         hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
         if sent.partner_R is None:
             return self.logits, hidden_RD
         return self.guided_logits, torch.cat([hidden_RD, hidden_ND.index_select(0, sent.partner_R)], 1)
 
-    def _draw_parts(self, logits: Logits, hidden_RD: Tensor, sent: Batch, *, is_target: bool) -> Tensor:
+    def _draw_parts(self, logits: Logits, hidden_RD: Tensor, sent: Draws, *, is_target: bool) -> Tensor:
         """The fields of the sampled rows by the coupled rule, [A, F, R]; the logits of a part of the rows exist at a time."""
         sampler = self._sampler
         parts = [
@@ -264,24 +263,26 @@ class ModelRunner:
         step = max(_LEAST_ROWS, self._sampler.plan.logits // (self._vocab_size * itemsize))
         return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
 
-    def _redraw(self, record: Tensor, b: Batch, others: Batch) -> Tensor:
+    def _redraw(self, record: Tensor, draws: Draws[Host], others: Draws[Host]) -> Tensor:
         """The record of a batch, with the rows that were split off as torch draws them; a graph's own record stays as it is."""
         assert self.hidden_ND is not None, "the forward has run"
         sent = others.to(self.device)
+        at_R = sent.at_R
+        assert at_R is not None, "rows that were split off"
         drawn_AFO = self._draw_parts(*self._sampled(sent, self.hidden_ND), sent, is_target=self.is_target)
-        count = drawn_AFO[:, :, 0].numel() * b.row_R.shape[-1]
-        fields_AFR = record[:count].view(*drawn_AFO.shape[:2], -1).index_copy(2, sent.at_R, drawn_AFO)
+        count = drawn_AFO[:, :, 0].numel() * draws.row_R.shape[-1]
+        fields_AFR = record[:count].view(*drawn_AFO.shape[:2], -1).index_copy(2, at_R, drawn_AFO)
         return torch.cat([fields_AFR.flatten(), record[count:]])
 
     def size(self, count: int) -> int:
         """The bucket size for `count` rows."""
         return (self.graphs and self.graphs.size(count)) or count
 
-    def _pad_batch(self, b: Batch) -> bool:
+    def _pad_batch(self, b: Batch[Host]) -> bool:
         """Fill the batch up to the size of a captured forward; False where this one is not captured."""
-        graphs = self.graphs
-        is_drawn = b.by_kernel or (b.by_ratio and b.is_whole)
-        if graphs is None or not self.is_captured or not is_drawn or b.num_tops:
+        graphs, draws = self.graphs, b.draws
+        is_drawn = draws.by_kernel or (draws.judging is not None and draws.is_whole)
+        if graphs is None or not self.is_captured or not is_drawn or draws.num_tops:
             return False
         sizes = dict[str, int]()
         for axis, count in b.counts.items():
@@ -293,78 +294,29 @@ class ModelRunner:
         if len(self.parts(sizes["R"])) > 1:
             return False
         dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
-        b.pad(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
+        b.fill_up(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
         return True
 
-    def more(self, key: Hashable, b: Batch, work: Draws) -> NDArray[np.float64]:
+    def more(self, key: Hashable, draws: Draws[Host], work: Drawing) -> NDArray[np.float64]:
         """The record of more draws, on the hidden states of the last forward. With a `key` they may be captured."""
         hidden_ND, source = self.hidden_ND, self._source
         assert hidden_ND is not None, "a forward came before"
         if key is None or self.graphs is None or source is None:
-            return HostCopy(self.clock.measure(work, b.to(self.device), hidden_ND)).numbers()
+            return HostCopy(self.clock.measure(work, draws.to(self.device), hidden_ND)).numbers()
         states_ND = source.hidden_ND
         done = self.clock.measure(
-            self.graphs.run, (key, source), b, lambda sent: Work(states_ND, work(sent, states_ND), 0)
+            self.graphs.run, (key, source), draws, lambda sent: Work(states_ND, work(sent, states_ND), 0)
         )
         return HostCopy(done.record).numbers()
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
-    def rows(self, sent: Batch) -> Any:
-        """The rows of a batch as the model takes them."""
-        if self.layout.streams:
-            return self._stream_rows(sent)
-        shape = RowShape(
-            num_slots=sent.num_groups,
-            num_lines=sent.num_lines,
-            num_columns=sent.num_columns,
-            slots=sent.slots,
-            # Only nodes beside a canvas have positions in other columns than their own.
-            num_positions=sent.longest if self.layout.by_node and sent.num_groups > sent.num_samples else None,
-        )
-        token_N = sent.token_N
-        if sent.takes_drafts:
-            token_N = self._sampler.noted_C.index_select(0, token_N)
-        return TokenRows(
-            slots_B=sent.slots_G,
-            owner_N=sent.owner_N,
-            line_N=sent.line_N,
-            slot_N=sent.slot_N,
-            token_N=token_N,
-            position_N=sent.position_N,
-            column_N=sent.column_N,
-            low_IN=sent.low_IN,
-            high_IN=sent.high_IN,
-            shape=shape,
-            sigma_B=sent.sigma_G,
-            tables=sent.tables,
-            takes_drafts=sent.takes_drafts,
-        )
-
-    def _stream_rows(self, sent: Batch) -> Rows:
-        shape = StreamShape(
-            num_slots=sent.num_groups,
-            num_content=sent.num_lines,
-            num_queries=sent.num_query_lines,
-            num_columns=sent.num_columns,
-            num_positions=self._columns if sent.is_padded else sent.longest,
-            slots=sent.slots,
-            some_blind=sent.some_blind,
-        )
-        return Rows(
-            slots_B=sent.slots_G,
-            content_owner_C=sent.owner_N,
-            content_line_C=sent.line_N,
-            content_token_C=sent.token_N,
-            content_column_C=sent.column_N,
-            content_limit_C=sent.high_IN[0],
-            query_owner_Q=sent.owner_Q,
-            query_line_Q=sent.line_Q,
-            query_column_Q=sent.rank_Q,
-            query_limit_Q=sent.limit_Q,
-            shape=shape,
-            tables=sent.tables,
-        )
+    def rows(self, sent: Batch) -> Rows:
+        """The rows of a batch, with the tokens that the host has not read."""
+        rows = sent.rows
+        if isinstance(rows, TokenRows) and rows.takes_drafts:
+            return replace(rows, token_N=self._sampler.noted_C.index_select(0, rows.token_N))
+        return rows
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""

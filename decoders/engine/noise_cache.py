@@ -11,7 +11,7 @@ Legend: R sampled rows, N ranks to compute, V vocabulary, S slots, W ranks of a 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.draws import noise
 from draftmill.decoders.engine.asks import Ints
-from draftmill.decoders.engine.batch import Batch
+from draftmill.decoders.engine.batch import Draws
 from draftmill.decoders.engine.samples import SlotTable
 
 _AT_ONCE: Final = 1 << 16
@@ -59,11 +59,13 @@ class NoiseCache:
         """A new sample: nothing of its noise is kept."""
         self._held_SC[slot : slot + 1] = -1
 
-    def rows(self, b: Batch, part: slice, most_bytes: int, ahead: int) -> Tensor:
+    def rows(self, draws: Draws[Any], part: slice, most_bytes: int, ahead: int) -> Tensor:
         """The noise of some sampled rows, `ahead` draws after the next, [R, V]."""
-        slot_R, rank_R = b.slot_R[part], b.rank_R[part]
-        if self._fresh or b.once:
-            return self._compute(slot_R, rank_R, b.host_draw_R[part] + ahead if self._fresh else np.zeros_like(rank_R))
+        slot_R, rank_R = draws.slot_R[part], draws.rank_R[part]
+        if self._fresh or draws.once:
+            return self._compute(
+                slot_R, rank_R, draws.host_draw_R[part] + ahead if self._fresh else np.zeros_like(rank_R)
+            )
         if self._window is None:
             self._fit_canvases(int(rank_R.max(initial=0)) + 1, most_bytes)
         near_R = slot_R < len(self._held_SC) if self._num_cells else np.zeros(len(slot_R), dtype=np.bool_)

@@ -23,8 +23,9 @@ from torch import Tensor
 from draftmill.decoders.backbones.heads.files import MAX_DISTANCE
 from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.decoders.backbones.invariance import at_least_rows
-from draftmill.decoders.engine.asks import DRAFT, INDEPENDENT, MODEL, NO_DRAFT, Answer, Ask, Ints, Roll, Run
-from draftmill.decoders.engine.batch import Batch, Layout, Rule, add_sampled, pack
+from draftmill.decoders.backbones.rows import Host
+from draftmill.decoders.engine.asks import DRAFT, INDEPENDENT, NO_DRAFT, Answer, Ask, Ints, Roll, Run
+from draftmill.decoders.engine.batch import Batch, Draws, Rule, pack, pack_draws
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample, SlotTable
@@ -38,14 +39,14 @@ Drafted = tuple[list[Sample], Started]
 
 def roll_rows(
     samples: Sequence[Sample],
-    ran: tuple[Sequence[Sample], Batch],
-    runner: ModelRunner,
+    asks: Sequence[Roll],
+    ran: tuple[Sequence[Sample], Batch[Host], ModelRunner],
     sampler: Sampler,
     slots: SlotTable,
     heads: DraftHeads | None,
 ) -> Iterator[Answer]:
-    """The drafts of these samples, in their order. `ran` are the samples of the last forward, and its batch."""
-    asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
+    """The drafts of these samples, in their order. `ran` are the samples of the last forward, its batch and its runner."""
+    runner = ran[2]
     assert len({ask.head for ask in asks}) == 1, "the samples of a decoder roll by the same head"
     order, counts = sorted(range(len(samples)), key=lambda index: -asks[index].num_drafts), None
     whole = runner.is_captured and not sampler.by_ratio
@@ -57,14 +58,14 @@ def roll_rows(
     counts = counts or [ask.num_drafts for ask in windows]
     # The record of a draft is its token alone.
     rule = runner.rule._replace(num_notes=0, ahead=0, as_arrays=False)
-    b, parts = _pack(rolled, windows, ran, slots, counts=counts, layout=runner.layout, rule=rule)
+    draws, parts = _pack(rolled, windows, ran, slots, counts=counts, rule=rule)
     if asks[0].head == INDEPENDENT:
         work = partial(draft_independently, runner)
     else:
         assert heads is not None, "a roll by a head that was not loaded"
         work = partial(draft_by_head, runner, sampler, heads, parts)
-    record = runner.more((asks[0].head, len(parts)) if whole else None, b, work)
-    tokens, place = record[: b.num_sampled].astype(np.int64).tolist(), dict[int, int]()
+    record = runner.more((asks[0].head, len(parts)) if whole else None, draws, work)
+    tokens, place = record[: draws.num_sampled].astype(np.int64).tolist(), dict[int, int]()
     for number, index in enumerate(order):
         place.setdefault(index, number)
     for index, ask in enumerate(asks):
@@ -75,13 +76,12 @@ def roll_rows(
 def _pack(
     samples: Sequence[Sample],
     asks: Sequence[Roll],
-    ran: tuple[Sequence[Sample], Batch],
+    ran: tuple[Sequence[Sample], Batch[Host], ModelRunner],
     slots: SlotTable,
     *,
     counts: Sequence[int],
-    layout: Layout,
     rule: Rule,
-) -> tuple[Batch, list[slice]]:
+) -> tuple[Draws[Host], list[slice]]:
     """The sampled rows of windows with `counts` ranks, rank after rank, and where those of each rank are. What is drawn beyond
     a window is its last rank once more."""
     number, rows_B = {sample.slot: index for index, sample in enumerate(ran[0])}, ran[1].rows_B
@@ -93,27 +93,26 @@ def _pack(
     runs_UF = np.zeros((len(owner_U), len(Run._fields)), dtype=np.int64)
     runs_UF[:, :4] = Run(0, 1, 0, DRAFT)[:4]
     runs_UF[:, 0], runs_UF[:, 2] = row_B[owner_U] + offset_U, rank_B[owner_U] + offset_U
-    b = Batch(layout=layout._replace(has_flags=False, notes_drafts=False), rule=rule)
-    if asks[0].head != INDEPENDENT:
-        b.head_5R = np.zeros((5, len(owner_U)), dtype=np.int64)
-        for place, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
-            b.head_5R[:, [first + place for first in starts[: ask.num_drafts]]] = _read(sample, ask, starts, place)
     parts = [slice(first, first + count) for first, count in zip(starts, going_K.tolist(), strict=True)]
-    add_sampled(
-        b,
+    draws = pack_draws(
         runs_UF,
         owner_U,
         np.full(len(owner_U), NO_DRAFT),
         slots,
+        rule,
         slot_B=np.array([sample.slot for sample in samples]),
         row_B=(rows_B.cumsum() - rows_B)[which],
         rows_B=rows_B[which],
         when_B=np.array([sample.decided for sample in samples]),
     )
-    b.reads_all = False  # the states of a graph have padding rows
-    if rule.top_k is not None and not b.by_ratio:
-        b.leave_to_kernel()  # a draft may ignore a setting that the kernel does not know
-    return b, parts
+    if asks[0].head != INDEPENDENT:
+        draws.head_5R = np.zeros((5, len(owner_U)), dtype=np.int64)
+        for place, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
+            draws.head_5R[:, [first + place for first in starts[: ask.num_drafts]]] = _read(sample, ask, starts, place)
+    draws.reads_all = False  # the states of a graph have padding rows
+    if rule.top_k is not None and draws.judging is None:
+        draws.leave_to_kernel()  # a draft may ignore a setting that the kernel does not know
+    return draws, parts
 
 
 def _read(sample: Sample, ask: Roll, starts: Sequence[int], place: int) -> Ints:
@@ -134,15 +133,16 @@ def _read(sample: Sample, ask: Roll, starts: Sequence[int], place: int) -> Ints:
     return np.array(columns, dtype=np.int64).T
 
 
-def draft_independently(runner: ModelRunner, sent: Batch, hidden_ND: Tensor) -> Tensor:
+def draft_independently(runner: ModelRunner, sent: Draws, hidden_ND: Tensor) -> Tensor:
     """Drafts from the rows' own distributions: no rank waits for the one before it."""
     return runner.draw(sent, hidden_ND, is_target=False)
 
 
 def draft_by_head(
-    runner: ModelRunner, sampler: Sampler, heads: DraftHeads, parts: list[slice], sent: Batch, hidden_ND: Tensor
+    runner: ModelRunner, sampler: Sampler, heads: DraftHeads, parts: list[slice], sent: Draws, hidden_ND: Tensor
 ) -> Tensor:
     """Drafts rank after rank, each from its row, corrected by the head with the two tokens before it; float64 [R]."""
+    assert sent.head_5R is not None, "rows for a draft head"
     drafted_R = torch.zeros(sent.row_R.shape[0], dtype=torch.int64, device=runner.device)
     for part in parts:
         # Ids, or references to drafts, of the token before each rank and of the one before that, one after the other.
@@ -169,14 +169,17 @@ def draft_by_head(
 
 
 def roll_model(
-    samples: Sequence[Sample], runner: ModelRunner, slots: SlotTable, window: int, budget: int | None
+    samples: Sequence[Sample],
+    asks: Sequence[Roll],
+    runner: ModelRunner,
+    slots: SlotTable,
+    window: int,
+    budget: int | None,
 ) -> tuple[list[Answer], list[Drafted]]:
     """The drafts of these samples, and the forwards that made them; the host waits once, for the last one. Prompts run in
     forwards of their own, `budget` rows each, until the rest is no more than that; a sample that decodes has up to `window` + 1
     rows."""
     catch_up(samples, runner, slots, window, budget)
-    asks = [sample.ask for sample in samples if isinstance(sample.ask, Roll)]
-    assert all(ask.head == MODEL for ask in asks), "before the target's forward a model drafts"
     ran = list[Drafted]()
     for offset in range(max(ask.num_drafts for ask in asks)):
         going = [sample for sample, ask in zip(samples, asks, strict=True) if offset < ask.num_drafts]

@@ -29,11 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftmill.decoders.backbones.rows import put
 from draftmill.decoders.draws import keys, noise
 from draftmill.decoders.draws.sampling import Warp, inverse_cdf_draw, measure, residual, sample
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Answer, Ints, SampleFrom
-from draftmill.decoders.engine.batch import Batch, Rule, put
+from draftmill.decoders.engine.batch import Draws, Rule
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.noise_cache import NoiseCache
 from draftmill.decoders.engine.samples import Sample, SlotTable
@@ -160,26 +161,26 @@ class Sampler:
 
     # ---- the coupled rule ----------------------------------------------------------------------------------------
 
-    def draw_part(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
+    def draw_part(self, logits_RV: Tensor, draws: Draws, part: slice, *, is_target: bool) -> Tensor:
         """Draw the tokens of some rows, also those ahead; the fields of the rows, [A, F, R]."""
-        warp, ahead = self._warp(b, part), self.algorithm.ahead if is_target else 0
+        warp, ahead = self._warp(draws, part), self.algorithm.ahead if is_target else 0
         options = dict[str, Any](
-            key_R2=b.key_2R[:, part].T,
-            position_R=b.place_R[part],
+            key_R2=draws.key_2R[:, part].T,
+            position_R=draws.place_R[part],
             wanted=self._wanted if is_target else (),
             warped=self.algorithm.warped,
-            draw_R=b.draw_R[part] if self.algorithm.fresh else None,
-            scored_R=None if b.scored_R is None else b.scored_R[part],
+            draw_R=draws.draw_R[part] if self.algorithm.fresh else None,
+            scored_R=None if draws.scored_R is None else draws.scored_R[part],
             mask_id=self._mask_id,
             ahead=ahead,
         )
-        if b.by_kernel:
+        if draws.by_kernel:
             assert self.kernel is not None, "a batch for a kernel"
             fields_AFR: Tensor = self.kernel(logits_RV, warp, **options)
         else:
             gumbels = None
             if self.kernel is None and self.device.type == "cpu":
-                gumbels = map(partial(self._noise.rows, b, part, self.plan.noise), range(1 + ahead))
+                gumbels = map(partial(self._noise.rows, draws, part, self.plan.noise), range(1 + ahead))
             fields_AFR = sample(logits_RV, warp, **options, gumbels=gumbels)
         if not is_target:
             return fields_AFR
@@ -188,8 +189,8 @@ class Sampler:
         if self._of_two:
             law_RV = warp.warm.law_of(warp.shape(logits_RV).to(torch.float64), cut=True)
             fields_AFR[0, -1] = measure(self.notes[-1], law_RV, fields_AFR[0, 0].to(torch.int64))
-        if b.num_tops:
-            tops_FR = torch.stack(self._tops(warp.suppress(logits_RV), b.num_tops))
+        if draws.num_tops:
+            tops_FR = torch.stack(self._tops(warp.suppress(logits_RV), draws.num_tops))
             fields_AFR = torch.cat([fields_AFR, tops_FR.expand(len(fields_AFR), -1, -1)], 1)
         return fields_AFR
 
@@ -199,62 +200,65 @@ class Sampler:
         best = torch.log_softmax(logits_RV, dim=-1).topk(count, dim=-1)
         return [*best.indices.T.to(torch.float64), *best.values.T.to(torch.float64)]
 
-    def _warp(self, b: Batch, part: slice | Tensor) -> Warp:
-        warp = Warp(b.settings_4R[:, part], b.uses, self._suppressed, self._suppressed_V)
-        if b.token_ER is not None:
-            warp = replace(warp, token_ER=b.token_ER[:, part], change_3ER=b.change_3ER[:, :, part])
-        if b.allowed_R is None:
+    def _warp(self, draws: Draws, part: slice | Tensor) -> Warp:
+        warp = Warp(draws.settings_4R[:, part], draws.uses, self._suppressed, self._suppressed_V)
+        if draws.token_ER is not None and draws.change_3ER is not None:
+            warp = replace(warp, token_ER=draws.token_ER[:, part], change_3ER=draws.change_3ER[:, :, part])
+        if draws.allowed_R is None:
             return warp
-        cell_R = b.allowed_R[part]
+        cell_R = draws.allowed_R[part]
         return replace(warp, floor_RV=self.masks.floor(cell_R), limited_R1=(cell_R > 0).unsqueeze(1))
 
-    def note(self, b: Batch, token_R: Tensor) -> None:
+    def note(self, draws: Draws, token_R: Tensor) -> None:
         """Keep the tokens of all rows where the next rows of their slots take them from the device."""
-        if b.note_R is not None:
-            self.noted_C.index_copy_(0, b.note_R, token_R)
+        if draws.note_R is not None:
+            self.noted_C.index_copy_(0, draws.note_R, token_R)
 
     # ---- the rejection rule --------------------------------------------------------------------------------------
 
-    def judge(self, logits: Logits, hidden_RD: Tensor, b: Batch, parts: Sequence[slice], *, is_target: bool) -> Tensor:
+    def judge(
+        self, logits: Logits, hidden_RD: Tensor, draws: Draws, parts: Sequence[slice], *, is_target: bool
+    ) -> Tensor:
         """Draw drafts and keep what they were drawn from; judge the chains. The logits of a part of the rows exist at a time.
         Flat float64: the fields of the rows, [F, R], and how many drafts of each sample hold, [B]."""
+        j = draws.by_rejection
         weighed = [
-            self._weigh_rows(logits(hidden_RD[part]), b, part, alone=len(parts) == 1, is_target=is_target)
+            self._weigh_rows(logits(hidden_RD[part]), draws, part, alone=len(parts) == 1, is_target=is_target)
             for part in parts
         ]
         fields_FR = torch.cat([fields for fields, *_ in weighed], 1)
         log_p_R = torch.cat([log_p for _, log_p, *_ in weighed])
         held = weighed[0][2:] if len(weighed) == 1 else None
-        accepted_B = torch.zeros_like(b.size_B)
-        if b.any_chain:
-            fields_FR, accepted_B = self._judge_chains(logits, hidden_RD, b, fields_FR, log_p_R, held)
-        if b.row_D.shape[0] and self._states_CD.shape[1]:
-            states_DD = hidden_RD[b.row_D]
+        accepted_B = torch.zeros_like(j.size_B)
+        if j.any_chain:
+            fields_FR, accepted_B = self._judge_chains(logits, hidden_RD, draws, fields_FR, log_p_R, held)
+        if j.row_D.shape[0] and self._states_CD.shape[1]:
+            states_DD = hidden_RD[j.row_D]
             if self._keeps_whole:
-                states_DD = self._compute_again(logits, hidden_RD, b, b.row_D, held)[1]
+                states_DD = self._compute_again(logits, hidden_RD, draws, j.row_D, held)[1]
             # At temperature 0 S2D2's code takes the model's own probability, which is a note.
-            log_q_D = fields_FR[2, b.row_D].log() if self._untempered else log_p_R[b.row_D]
-            self._keep(b.cell_R[b.row_D], states_DD, log_q_D)
-        self.note(b, fields_FR[0].to(torch.int64))
+            log_q_D = fields_FR[2, j.row_D].log() if self._untempered else log_p_R[j.row_D]
+            self._keep(j.cell_R[j.row_D], states_DD, log_q_D)
+        self.note(draws, fields_FR[0].to(torch.int64))
         return torch.cat([fields_FR.flatten(), accepted_B.to(torch.float64)])
 
     def _weigh_rows(
-        self, logits_RV: Tensor, b: Batch, part: slice, *, alone: bool, is_target: bool
+        self, logits_RV: Tensor, draws: Draws, part: slice, *, alone: bool, is_target: bool
     ) -> tuple[Tensor, ...]:
         """The fields of rows, [F, R]; log p of their tokens under the distributions that judge; the logits, and what is drawn
         from. Tokens are those drafted, or the drafts that a row judges. `alone`: these are all rows."""
-        warp = self._warp(b, part)
+        warp, j = self._warp(draws, part), draws.by_rejection
         logits_RV = warp.suppress(logits_RV)
         law_RV = self.law(logits_RV, warp)
         p_RV = self._judging(logits_RV, law_RV, warp)
-        token_R, uniform_R = b.draft_R[part], b.uniform_R[part]
+        token_R, uniform_R = j.draft_R[part], j.uniform_R[part]
         if not alone:
-            is_given_R = b.judged_R[part] > 0
-            if b.scored_R is not None:
-                is_given_R = is_given_R | (b.scored_R[part] >= 0)
+            is_given_R = j.judged_R[part] > 0
+            if draws.scored_R is not None:
+                is_given_R = is_given_R | (draws.scored_R[part] >= 0)
             token_R = torch.where(is_given_R, token_R, self._draw_from(law_RV, uniform_R, warp))
-        elif b.row_D.shape[0]:
-            token_R = token_R.index_copy(0, b.row_D, self._draw_from(law_RV[b.row_D], uniform_R[b.row_D], warp))
+        elif j.row_D.shape[0]:
+            token_R = token_R.index_copy(0, j.row_D, self._draw_from(law_RV[j.row_D], uniform_R[j.row_D], warp))
         fields = [token_R, torch.zeros_like(uniform_R)]
         if is_target:
             fields[1] = self._log_p(logits_RV, law_RV, warp, token_R)
@@ -262,7 +266,7 @@ class Sampler:
             if self.algorithm.measured:
                 laws[-1] = p_RV
             fields += [measure(name, law, token_R) for name, law in zip(self.notes, laws, strict=True)]
-            fields += self._tops(logits_RV, b.num_tops) if b.num_tops else []
+            fields += self._tops(logits_RV, draws.num_tops) if draws.num_tops else []
         log_p_R = p_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
         return torch.stack([field.to(torch.float64) for field in fields]), log_p_R, logits_RV, law_RV
 
@@ -295,36 +299,37 @@ class Sampler:
         self,
         logits: Logits,
         hidden_RD: Tensor,
-        b: Batch,
+        draws: Draws,
         fields_FR: Tensor,
         log_p_R: Tensor,
         held: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         """The fields of rows, with the token after the drafts of each chain that hold; and how many these are, [B]. `held`
         are the logits and distributions of all rows, where they fit into memory at once."""
-        owner_R, size_B, judged_R = b.owner_R, b.size_B, b.judged_R > 0
+        j = draws.by_rejection
+        owner_R, size_B, judged_R = j.owner_R, j.size_B, j.judged_R > 0
         # Without kept distributions these rows come after drafts that are not judged: they draw from p, and q is not read.
-        has_q = not b.is_sure and self._states_CD.shape[1] > 0
-        log_q_R = self._log_q_C[b.cell_R] if has_q else torch.zeros_like(log_p_R)
-        good_R = judged_R & (b.accept_R < (self.algorithm.temper * (log_p_R - log_q_R)).exp())
+        has_q = not j.is_sure and self._states_CD.shape[1] > 0
+        log_q_R = self._log_q_C[j.cell_R] if has_q else torch.zeros_like(log_p_R)
+        good_R = judged_R & (j.accept_R < (self.algorithm.temper * (log_p_R - log_q_R)).exp())
         row_R, size_R = torch.arange(len(hidden_RD), device=good_R.device), size_B[owner_R]
-        step_R = row_R - b.first_B[owner_R]
+        step_R = row_R - j.first_B[owner_R]
         stops_R = torch.where(good_R | (step_R >= size_R), size_R, step_R)
         accepted_B = size_B.scatter_reduce(0, owner_R, stops_R, "amin")
         # Where every draft holds and no row is left, or there is no chain, the token drawn here means nothing.
-        last_B = (b.first_B + torch.minimum(accepted_B, (size_B - 1).clamp(min=0))).clamp(max=len(hidden_RD) - 1)
+        last_B = (j.first_B + torch.minimum(accepted_B, (size_B - 1).clamp(min=0))).clamp(max=len(hidden_RD) - 1)
         refused_B = judged_R[last_B]
-        logits_BV, law_BV, warp = self._compute_again(logits, hidden_RD, b, last_B, held)
+        logits_BV, law_BV, warp = self._compute_again(logits, hidden_RD, draws, last_B, held)
         p_BV = self._judging(logits_BV, law_BV, warp)
         if has_q:
-            q_BV = self._states_CD[b.cell_R[last_B]]
+            q_BV = self._states_CD[j.cell_R[last_B]]
             if not self._keeps_whole:
                 assert self.drafts_by is not None, "drafts come from a model"
                 q_BV = self.law(warp.suppress(self.drafts_by(q_BV)), warp)
         else:
-            q_BV = torch.full_like(p_BV, -torch.inf).scatter_(1, b.draft_R[last_B].unsqueeze(1), 0.0)
+            q_BV = torch.full_like(p_BV, -torch.inf).scatter_(1, j.draft_R[last_B].unsqueeze(1), 0.0)
         mass_BV = torch.where(refused_B.unsqueeze(1), residual(p_BV, q_BV), law_BV.exp())
-        token_B = inverse_cdf_draw(mass_BV, b.uniform_R[last_B])
+        token_B = inverse_cdf_draw(mass_BV, j.uniform_R[last_B])
         if warp.uses.all_greedy:
             token_B = torch.where(refused_B, token_B, law_BV.argmax(-1))
         new_2B = torch.stack([token_B.to(torch.float64), self._log_p(logits_BV, law_BV, warp, token_B)])
@@ -333,10 +338,10 @@ class Sampler:
         return torch.cat([fields_2R, fields_FR[2:]]), accepted_B
 
     def _compute_again(
-        self, logits: Logits, hidden_RD: Tensor, b: Batch, row_B: Tensor, held: Sequence[Tensor] | None
+        self, logits: Logits, hidden_RD: Tensor, draws: Draws, row_B: Tensor, held: Sequence[Tensor] | None
     ) -> tuple[Tensor, Tensor, Warp]:
         """Logits and distributions of some rows again: those held, else computed once more, which gives the same bits."""
-        warp = self._warp(b, row_B)
+        warp = self._warp(draws, row_B)
         if held is not None:
             return held[0][row_B], held[1][row_B], warp
         logits_BV = warp.suppress(logits(hidden_RD[row_B]))
@@ -344,15 +349,15 @@ class Sampler:
 
     # ---- drafts that need no forward of their own ----------------------------------------------------------------
 
-    def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, b: Batch, part: slice) -> Tensor:
+    def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, draws: Draws, part: slice) -> Tensor:
         """A draft from each row's logits, [R]; the rejection rule keeps what it was drawn from."""
-        if not b.by_ratio:
-            return self.draw_part(logits_RV, b, part, is_target=False)[0, 0].to(torch.int64)
-        warp = self._warp(b, part)
+        if draws.judging is None:
+            return self.draw_part(logits_RV, draws, part, is_target=False)[0, 0].to(torch.int64)
+        warp, j = self._warp(draws, part), draws.judging
         law_RV = self.law(warp.suppress(logits_RV), warp)
-        token_R = inverse_cdf_draw(law_RV.exp(), b.uniform_R[part])
+        token_R = inverse_cdf_draw(law_RV.exp(), j.uniform_R[part])
         log_q_R = law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
-        self._keep(b.cell_R[part], law_RV if self._keeps_whole else hidden_RD, log_q_R)
+        self._keep(j.cell_R[part], law_RV if self._keeps_whole else hidden_RD, log_q_R)
         return token_R
 
     def draw_named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:

@@ -21,9 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftmill.decoders.backbones.rows import Host, StreamRows, TokenRows
 from draftmill.decoders.constraints.trackers import Allowed, Known
 from draftmill.decoders.engine.asks import Ints
-from draftmill.decoders.engine.batch import Batch
+from draftmill.decoders.engine.batch import Batch, Draws
 from draftmill.decoders.engine.penalties import Entries
 from draftmill.decoders.engine.samples import Sample
 
@@ -83,9 +84,10 @@ class MaskTable:
         return self._floor_B8.index_select(0, byte_E).view(len(cell_R), -1)[:, : self._vocab_size]
 
 
-def add_shape(b: Batch, samples: Sequence[Sample], table: MaskTable) -> None:
+def add_shape(b: Batch[Host], samples: Sequence[Sample], table: MaskTable) -> None:
     """Add which tokens each sampled row of a batch may draw, and how its logits change."""
-    owner_R, sample_N = np.repeat(np.arange(len(samples)), b.sampled_B), np.asarray(b.sample_G)[b.owner_N]
+    rows = b.rows
+    owner_R, sample_N = np.repeat(np.arange(len(samples)), b.draws.sampled_B), b.sample_G[b.rows.owner_N]
     sets: list[Allowed] = [None] * len(owner_R)
     entries: list[Entries | None] = [None] * len(owner_R)
     for index, sample in enumerate(samples):
@@ -93,9 +95,9 @@ def add_shape(b: Batch, samples: Sequence[Sample], table: MaskTable) -> None:
             continue
         mine, seen = np.flatnonzero(sample_N == index), dict[Hashable, Known]()
         for row in np.flatnonzero(owner_R == index).tolist():
-            position, at = int(b.place_R[row]), int(b.row_R[row])
+            position, at = int(b.draws.place_R[row]), int(b.draws.row_R[row])
             # Rows of one canvas often see the same.
-            sight = at if b.layout.streams else (b.low_IN[:, at].tobytes(), b.high_IN[:, at].tobytes(), b.owner_N[at])
+            sight = at if isinstance(rows, StreamRows) else _sight(rows, at)
             if sight not in seen:
                 seen[sight] = known_to(b, sample, at, mine, table.mask_id)
             if sample.tracker is not None:
@@ -103,12 +105,17 @@ def add_shape(b: Batch, samples: Sequence[Sample], table: MaskTable) -> None:
             if sample.penalties is not None:
                 entries[row] = sample.penalties.entries(position, seen[sight])
     if any(allowed is not None for allowed in sets):
-        b.allowed_R = table.cells(sets)
+        b.draws.allowed_R = table.cells(sets)
     if any(entry is not None for entry in entries):
-        _add_entries(b, entries)
+        _add_entries(b.draws, entries)
 
 
-def _add_entries(b: Batch, entries: Sequence[Entries | None]) -> None:
+def _sight(rows: TokenRows[Host], at: int) -> Hashable:
+    """What a row sees, as one value."""
+    return rows.low_IN[:, at].tobytes(), rows.high_IN[:, at].tobytes(), rows.owner_N[at]
+
+
+def _add_entries(draws: Draws[Host], entries: Sequence[Entries | None]) -> None:
     """The changes of all rows as a rectangle: a row with fewer repeats its first one, or changes nothing."""
     most = max(1, *(len(entry[0]) for entry in entries if entry is not None))
     token_RE, change_R3E = np.zeros((len(entries), most), np.int64), np.zeros((len(entries), 3, most))
@@ -119,18 +126,18 @@ def _add_entries(b: Batch, entries: Sequence[Entries | None]) -> None:
         (tokens, changes), count = entry, len(entry[0])
         token_RE[row, :count], change_R3E[row, :, :count] = tokens, changes
         token_RE[row, count:], change_R3E[row, :, count:] = tokens[0], changes[:, :1]
-    b.token_ER, b.change_3ER = token_RE.T, change_R3E.transpose(1, 2, 0)
+    draws.token_ER, draws.change_3ER = token_RE.T, change_R3E.transpose(1, 2, 0)
 
 
-def known_to(b: Batch, sample: Sample, at: int, mine: Ints, mask_id: int | None) -> Known:
+def known_to(b: Batch[Host], sample: Sample, at: int, mine: Ints, mask_id: int | None) -> Known:
     """The drafts that row (query) `at` of a batch sees among the rows `mine` of its sample."""
-    columns = b.column_N[mine]
-    if b.layout.streams:
-        positions, sees = np.array(sample.order)[columns], columns < b.limit_Q[at]
+    rows, columns = b.rows, b.rows.column_N[mine]
+    if isinstance(rows, StreamRows):
+        positions, sees = np.array(sample.order)[columns], columns < rows.limit_Q[at]
     else:
-        positions = b.position_N[mine]
-        sees = ((b.low_IN[:, at, None] <= columns) & (columns < b.high_IN[:, at, None])).any(0)
+        positions = rows.position_N[mine]
+        sees = ((rows.low_IN[:, at, None] <= columns) & (columns < rows.high_IN[:, at, None])).any(0)
         if not b.layout.keeps:  # one slot a canvas
-            sees &= b.owner_N[mine] == b.owner_N[at]
-    pairs = zip(positions[sees].tolist(), b.token_N[mine][sees].tolist(), strict=True)
+            sees &= rows.owner_N[mine] == rows.owner_N[at]
+    pairs = zip(positions[sees].tolist(), rows.token_N[mine][sees].tolist(), strict=True)
     return [(position, token) for position, token in pairs if token != mask_id and sample.is_open(position)]

@@ -30,7 +30,7 @@ from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import keys, noise
 from draftmill.decoders.engine.asks import Answer, Ask, SampleFrom
-from draftmill.decoders.engine.batch import Batch
+from draftmill.decoders.engine.batch import Draws
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.noise_cache import NoiseCache
 from draftmill.decoders.engine.sampler import Logits, Sampler
@@ -94,8 +94,8 @@ class ChosenNoise:
         self._own, self.start, self.resize = own, own.start, own.resize
         self.chosen: dict[int, Tensor] = {}
 
-    def rows(self, b: Batch, part: slice, most_bytes: int, ahead: int) -> Tensor:
-        found_RV = self._own.rows(b, part, most_bytes, ahead).to(torch.float64)
+    def rows(self, draws: Draws, part: slice, most_bytes: int, ahead: int) -> Tensor:
+        found_RV = self._own.rows(draws, part, most_bytes, ahead).to(torch.float64)
         for line, gumbel_V in self.chosen.items():
             found_RV[line] = 0.0 if ahead else gumbel_V
         return found_RV
@@ -137,10 +137,10 @@ class ChosenSampler(Sampler):
         if isinstance(sample, Canvas) and sample.request.index in self.choosers:
             sample.uniform = ChosenOrder(self.choosers[sample.request.index])  # type: ignore[assignment]
 
-    def _ours(self, b: Batch, rows: range) -> Iterator[tuple[int, int, Sample, Chooser]]:
+    def _ours(self, draws: Draws, rows: range) -> Iterator[tuple[int, int, Sample, Chooser]]:
         """The rows that are chosen: their numbers in the part and in the batch, their samples and choosers."""
         for line, row in enumerate(rows):
-            sample = self._samples[int(b.slot_R[row])]
+            sample = self._samples[int(draws.slot_R[row])]
             chooser = self.choosers.get(sample.request.index)
             if chooser is not None:
                 yield line, row, sample, chooser
@@ -152,26 +152,26 @@ class ChosenSampler(Sampler):
 
     # ---- by the noise of a position ------------------------------------------------------------------------------
 
-    def draw_part(self, logits_RV: Tensor, b: Batch, part: slice, *, is_target: bool) -> Tensor:
+    def draw_part(self, logits_RV: Tensor, draws: Draws, part: slice, *, is_target: bool) -> Tensor:
         """See Sampler; all tokens of a position, drafts too, are drawn by its noise, which may be that of a step."""
-        warp, chosen, rows = self._warp(b, part), Chosen(), range(b.num_sampled)[part]
+        warp, chosen, rows = self._warp(draws, part), Chosen(), range(draws.num_sampled)[part]
         self._noise.chosen = {}
         if not warp.uses.all_greedy:
             uncut_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
             corners: list[tuple[int, Tensor]] = []
-            for line, row, sample, chooser in self._ours(b, rows):
+            for line, row, sample, chooser in self._ours(draws, rows):
                 if isinstance(chooser, NoiseChooser):
                     continue  # It knows only uniform numbers.
-                step = int(b.host_draw_R[row]) if self.algorithm.fresh else 0
-                law_V, position = self._cut(uncut_RV[line], sample.slot), int(b.place_R[row])
+                step = int(draws.host_draw_R[row]) if self.algorithm.fresh else 0
+                law_V, position = self._cut(uncut_RV[line], sample.slot), int(draws.place_R[row])
                 if isinstance(chooser, CoupledChooser):
                     chosen.tokens[line] = chooser.choose(law_V, keys.TARGET, position, step)
                     continue
                 chosen.tokens[line], points_PV = self._region(chooser, sample, position, law_V, step)
                 self._noise.chosen[line] = points_PV[0]
                 corners.append((line, points_PV))
-            self._check_corners(uncut_RV, b, rows, corners, chosen.tokens)
-        told_AFR = super().draw_part(logits_RV, b, part, is_target=is_target)
+            self._check_corners(uncut_RV, draws, rows, corners, chosen.tokens)
+        told_AFR = super().draw_part(logits_RV, draws, part, is_target=is_target)
         chosen.check(told_AFR[0, 0].to(torch.int64).tolist())
         return told_AFR
 
@@ -186,79 +186,88 @@ class ChosenSampler(Sampler):
         return token, gumbel_PV
 
     def _check_corners(
-        self, uncut_RV: Tensor, b: Batch, rows: range, corners: list[tuple[int, Tensor]], tokens: dict[int, int]
+        self, uncut_RV: Tensor, draws: Draws, rows: range, corners: list[tuple[int, Tensor]], tokens: dict[int, int]
     ) -> None:
         if not corners:
             return
         line_P = torch.tensor([line for line, points_PV in corners for _ in points_PV])
-        warp = self._warp(b, line_P + rows.start)
+        warp = self._warp(draws, line_P + rows.start)
         drawn = warp.draw(uncut_RV[line_P], torch.cat([points_PV for _, points_PV in corners])).tolist()
         for line, token in zip(line_P.tolist(), drawn, strict=True):
             Chosen({line: tokens[line]}).check({line: token})  # type: ignore[arg-type]
 
     # ---- by uniform numbers --------------------------------------------------------------------------------------
 
-    def judge(self, logits: Logits, hidden_RD: Tensor, b: Batch, parts: Sequence[slice], *, is_target: bool) -> Tensor:
+    def judge(
+        self, logits: Logits, hidden_RD: Tensor, draws: Draws, parts: Sequence[slice], *, is_target: bool
+    ) -> Tensor:
         """See Sampler."""
-        chosen, whole = self._judge(logits(hidden_RD), b, slice(None)), super().judge
+        chosen, whole = self._judge(logits(hidden_RD), draws, slice(None)), super().judge
 
         def work() -> Tensor:
-            record = whole(logits, hidden_RD, b, parts, is_target=is_target)
-            chosen.check(record[: b.num_sampled].tolist(), record[-b.num_samples :].tolist())
+            record = whole(logits, hidden_RD, draws, parts, is_target=is_target)
+            chosen.check(record[: draws.num_sampled].tolist(), record[-len(draws.sampled_B) :].tolist())
             return record
 
-        return self._steered(b, chosen, work)
+        return self._steered(draws, chosen, work)
 
-    def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, b: Batch, part: slice) -> Tensor:
+    def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, draws: Draws, part: slice) -> Tensor:
         """See Sampler."""
         whole = super().drafts
-        if not b.by_ratio:
-            return whole(logits_RV, hidden_RD, b, part)
-        chosen, first = self._judge(logits_RV, b, part), range(b.num_sampled)[part].start
+        if draws.judging is None:
+            return whole(logits_RV, hidden_RD, draws, part)
+        chosen, first = self._judge(logits_RV, draws, part), range(draws.num_sampled)[part].start
 
         def work() -> Tensor:
-            token_R = whole(logits_RV.clone(), hidden_RD, b, part)
+            token_R = whole(logits_RV.clone(), hidden_RD, draws, part)
             chosen.check([0] * first + token_R.tolist())
             return token_R
 
-        return self._steered(b, chosen, work)
+        return self._steered(draws, chosen, work)
 
-    def _steered(self, b: Batch, chosen: Chosen, work: Callable[[], Tensor]) -> Tensor:
+    def _steered(self, draws: Draws, chosen: Chosen, work: Callable[[], Tensor]) -> Tensor:
         """Do it with numbers at both ends of what was chosen; the second time as if it were the first."""
         kept = self._states_CD.clone(), self._log_q_C.clone()
         found = self._log_q_C
         for end in range(2):
             self._states_CD.copy_(kept[0])
             self._log_q_C.copy_(kept[1])
-            for held_R, ends in ((b.uniform_R, chosen.draws), (b.accept_R, chosen.accepts)):
+            for held_R, ends in (
+                (draws.by_rejection.uniform_R, chosen.draws),
+                (draws.by_rejection.accept_R, chosen.accepts),
+            ):
                 for row, numbers in ends.items():
                     held_R[row] = numbers[end]
             found = work()
         return found
 
-    def _judge(self, logits_RV: Tensor, b: Batch, part: slice) -> Chosen:
+    def _judge(self, logits_RV: Tensor, draws: Draws, part: slice) -> Chosen:
         """Row by row: draw drafts and keep their distributions, judge chains by those that were kept before."""
-        warp, chosen, news, broken = self._warp(b, part), Chosen(), dict[tuple[int, int, int], Tensor](), set[int]()
+        warp, chosen, news, broken = self._warp(draws, part), Chosen(), dict[tuple[int, int, int], Tensor](), set[int]()
         assert not self._untempered, "S2D2's rule at temperature 0 is not written down here"
         law_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
-        for line, row, sample, chooser in self._ours(b, range(b.num_sampled)[part]):
-            p_V, owner, when = self._cut(law_RV[line], sample.slot), int(b.owner_R[row]), when_of(sample)
-            index, position, draft = sample.request.index, int(b.place_R[row]), int(b.draft_R[row])
-            bank = int(b.cell_R[row]) // self.algorithm.window % self.algorithm.banks
-            drafted = index, int(b.rank_R[row]), bank
-            if not b.judges_R[row]:
+        for line, row, sample, chooser in self._ours(draws, range(draws.num_sampled)[part]):
+            p_V, owner, when = (
+                self._cut(law_RV[line], sample.slot),
+                int(draws.by_rejection.owner_R[row]),
+                when_of(sample),
+            )
+            index, position, draft = sample.request.index, int(draws.place_R[row]), int(draws.by_rejection.draft_R[row])
+            bank = int(draws.by_rejection.cell_R[row]) // self.algorithm.window % self.algorithm.banks
+            drafted = index, int(draws.rank_R[row]), bank
+            if not draws.judges_R[row]:
                 news[drafted] = p_V
                 self._choose(chosen, row, chooser, p_V, (keys.DRAFT, position, when))
                 continue
             chosen.accepted.setdefault(owner, 0)
             if owner in broken:
                 continue
-            if not b.judged_R[row]:
+            if not draws.by_rejection.judged_R[row]:
                 self._take(index, keys.BONUS, position, when)
                 self._choose(chosen, row, chooser, p_V, (keys.BONUS, position, when))
                 continue
             sure_V = torch.full_like(p_V, -torch.inf).index_fill(0, torch.tensor([draft]), 0.0)
-            q_V = sure_V if b.is_sure else self._q[drafted]
+            q_V = sure_V if draws.by_rejection.is_sure else self._q[drafted]
             ratio = float((p_V[draft].double() - q_V[draft].double()).exp()) ** self.algorithm.temper
             ratio = 1.0 if ratio > 1.0 - _ROUNDING else ratio
             self._take(index, keys.ACCEPT, position, when)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Mixture
-from draftmill.decoders.backbones.rows import Rows, StreamShape, TokenRows, number_rows, token_rows
+from draftmill.decoders.backbones.rows import StreamRows, StreamShape, TokenRows, number_rows, token_rows
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.sampling import Warp, sample
@@ -41,10 +41,10 @@ def token_step(counts: list[int], firsts: list[int]) -> TokenRows:
     column_N = torch.cat([torch.arange(first, first + count) for count, first in zip(counts, firsts, strict=True)])
     sight = torch.stack([torch.zeros_like(column_N), column_N]), torch.stack([column_N, column_N + 1])
     token_N = column_N * 7 % 50 + 1
-    return token_rows(range(3), counts, token_N, column_N, column_N, sight, sigma_B=torch.tensor([0.5, 1.0, 2.0]))
+    return token_rows(range(3), counts, token_N, column_N, column_N, sight, sigma_G=torch.tensor([0.5, 1.0, 2.0]))
 
 
-def stream_step(counts: list[int], firsts: list[int]) -> Rows:
+def stream_step(counts: list[int], firsts: list[int]) -> StreamRows:
     """Content rows of three slots, and two queries of each that see what was written."""
     owner_C, line_C = number_rows(counts)
     column_C = line_C + torch.tensor(firsts)[owner_C]
@@ -52,24 +52,24 @@ def stream_step(counts: list[int], firsts: list[int]) -> Rows:
     ends_B = torch.tensor(firsts) + torch.tensor(counts)
     shape = StreamShape(
         num_slots=3,
-        num_content=max(counts),
+        num_lines=max(counts),
         num_queries=2,
         num_columns=int(ends_B.max()),
         num_positions=12,
         slots=slice(0, 3),
         some_blind=False,
     )
-    return Rows(
-        slots_B=torch.arange(3),
-        content_owner_C=owner_C,
-        content_line_C=line_C,
-        content_token_C=column_C * 7 % 50 + 1,
-        content_column_C=column_C,
-        content_limit_C=column_C + 1,
-        query_owner_Q=owner_Q,
-        query_line_Q=line_Q,
-        query_column_Q=ends_B[owner_Q] + line_Q,
-        query_limit_Q=ends_B[owner_Q],
+    return StreamRows(
+        slots_G=torch.arange(3),
+        owner_N=owner_C,
+        line_N=line_C,
+        token_N=column_C * 7 % 50 + 1,
+        column_N=column_C,
+        limit_N=column_C + 1,
+        owner_Q=owner_Q,
+        line_Q=line_Q,
+        rank_Q=ends_B[owner_Q] + line_Q,
+        limit_Q=ends_B[owner_Q],
         shape=shape,
     )
 

@@ -183,11 +183,11 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
 
         def forward(self, rows):
             seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
-            for row, slot in enumerate(rows.slots_B.tolist()):
-                reach = int(rows.query_limit_Q[rows.query_owner_Q == row].max())
+            for row, slot in enumerate(rows.slots_G.tolist()):
+                reach = int(rows.limit_Q[rows.owner_Q == row].max())
                 seen[slot, :reach] = True
             others = torch.ones(len(self.tokens_SW), dtype=torch.bool)
-            others[rows.slots_B] = False
+            others[rows.slots_G] = False
             seen[others] = True
             self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
             return super().forward(rows)
@@ -207,7 +207,7 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
         def forward(self, rows):
             hidden = super().forward(rows)
             # Canvases of five tokens meet NaN.
-            bad = self.order_SW[rows.slots_B[rows.query_owner_Q], 4] == 4
+            bad = self.order_SW[rows.slots_G[rows.owner_Q], 4] == 4
             return torch.where(bad.unsqueeze(1), torch.nan, hidden)
 
     canvases = [[1, -1, -1], [0, -1, -1, -1, -1], [2, -1]]

@@ -9,7 +9,8 @@ import transformers
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.network import RotaryBackbone
-from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.backbones.rows import token_rows
+from tests.decoders.references.rows import intervals_of
 
 ROTARY: dict[str, Any] = {
     "vocab_size": 61,

@@ -66,7 +66,7 @@ def look(backbone, canvases, *, run=None, sigmas=None, first=0, width=None):
         positions,
         first + positions,
         (torch.full_like(ends, first).unsqueeze(0), ends.unsqueeze(0)),
-        sigma_B=None if sigmas is None else torch.tensor([sigmas[slot] for slot in canvases]),
+        sigma_G=None if sigmas is None else torch.tensor([sigmas[slot] for slot in canvases]),
     )
     if width is not None:
         rows = replace(rows, shape=replace(rows.shape, num_columns=width))

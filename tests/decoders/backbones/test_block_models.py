@@ -330,7 +330,7 @@ def test_the_self_test_bears_rounding_of_experts_on_a_gpu_and_nothing_else(golde
         check_masking(backbone)
     monkeypatch.setattr(backbone, "forward", forward)
     if not mixes:
-        by_neighbour = lambda rows: forward(rows) * (1 + 1e-6 * int(rows.token_N[0]) * (len(rows.slots_B) > 1))  # noqa: E731
+        by_neighbour = lambda rows: forward(rows) * (1 + 1e-6 * int(rows.token_N[0]) * (len(rows.slots_G) > 1))  # noqa: E731
         monkeypatch.setattr(backbone, "forward", by_neighbour)
         with pytest.raises(RuntimeError, match="masked columns or other slots change"):
             check_masking(backbone)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.draws.schedule import log_scale, noise_of_share, noise_rate, total_noise
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, load, look, look_alone, random_canvas
 from tests.decoders.references.absorbing import law_of_scores, masked_share, subs_log_law
+from tests.decoders.references.rows import intervals_of
 
 SIGMAS = {
     "mdlm": None,
@@ -211,8 +212,8 @@ def test_a_forward_of_a_block_reads_what_the_cache_holds_of_the_rest(golden, fam
     backbone.forget()
     backbone.allocate(1, 64)
     # One slot twice: the rows of each half have a noise of their own.
-    counts, sigma_B = [length, 4], torch.tensor([2.0, 0.4])
-    both = backbone.forward(token_rows([0, 0], counts, tokens, positions, rows, intervals_of(seen), sigma_B=sigma_B))
+    counts, sigma_G = [length, 4], torch.tensor([2.0, 0.4])
+    both = backbone.forward(token_rows([0, 0], counts, tokens, positions, rows, intervals_of(seen), sigma_G=sigma_G))
     # transformers' norms pass through float32.
     torch.testing.assert_close(first, both[:length], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(later, both[length:], atol=1e-6, rtol=1e-6)
@@ -229,7 +230,7 @@ def test_sigma_is_each_rows_own_and_counts_where_the_network_was_trained_with_it
     assert torch.equal(together[1], low)
     assert torch.equal(look_alone(mdlm, canvas, sigma=3.0), look_alone(mdlm, canvas))
     assert (sedd.takes_sigma, mdlm.takes_sigma) == (True, False)
-    with pytest.raises(AssertionError, match="its rows need sigma_B"):
+    with pytest.raises(AssertionError, match="its rows need sigma_G"):
         look_alone(sedd, canvas)
 
 

@@ -158,8 +158,8 @@ def test_logits_are_those_of_the_plain_network(tmp_path, family, change):
     backbone.allocate(1, len(tokens))
     places = torch.arange(len(tokens))
     sight = torch.zeros(1, len(tokens), dtype=torch.int64), torch.full((1, len(tokens)), len(tokens))
-    sigma_B = torch.full((1,), SIGMA, dtype=torch.float64)
-    rows = token_rows([0], [len(tokens)], tokens, places, places, sight, sigma_B=sigma_B)
+    sigma_G = torch.full((1,), SIGMA, dtype=torch.float64)
+    rows = token_rows([0], [len(tokens)], tokens, places, places, sight, sigma_G=sigma_G)
     sigma = [SIGMA if config["time_conditioning"] else 0.0] if family == "mdlm" else []
     expected = getattr(plain_networks, "ddit" if family == "mdlm" else family)(weights, config, tokens, *sigma)
     # Norms and angles of the rotary network are float32 in every dtype.

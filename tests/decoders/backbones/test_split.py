@@ -29,7 +29,6 @@ from draftmill.decoders.backbones.split import (
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.kernels.seen import Tables
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.references import kernels as reference
 from tests.decoders.support import decode, texts, token_info, toy_prompts
@@ -200,15 +199,15 @@ SIGHT = torch.tensor([[0], [3]]).expand(2, 5), torch.stack([torch.full((5,), 2),
     "rows",
     [
         CAUSAL,
-        replace(CAUSAL, sigma_B=None),
-        replace(CAUSAL, sigma_B=torch.tensor([0.1, 3.0], dtype=torch.float64)),
+        replace(CAUSAL, sigma_G=None),
+        replace(CAUSAL, sigma_G=torch.tensor([0.1, 3.0], dtype=torch.float64)),
         replace(CAUSAL, shape=replace(CAUSAL.shape, num_positions=7)),
         causal_rows([2, 0], [3, 2], [4, 0], TOKENS),
         token_rows([0, 1], [3, 2], TOKENS, COLUMNS_N + 1, COLUMNS_N, SIGHT),
-        replace(CAUSAL, tables=Tables((16,), (torch.tensor([0, 3]),))),
-        replace(CAUSAL, tables=Tables((16, 64), (torch.tensor([3, 5, 5]), torch.tensor([0])))),
+        replace(CAUSAL, few_T=torch.tensor([0, 3]), tile_lines=(16,)),
+        replace(CAUSAL, few_T=torch.tensor([3, 5, 5]), many_U=torch.tensor([0]), tile_lines=(16, 64)),
         replace(CAUSAL, takes_drafts=True),
-        TokenRows.of_flat([1, 0, 0, 0, -1, -1, -1, 0, 0, 0], [TOKENS[:0]] * 12),
+        CAUSAL.changed(lambda array: array[..., :0]),
     ],
     ids=[
         "causal",
@@ -225,7 +224,7 @@ SIGHT = torch.tensor([[0], [3]]).expand(2, 5), torch.stack([torch.full((5,), 2),
 )
 def test_a_second_process_gets_the_rows_of_the_first_from_two_messages(rows, monkeypatch):
     wire = Wire(monkeypatch)
-    facts, arrays = rows.flat()
+    facts, arrays = rows.told()
     split.tell("forward", *facts, *arrays)
     assert len(wire.sent) == (2 if rows.num_rows else 1)
     dismiss()
@@ -267,7 +266,8 @@ def test_on_a_gpu_a_forward_is_told_by_one_kernel_and_nothing_waits_or_comes_bac
         backbone.allocate(3, 9)
         rows = causal_rows([1, 2], [3, 2], [4, 0], TOKENS.to("cuda"))
         noise_B = torch.ones(2, dtype=torch.float64, device="cuda")
-        rows = replace(rows, sigma_B=noise_B, tables=backbone.tiling.tables(rows.line_N))  # as the engine has them
+        lines, tiles = backbone.tiling.tables(rows.line_N)  # as the engine has them
+        rows = replace(rows, sigma_G=noise_B, few_T=tiles[0], tile_lines=lines)
 
         def counted():
             counts.clear()

@@ -129,18 +129,19 @@ class Recorded(Sampler):
 
     steps: list[dict[str, Any]] | None = None
 
-    def note(self, b, token_R):
-        if (b.judges_R & (b.asked_R != NO_DRAFT)).any() and not b.by_ratio:
+    def note(self, draws, token_R):
+        if (draws.judges_R & (draws.asked_R != NO_DRAFT)).any() and draws.judging is None:
             seen.append(([], []))
-        super().note(b, token_R)
+        super().note(draws, token_R)
 
-    def _judge_chains(self, logits, hidden_RD, b, told_FR, log_p_R, held):
-        rows_R, token = b.judged_R > 0, None
+    def _judge_chains(self, logits, hidden_RD, draws, told_FR, log_p_R, held):
+        judging = draws.by_rejection
+        rows_R, token = judging.judged_R > 0, None
         if rows_R.any():
-            seen.append((self._log_q_C[b.cell_R[rows_R]].exp().tolist(), log_p_R[rows_R].exp().tolist()))
+            seen.append((self._log_q_C[judging.cell_R[rows_R]].exp().tolist(), log_p_R[rows_R].exp().tolist()))
             if self.steps is not None:
                 step = self.steps[len(seen) - 1]
-                token, b.accept_R[rows_R] = step.get("resampled"), torch.tensor(step["u"], dtype=torch.float64)
+                token, judging.accept_R[rows_R] = step.get("resampled"), torch.tensor(step["u"], dtype=torch.float64)
 
         def recover(mass_BV, uniform_B):
             if token is None:
@@ -149,7 +150,7 @@ class Recorded(Sampler):
             return torch.tensor([token])
 
         with patch("draftmill.decoders.engine.sampler.inverse_cdf_draw", recover):
-            return super()._judge_chains(logits, hidden_RD, b, told_FR, log_p_R, held)
+            return super()._judge_chains(logits, hidden_RD, draws, told_FR, log_p_R, held)
 
 
 seen: list[tuple[list[float], list[float]]] = []

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.blocks.settings import Estimator, Router, ScoreRouter, VerificationCost
 from draftmill.decoders.blocks.verifier import (
     Route,
@@ -30,6 +30,7 @@ from draftmill.decoders.blocks.verifier import (
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import measure
+from tests.decoders.references.rows import intervals_of
 from tests.decoders.references.sampling import log_law
 from tests.golden_data import read_json
 

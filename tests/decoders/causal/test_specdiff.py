@@ -224,9 +224,9 @@ class Watched(TokenTable):
 
     def forward(self, rows):
         length_B = rows.owner_N.bincount()
-        self.seen += zip(length_B.tolist(), rows.sigma_B.tolist(), strict=True)
+        self.seen += zip(length_B.tolist(), rows.sigma_G.tolist(), strict=True)
         share_B = rows.owner_N[rows.token_N == MASK].bincount(minlength=len(length_B)) / length_B
-        assert torch.allclose(-torch.expm1(-rows.sigma_B), share_B.double().clamp(max=0.999), atol=1e-6)
+        assert torch.allclose(-torch.expm1(-rows.sigma_G), share_B.double().clamp(max=0.999), atol=1e-6)
         return super().forward(rows)
 
 

@@ -322,7 +322,7 @@ class Poisoned(TokenTable):
         row_N, column_N = seen_columns(rows.low_IN, rows.high_IN, rows.shape.num_columns).nonzero(as_tuple=True)
         seen[rows.slot_N[row_N], column_N] = True
         others = torch.ones(len(self.tokens_SW), dtype=torch.bool)
-        others[rows.slots_B] = False
+        others[rows.slots_G] = False
         seen[others] = True
         self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
         return super().forward(rows)

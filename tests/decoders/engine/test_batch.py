@@ -10,7 +10,6 @@ import torch
 
 from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine import batch
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import (
     DRAFT,
@@ -28,7 +27,7 @@ from draftmill.decoders.engine.asks import (
     Span,
     runs_of,
 )
-from draftmill.decoders.engine.batch import Batch, Layout, Rule, count_leading, pack
+from draftmill.decoders.engine.batch import Layout, Rule, count_leading, pack
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.samples import Sample, SlotTable
 from draftmill.decoders.engine.setup import Setup
@@ -44,7 +43,7 @@ class Slot:
         self.slot, self.tokens, self.decided = slot, [0] * 60, 5
 
 
-def packed(asks: list[Ask], layout: Layout = CAUSAL, rule: Rule = Rule()) -> Batch:  # noqa: B008
+def packed(asks: list[Ask], layout: Layout = CAUSAL, rule: Rule = Rule()) -> Any:  # noqa: B008
     """The batch of these asks, whose samples are in the slots from 10 on."""
     samples: list[Any] = [Slot(10 + index) for index in range(len(asks))]
     return pack(samples, asks, SlotTable(Sampling(), 20), layout, rule)
@@ -91,23 +90,25 @@ def test_a_batch_has_the_rows_of_a_plain_loop(seed: int) -> None:
         num_sampled = sum(runs[1::6])
         asks.append(Ask(tokens, [number for span in spans for number in span], runs, [NO_DRAFT] * num_sampled))
     b = packed(asks)
-    found = zip(b.owner_N, b.line_N, b.slot_N, b.column_N, b.position_N, strict=True)
+    found = zip(b.rows.owner_N, b.rows.line_N, b.rows.slot_N, b.rows.column_N, b.rows.position_N, strict=True)
     assert [tuple(map(int, row)) for row in found] == rows
-    assert b.token_N.tolist() == [token for ask in asks for token in ask.tokens]
-    assert columns_seen(b.low_IN, b.high_IN) == seen
-    assert b.num_columns >= max(max(one, default=-1) for one in seen) + 1
-    told = zip(b.row_R, b.slot_R, b.rank_R, b.draw_R, strict=True)
+    assert b.rows.token_N.tolist() == [token for ask in asks for token in ask.tokens]
+    assert columns_seen(b.rows.low_IN, b.rows.high_IN) == seen
+    assert b.rows.shape.num_columns >= max(max(one, default=-1) for one in seen) + 1
+    told = zip(b.draws.row_R, b.draws.slot_R, b.draws.rank_R, b.draws.draw_R, strict=True)
     assert [tuple(map(int, row)) for row in told] == sampled
-    assert b.num_lines == max(line for _, line, *_ in rows) + 1 and b.num_rows == len(rows)
-    assert b.sampled_B.sum() == len(sampled) and b.reads_all == ([one[0] for one in sampled] == [*range(len(rows))])
+    assert b.rows.shape.num_lines == max(line for _, line, *_ in rows) + 1 and b.num_rows == len(rows)
+    assert b.draws.sampled_B.sum() == len(sampled) and b.draws.reads_all == (
+        [one[0] for one in sampled] == [*range(len(rows))]
+    )
 
 
 def test_rows_may_name_the_stretches_that_they_see() -> None:
     sees = (0, 2, 5, 6, 0, 0, 0, 0, 0, 0), (4, 9, 0, 0, 0, 0, 0, 0, 0, 0)
     ask = Ask([1, 2, 3], [*Span(2, 0, 0), *Span(1, 7, 7)], (), (), stretches=[*sees[0], *sees[1]])
     b = packed([ask])
-    assert columns_seen(b.low_IN, b.high_IN) == [{0, 1, 5}, {0, 1, 5}, {4, 5, 6, 7, 8}]
-    assert len(b.low_IN) == 2, "stretches that no row uses are left out"
+    assert columns_seen(b.rows.low_IN, b.rows.high_IN) == [{0, 1, 5}, {0, 1, 5}, {4, 5, 6, 7, 8}]
+    assert len(b.rows.low_IN) == 2, "stretches that no row uses are left out"
 
 
 def test_queries_are_rows_of_their_own_to_which_runs_refer() -> None:
@@ -115,10 +116,12 @@ def test_queries_are_rows_of_their_own_to_which_runs_refer() -> None:
     ask = Ask([7, 8], Span(2, 3, 3, 3), Run(1, 2, 6, TARGET), [NO_DRAFT] * 2, queries=Span(3, 5, 5, lag=1))
     empty = Ask([], (), Run(0, 1, 0, TARGET), [NO_DRAFT], queries=Span(1, 0, 0, lag=1))
     b = packed([ask, empty], layout)
-    assert b.rank_Q.tolist() == [5, 6, 7, 0] and b.limit_Q.tolist() == [5, 6, 7, 0] and b.some_blind
-    assert b.owner_Q.tolist() == [0, 0, 0, 1] and b.line_Q.tolist() == [0, 1, 2, 0]
-    assert b.row_R.tolist() == [1, 2, 3] and b.num_rows == 6
-    assert columns_seen(np.zeros_like(b.high_IN), b.high_IN) == [{0, 1, 2, 3}, {0, 1, 2, 3, 4}]
+    assert (
+        b.rows.rank_Q.tolist() == [5, 6, 7, 0] and b.rows.limit_Q.tolist() == [5, 6, 7, 0] and b.rows.shape.some_blind
+    )
+    assert b.rows.owner_Q.tolist() == [0, 0, 0, 1] and b.rows.line_Q.tolist() == [0, 1, 2, 0]
+    assert b.draws.row_R.tolist() == [1, 2, 3] and b.num_rows == 6
+    assert columns_seen(np.zeros((1, 2), np.int64), b.rows.limit_N[None]) == [{0, 1, 2, 3}, {0, 1, 2, 3, 4}]
 
 
 def test_canvases_of_a_sample_are_groups_and_slots_of_their_own_where_nothing_is_kept() -> None:
@@ -127,10 +130,14 @@ def test_canvases_of_a_sample_are_groups_and_slots_of_their_own_where_nothing_is
         return Ask([HOLE, 1] * len(nodes), spans, (), ())
 
     b = packed([canvases(0, 1), canvases(0), canvases(0)], Layout("masked", keeps=False, by_node=True, mask_id=9))
-    assert b.slots_G.tolist() == [0, 1, 2, 3] and b.sample_G.tolist() == [0, 0, 1, 2] and b.slots == slice(0, 4)
-    assert b.token_N.tolist() == [9, 1] * 4 and b.owner_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (
+        b.rows.slots_G.tolist() == [0, 1, 2, 3]
+        and b.sample_G.tolist() == [0, 0, 1, 2]
+        and b.rows.shape.slots == slice(0, 4)
+    )
+    assert b.rows.token_N.tolist() == [9, 1] * 4 and b.rows.owner_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     kept = packed([canvases(0, 1), canvases(0)], Layout("masked", by_node=True, mask_id=9))
-    assert kept.slots_G.tolist() == [10, 10, 11] and kept.slots is None
+    assert kept.rows.slots_G.tolist() == [10, 10, 11] and kept.rows.shape.slots is None
 
 
 def test_the_rows_that_judge_are_a_chain_wherever_they_stand() -> None:
@@ -143,10 +150,15 @@ def test_the_rows_that_judge_are_a_chain_wherever_they_stand() -> None:
         Ask([0] * 5, rows, Run(0, 1, 0, JUDGE), [NO_DRAFT]),
     ]  # fmt: skip
     b = packed(asks, Layout("blocks"), rule)
-    assert b.row_R.tolist() == [4, 2, 0, 10, 11, 15] and b.owner_R.tolist() == [0, 0, 0, 2, 2, 3]
-    assert b.first_B.tolist() == [0, 3, 3, 5] and b.size_B.tolist() == [2, 0, 0, 1] and b.row_D.tolist() == [2, 3, 4]
-    assert b.judged_R.tolist() == [1, 1, 0, 0, 0, 0] and not b.is_sure and b.any_chain
-    assert b.cell_R.tolist() == [80 + 0, 80 + 4 + 2, 80 + 1, 96 + 0, 96 + 1, 104 + 0]
+    judging = b.draws.by_rejection
+    assert b.draws.row_R.tolist() == [4, 2, 0, 10, 11, 15] and judging.owner_R.tolist() == [0, 0, 0, 2, 2, 3]
+    assert (
+        judging.first_B.tolist() == [0, 3, 3, 5]
+        and judging.size_B.tolist() == [2, 0, 0, 1]
+        and judging.row_D.tolist() == [2, 3, 4]
+    )
+    assert judging.judged_R.tolist() == [1, 1, 0, 0, 0, 0] and not judging.is_sure and judging.any_chain
+    assert judging.cell_R.tolist() == [80 + 0, 80 + 4 + 2, 80 + 1, 96 + 0, 96 + 1, 104 + 0]
     assert b.num_verified == 5, "a draft beside a verification waits for the next one"
 
 
@@ -165,12 +177,13 @@ def test_a_batch_is_the_same_after_its_way_through_one_buffer() -> None:
     ask = Ask([1, 2, 3], Span(3, 0, 0), [*Run(0, 1, 1, JUDGE), *Run(1, 2, 2, DRAFT)], [5, NO_DRAFT, NO_DRAFT])
     b = packed([ask, ask], rule=rule)
     sent = b.cut(torch.from_numpy(b.flat()))
-    for name in batch._ARRAYS:
-        held, there = getattr(b, name), getattr(sent, name)
-        assert (held is None) == (there is None)
-        if held is not None:
-            assert there.tolist() == held.tolist() and there.is_floating_point() == (held.dtype == np.float64), name
-    assert sent.num_lines == b.num_lines and sent.signature == b.signature
+    both = list(zip(b.arrays(), sent.arrays(), strict=True))
+    assert len(both) == 9 + 5 + 9, "of the rows, of those that are sampled, and of what judges them"
+    for (part, name), (sent_part, same_name) in both:
+        held, there = getattr(part, name), getattr(sent_part, same_name)
+        assert name == same_name and there.tolist() == held.tolist(), name
+        assert there.is_floating_point() == (held.dtype == np.float64), name
+    assert sent.rows.shape.num_lines == b.rows.shape.num_lines and sent.signature == b.signature
 
 
 # ---- wrong asks ------------------------------------------------------------------------------------------------------

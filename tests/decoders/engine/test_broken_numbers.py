@@ -124,7 +124,7 @@ def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monke
     start = engine.target.start
 
     def breaks(b, **more):
-        first = int(b.sampled_B[0])  # the sampled rows of the first sample come first
+        first = int(b.draws.sampled_B[0])  # the sampled rows of the first sample come first
 
         def broken(hidden_RD):
             found = logits(hidden_RD).clone()

@@ -163,9 +163,9 @@ def watched(decoder: Any, model: int = 0) -> list[list[tuple[int, int, int]]]:
     seen, start = list[list[tuple[int, int, int]]](), decoder.models[model].start
 
     def spied(b: Batch, **more: Any) -> Any:
-        rows_B = np.bincount(b.owner_N, minlength=len(b.slots_G)).tolist()
+        rows_B = np.bincount(b.rows.owner_N, minlength=len(b.rows.slots_G)).tolist()
         inside = {sample.slot: sample for sample in decoder.samples}
-        some = [inside[slot] for slot in b.slots_G.tolist()]
+        some = [inside[slot] for slot in b.rows.slots_G.tolist()]
         seen.append([(one.request.index, rows, one.decided) for one, rows in zip(some, rows_B, strict=True)])
         return start(b, **more)
 
@@ -264,7 +264,7 @@ def test_the_prompts_of_a_drafting_model_share_one_budget() -> None:
 def test_a_window_is_drafted_with_one_wait(monkeypatch: Any) -> None:
     seen, start, wait = list[str](), ModelRunner.start, Started.wait
 
-    def started(self: ModelRunner, b: Batch, **more: Any) -> Started:
+    def started(self: ModelRunner, b: Any, **more: Any) -> Started:
         seen.append("verify" if self.is_target else "draft")
         return start(self, b, **more)
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from draftmill.decoders.backbones.rows import A, Sent
 from draftmill.decoders.base import Outcome, Request, RowSettings
 from draftmill.decoders.engine import cuda_graphs
-from draftmill.decoders.engine.batch import Batch, Layout
 from draftmill.decoders.engine.cuda_graphs import CudaRecorder, Graphs, Work, drop_all, rows_of_launches
 from tests.decoders.replaying import Replaying, use_graphs, use_references
 from tests.decoders.support import run_all
@@ -252,13 +252,20 @@ def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name: str, 
 # ---- the graphs themselves -----------------------------------------------------------------------------------------------------
 
 
-def doubled(sent: Batch) -> Work:
+@dataclass(slots=True, kw_only=True, eq=False)
+class Numbers(Sent[A]):
+    token_N: A
+    is_sure: bool = False
+    num_sums: int = 0
+
+
+def doubled(sent: Numbers) -> Work:
     numbers = sent.token_N.to(torch.float64)
     return Work(numbers.unsqueeze(1), numbers * 2, len(numbers))
 
 
 def run(made: Graphs, *numbers: int, work: Any = doubled, key: str = "key") -> list[float]:
-    found: list[float] = made.run(key, Batch(token_N=np.array(numbers)), work).record.tolist()
+    found: list[float] = made.run(key, Numbers(token_N=np.array(numbers)), work).record.tolist()
     return found
 
 
@@ -284,11 +291,11 @@ def test_a_batch_with_another_fact_is_another_graph() -> None:
     recorder = Replaying()
     made = Graphs(recorder, CPU)
 
-    def work(sent: Batch) -> Work:
+    def work(sent: Numbers) -> Work:
         return Work(sent.token_N, sent.token_N * (3.0 if sent.is_sure else 2.0), 1)
 
     for is_sure in (False, True) * 3:
-        found = made.run("key", Batch(token_N=np.array([5]), is_sure=is_sure), work).record.tolist()
+        found = made.run("key", Numbers(token_N=np.array([5]), is_sure=is_sure), work).record.tolist()
         assert found == [15.0 if is_sure else 10.0]
     assert recorder.num_captured == 2 and made.num_replayed == 4
 
@@ -309,7 +316,7 @@ def test_a_graph_whose_memory_has_moved_is_found() -> None:
     """This is what watching is for: the same numbers at another place are not seen by a graph."""
     held = {"cache": torch.ones(1, dtype=torch.float64)}
 
-    def work(sent: Batch) -> Work:
+    def work(sent: Numbers) -> Work:
         return Work(sent.token_N, held["cache"] * sent.token_N, 1)
 
     made = Graphs(Replaying(watches=True), CPU)
@@ -340,7 +347,7 @@ def test_sums_of_states_are_compared_for_whether_they_are_finite(sums: list[floa
     """They may be in the hundreds, where half precision rounds by more than log-probabilities do."""
     expected = torch.tensor([3.0, 271.0, 0.0], dtype=torch.float64)
     found = torch.tensor([3.0, *sums], dtype=torch.float64)
-    batch = Batch(token_N=np.zeros(2, np.int64), owner_N=np.zeros(2, np.int64), layout=Layout("causal", has_flags=True))
+    batch = Numbers(token_N=np.zeros(2, np.int64), num_sums=2)
     made, records = Graphs(Replaying(), CPU), iter([expected, found, found])
     made.run("key", batch, lambda sent: Work(sent.token_N, next(records), 1))
     assert (made.stopped is None) == is_used
@@ -350,7 +357,7 @@ def test_records_with_nan_and_infinities_are_compared_too() -> None:
     recorder = Replaying()
     made = Graphs(recorder, CPU)
 
-    def work(sent: Batch) -> Work:
+    def work(sent: Numbers) -> Work:
         record = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0], dtype=torch.float64)
         record[3] = sent.token_N.sum()
         return Work(sent.token_N, record, 1)
@@ -452,7 +459,7 @@ def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails: bool, 
     recorder, calls = CudaRecorder(), itertools.count()
     made = Graphs(recorder, CPU)
 
-    def work(sent: Batch) -> Work:
+    def work(sent: Numbers) -> Work:
         if fails and next(calls) == 1:
             raise RuntimeError("capture failed")
         return doubled(sent)
@@ -464,7 +471,7 @@ def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails: bool, 
     drop_all()
     # A pool whose graphs are gone is not captured into again.
     assert cleared == ["synchronized", "cleared"] and recorder._pool is None
-    recorder.capture(lambda: doubled(Batch(token_N=torch.ones(1))))
+    recorder.capture(lambda: doubled(Numbers(token_N=torch.ones(1))))
     assert pools == [1, 2]
     recorder.drop_pool()
 

@@ -255,7 +255,7 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest
     forward = table.forward
 
     def counted(rows: Any) -> torch.Tensor:
-        widths.append(len(rows.slots_B))
+        widths.append(len(rows.slots_G))
         return forward(rows)
 
     monkeypatch.setattr(table, "forward", counted)

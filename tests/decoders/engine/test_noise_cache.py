@@ -1,5 +1,6 @@
 """Noise that is kept is that of its sample, position and draw, and is computed no more often than it must be."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import split_key
-from draftmill.decoders.engine.batch import Batch
 from draftmill.decoders.engine.noise_cache import NoiseCache
 from draftmill.decoders.engine.samples import SlotTable
 
@@ -39,13 +39,15 @@ class Held:
     def check(self, slots, ranks, draws=0, *, once=False, ahead=0):
         """The noise of these rows; returns of how many it was computed."""
         slot_R, rank_R = np.broadcast_to(slots, len(ranks)), np.array(ranks)
-        b: Any = Batch(slot_R=slot_R, rank_R=rank_R, host_draw_R=np.broadcast_to(draws, len(ranks)), once=once)
+        rows: Any = SimpleNamespace(
+            slot_R=slot_R, rank_R=rank_R, host_draw_R=np.broadcast_to(draws, len(ranks)), once=once
+        )
         self.computed.clear()
-        found = self.cache.rows(b, slice(None), self.num_bytes, ahead)
+        found = self.cache.rows(rows, slice(None), self.num_bytes, ahead)
         computed, order = sum(self.computed), self.slots.order_SW
         place_R = rank_R if order is None else order[slot_R, rank_R]
         keys_R2 = torch.from_numpy(self.slots.key_S2[slot_R])
-        draw_R = torch.from_numpy(b.host_draw_R + ahead) if self.fresh else None
+        draw_R = torch.from_numpy(rows.host_draw_R + ahead) if self.fresh else None
         assert torch.equal(found, self._whole(keys_R2, torch.from_numpy(place_R), self.vocab, draws_R=draw_R))
         return computed
 

@@ -7,6 +7,7 @@ penalties, which transformers lacks, are written as OpenAI defines them; bans in
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from transformers.generation import logits_process as theirs
 from draftmill.decoders.base import HOLE, Request, RowSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine.batch import Batch
+from draftmill.decoders.engine.asks import NO_DRAFT, TARGET, Ask, Run, Span
+from draftmill.decoders.engine.batch import Layout, Rule, pack
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.penalties import Penalties, PenaltyTracker
+from draftmill.decoders.engine.samples import SlotTable
 from draftmill.decoders.engine.shaping import _add_entries
 from tests.decoders.constraints.test_laws import (
     CANVASES,
@@ -294,7 +297,9 @@ def test_the_best_tokens_of_a_place_are_the_models_own_whatever_is_drawn(kind, d
 
 
 def test_what_is_sent_to_a_device_as_one_buffer_is_the_same():
-    made = Batch(row_R=np.arange(2))
+    ask = Ask([1, 2], Span(2, 0, 0), Run(0, 2, 0, TARGET), [NO_DRAFT] * 2)
+    samples: list[Any] = [SimpleNamespace(slot=0, tokens=[0] * 4, decided=0)]
+    made: Any = pack(samples, [ask], SlotTable(Sampling(), 1), Layout("causal"), Rule()).draws
     entries = [(np.array([3, 5]), np.arange(6.0).reshape(3, 2)), None]
     _add_entries(made, entries)
     sent = made.cut(torch.from_numpy(made.flat()))

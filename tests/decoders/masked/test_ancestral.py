@@ -297,7 +297,7 @@ def test_a_run_of_many_steps_reveals_one_mask_a_forward_and_traces_it():
 def test_the_noise_that_a_network_is_told_begins_at_the_canvas_own_share():
     class Watched(TokenTable):
         def forward(self, rows):
-            told.append(float(-torch.expm1(-rows.sigma_B[0])))
+            told.append(float(-torch.expm1(-rows.sigma_G[0])))
             return super().forward(rows)
 
     told: list[float] = []

@@ -156,7 +156,7 @@ def test_where_memory_runs_out_fewer_canvases_run_at_once(monkeypatch, error):
     forward = table.forward
 
     def small(rows):
-        sizes.append(len(rows.slots_B))
+        sizes.append(len(rows.slots_G))
         if sizes[-1] > 3:
             raise error("out of memory")
         return forward(rows)
@@ -188,7 +188,7 @@ def test_a_model_is_told_the_noise_of_the_share_of_the_whole_text_that_is_masked
     forward = table.forward
 
     def told(rows):
-        sigmas.extend(rows.sigma_B.tolist())
+        sigmas.extend(rows.sigma_G.tolist())
         return forward(rows)
 
     monkeypatch.setattr(table, "forward", told)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.backbones.rows import Rows, StreamShape
+from draftmill.decoders.backbones.rows import StreamRows, StreamShape
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.references.choosers import Rule
 from tests.decoders.references.sampling import log_law
@@ -46,24 +46,24 @@ class PlainModel:
         line_Q, limit_Q = torch.arange(len(pairs)), pairs[:, 1]
         shape = StreamShape(
             num_slots=1,
-            num_content=len(tokens),
+            num_lines=len(tokens),
             num_queries=len(pairs),
             num_columns=max(int(limit_C.max()) if len(tokens) else 0, int(limit_Q.max())),
             num_positions=len(self.order),
             slots=slice(0, 1),
             some_blind=bool((limit_Q == 0).any()),
         )
-        rows = Rows(
-            slots_B=torch.tensor([0]),
-            content_owner_C=torch.zeros_like(column_C),
-            content_line_C=column_C,
-            content_token_C=torch.tensor(list(tokens), dtype=torch.int64),
-            content_column_C=column_C,
-            content_limit_C=limit_C,
-            query_owner_Q=torch.zeros_like(line_Q),
-            query_line_Q=line_Q,
-            query_column_Q=pairs[:, 0],
-            query_limit_Q=limit_Q,
+        rows = StreamRows(
+            slots_G=torch.tensor([0]),
+            owner_N=torch.zeros_like(column_C),
+            line_N=column_C,
+            token_N=torch.tensor(list(tokens), dtype=torch.int64),
+            column_N=column_C,
+            limit_N=limit_C,
+            owner_Q=torch.zeros_like(line_Q),
+            line_Q=line_Q,
+            rank_Q=pairs[:, 0],
+            limit_Q=limit_Q,
             shape=shape,
         )
         return self.backbone.forward(rows)

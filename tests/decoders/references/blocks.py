@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.blocks.samples import KINDS
 from draftmill.decoders.blocks.settings import BlockSettings, MinSpan, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.references.choosers import Rule
+from tests.decoders.references.rows import intervals_of
 from tests.decoders.references.sampling import log_law
 
 Row = tuple[int, int, int, frozenset[int]]

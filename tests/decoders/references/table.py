@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.backbones.rows import Rows
+from draftmill.decoders.backbones.rows import StreamRows
 
 
 class TableBackbone(Model):
@@ -64,13 +64,13 @@ class TableBackbone(Model):
         """Copy the first columns of a slot."""
         self.tokens_SW[target, :num_columns] = self.tokens_SW[source, :num_columns]
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: StreamRows) -> Tensor:
         """Look up the logits of every query row, [Q, V]; see backbones/base.py."""
-        self.tokens_SW[rows.slots_B[rows.content_owner_C], rows.content_column_C] = rows.content_token_C
-        self.num_rows_computed = len(rows.content_token_C) + rows.shape.num_slots * rows.shape.num_queries
-        slot_Q = rows.slots_B[rows.query_owner_Q]
-        position_Q = self.order_SW[slot_Q, rows.query_column_Q]
-        return self.table_PXV[position_Q, self._context(slot_Q, rows.query_limit_Q)]
+        self.tokens_SW[rows.slots_G[rows.owner_N], rows.column_N] = rows.token_N
+        self.num_rows_computed = len(rows.token_N) + rows.shape.num_slots * rows.shape.num_queries
+        slot_Q = rows.slots_G[rows.owner_Q]
+        position_Q = self.order_SW[slot_Q, rows.rank_Q]
+        return self.table_PXV[position_Q, self._context(slot_Q, rows.limit_Q)]
 
     def _context(self, slot_Q: Tensor, limit_Q: Tensor) -> Tensor:
         weights_QW = (self.vocab_size + 1) ** self.order_SW[slot_Q]

@@ -65,7 +65,7 @@ class TokenTable(Model):
     def forward(self, rows: TokenRows) -> Tensor:
         """Look up the logits of every row, [N, V]."""
         slots, columns = rows.slot_N, rows.column_N
-        assert torch.equal(rows.slots_B[rows.owner_N], slots), "a row's slot is not its owner's"
+        assert torch.equal(rows.slots_G[rows.owner_N], slots), "a row's slot is not its owner's"
         assert len(torch.unique(torch.stack([slots, columns]), dim=1)[0]) == len(slots), "two rows write one column"
         self.tokens_SW[slots, columns] = rows.token_N
         self.positions_SW[slots, columns] = rows.position_N
