@@ -24,8 +24,8 @@ class StopText(Protocol):
     """Looks for stop strings in generated tokens (actors/rows/stop_text.py, which knows the vocabulary)."""
 
     def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
-        """How many of the generated `tokens` to keep so that their text ends with a stop string, with the token that
-        completes it; None if there is none. The first `num_checked` tokens were searched before, and hold none."""
+        """The number of generated `tokens` to keep, up to the token that completes a stop string; None if there is none. The
+        first `num_checked` tokens were searched before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Decoder(Protocol):
         """Number of samples that hold a slot."""
 
     def room(self, length: int) -> int:
-        """How many samples of canvas length `length` could be admitted now (0 if none)."""
+        """The number of samples of canvas length `length` that could be admitted now."""
 
     def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
         """Give each request a slot; `room` must allow it. `queued_at_s` (time.perf_counter) is when the wait began."""
@@ -201,7 +201,7 @@ class CachedDecoder(Decoder, Protocol):
         """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
 
     def most_rows(self, length: int) -> int:
-        """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
+        """The number of samples of this canvas length that can run at once; 0 if not even one fits into memory."""
 
 
 ModelKind = Literal["any_subset", "causal", "masked", "ancestral", "blocks"]

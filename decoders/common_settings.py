@@ -34,8 +34,6 @@ FOLDER: Final = Place(other="auto|none", is_model=True)
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MOST_SAMPLES: Final = 4096
 """The largest `sampling.n`."""
-
-
 MOST_TOP_LOGPROBS: Final = 20
 """The largest `sampling.top_logprobs`."""
 
@@ -126,22 +124,23 @@ class Sampling(Settings):
     @property
     def bans(self) -> tuple[str, ...]:
         """The keys that ban tokens: beside a constraint they could leave none."""
-        return tuple(key for key in (*_TEXT_BANS, "suppress_tokens") if getattr(self, key))
+        return self._changed(*_TEXT_BANS, "suppress_tokens")
 
     @property
     def reads_text(self) -> tuple[str, ...]:
         """The keys that make a distribution depend on the tokens before it."""
-        counting = (
-            "presence_penalty",
-            "frequency_penalty",
-            *(("repetition_penalty",) * (self.repetition_penalty != 1.0)),
-        )
-        return tuple(key for key in (*counting, *_TEXT_BANS) if getattr(self, key))
+        return self._changed("presence_penalty", "frequency_penalty", "repetition_penalty", *_TEXT_BANS)
 
     @property
     def changes_logits(self) -> tuple[str, ...]:
         """The keys with which rows draw from other logits than the model's."""
-        return (*self.reads_text, *(key for key in ("logit_bias", "suppress_tokens") if getattr(self, key)))
+        return (*self.reads_text, *self._changed("logit_bias", "suppress_tokens"))
+
+    def _changed(self, *keys: str) -> tuple[str, ...]:
+        """Those of some keys that have neither their default nor an empty value."""
+        return tuple(
+            key for key in keys if (value := getattr(self, key)) and value != Sampling.model_fields[key].default
+        )
 
 
 _TEXT_BANS: Final = ("no_repeat_ngram_size", "bad_words", "min_new_tokens")
@@ -160,16 +159,16 @@ Tasks = tuple[Literal["infill", "complete", "score"], ...]
 class DecoderChoice(Settings):
     """Base of a decoder's settings, one class for each `decoder.kind`; all that other packages know of a decoder.
 
-    `runs_on` is the kind of models that it decodes and `tasks` are its tasks. `runs` is what runs it, as `module:name`: a string,
-    so that settings load without torch; called with a Setup and these settings, it gives an Algorithm for the engine. With
+    `runs_on` is the kind of models that it decodes and `tasks` are its tasks. `runs` names the function that makes an Algorithm
+    of a Setup and these settings, as `module:name`: a string, so that settings load without torch. With
     `draws_by_row` a sample may have a temperature and a top_p of its own; with `token_logprobs` the decoder records the
     log-probability of each token where a row asks for it. Under sampling.acceptance 'rejection' a decoder needs `draft_law`, the
     probabilities with which a draft was drawn.
 
     With `finds_lengths` it answers the probes by which holes find their lengths (task.mask.length: auto).
 
-    If `score` is among the tasks, `scorer` is what scores texts (`module:name`, called with a Setup, these settings and an
-    Estimate; it gives an Algorithm). `estimates` are the kinds of estimators that it has, the family's own first, none if its
+    If `score` is among the tasks, `scorer` names the function that makes an Algorithm of a Setup, these settings and an
+    Estimate, as `module:name`. `estimates` are the kinds of estimators that it has, the family's own first, none if its
     scores are exact; with `scores_any` it scores any tokens given all others, else only the end of a text. `scored_with` are the
     only settings that a score depends on.
     """

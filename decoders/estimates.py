@@ -75,17 +75,12 @@ class MaskedGroup:
     @property
     def enumerated(self) -> bool:
         """Whether every mask is used once."""
-        # The first test keeps the power small.
-        return self.kind == "llada" and len(self.places_L) <= self.samples and self._num_masks <= self.samples
-
-    @property
-    def _num_masks(self) -> int:
-        return int(2 ** len(self.places_L)) - 1
+        return self.kind == "llada" and 2 ** min(len(self.places_L), 64) - 1 <= self.samples
 
     @property
     def num_masks(self) -> int:
-        """How many masks are used."""
-        return self._num_masks if self.enumerated else self.samples
+        """The number of masks that are used."""
+        return 2 ** len(self.places_L) - 1 if self.enumerated else self.samples
 
     def mask(self, draw: int) -> Mask:
         """The mask number `draw`."""
@@ -172,7 +167,7 @@ class Text(Sample):
 
     @property
     def left(self) -> int:
-        """How many canvases have not run."""
+        """The number of canvases that have not run."""
         return self.num_canvases - self.num_run
 
     def next_canvases(self, count: int) -> list[list[Draw]]:
@@ -207,7 +202,12 @@ class Text(Sample):
         first = 0
         for draw in canvas:
             end = first + len(draw.asked_R)
-            self._add(draw, log_p_R[first:end], is_first_R[first:end])
+            each_R = draw.weights_R * log_p_R[first:end]
+            self.sampled_M[draw.number] = fsum(each_R[draw.sampled_R].tolist())
+            self.exact_M[draw.number] = fsum(each_R[~draw.sampled_R].tolist())
+            if self.is_exact:
+                self.by_position |= dict(zip(draw.asked_R.tolist(), log_p_R[first:end].tolist(), strict=True))
+                self.is_greedy = bool(self.is_greedy and is_first_R[first:end].all())
             first = end
         committed = len(self.scored) * self.num_run // self.num_canvases
         self.num_run += 1
@@ -218,27 +218,15 @@ class Text(Sample):
             if self.is_exact:
                 self.log_ps = [self.by_position[position] for position in self.scored.tolist()]
 
-    def _add(self, draw: Draw, log_p_R: NDArray[np.float64], is_first_R: NDArray[np.bool_]) -> None:
-        each_R = draw.weights_R * log_p_R
-        self.sampled_M[draw.number] = fsum(each_R[draw.sampled_R].tolist())
-        self.exact_M[draw.number] = fsum(each_R[~draw.sampled_R].tolist())
-        if self.is_exact:
-            self.by_position |= dict(zip(draw.asked_R.tolist(), log_p_R.tolist(), strict=True))
-            self.is_greedy = bool(self.is_greedy and is_first_R.all())
-
-    def stderr(self) -> float:
-        """The estimate's standard error: from the difference of each pair of masks, which are alike but for chance."""
-        sampled_M = self.sampled_M[: len(self.sampled_M) // 2 * 2]
-        return sqrt(fsum(((sampled_M[0::2] - sampled_M[1::2]) ** 2).tolist()))
-
     def _generated_tokens(self) -> tuple[list[int], list[float]]:
         return [self.tokens[position] for position in self.scored.tolist()], self.log_ps or []
 
     def outcome(self) -> Outcome:
-        """See Sample; an estimate has an error."""
+        """See Sample; the standard error of an estimate comes from the difference of each pair of masks."""
         outcome = super().outcome()
         if outcome.error_kind is None and not self.is_exact:
-            outcome.logprob_stderr = self.stderr()
+            sampled_M = self.sampled_M[: len(self.sampled_M) // 2 * 2]
+            outcome.logprob_stderr = sqrt(fsum(((sampled_M[0::2] - sampled_M[1::2]) ** 2).tolist()))
         return outcome
 
 

@@ -25,8 +25,8 @@ class ScoreEngine(Engine):
 
     def __init__(self, setup: Setup, algorithm: Algorithm) -> None:
         super().__init__(setup, algorithm)
-        self._counts = dict[int, int]()  # how many canvases each slot's text runs in this step
-        self._memory_bound: int | None = None  # how many canvases may run at once since memory ran out
+        self._counts = dict[int, int]()  # the canvases that each slot's text runs in this step
+        self._memory_bound: int | None = None  # the most canvases that may run at once since memory ran out
 
     @property
     def texts(self) -> list[Text]:
@@ -42,7 +42,7 @@ class ScoreEngine(Engine):
         return int(pending < self._most_canvases(length) and self.active < self.max_rows)
 
     def _most_canvases(self, length: int) -> int:
-        """How many canvases may run at once beside one of this length; at least one."""
+        """The most canvases that may run at once beside one of this length; at least 1."""
         most = max(self._capacity.most_rows(self._capacity.columns(self._longest_with(length))), 1)
         return most if self._memory_bound is None else min(most, self._memory_bound)
 

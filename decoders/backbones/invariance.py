@@ -7,8 +7,8 @@ Three roundings and one fixed order remove all of them:
 * linear layers run on at least `min_rows` rows and attention on at least `min_queries` query rows a key head;
 * key counts are rounded up to a multiple of `column_multiple`;
 * the second product of attention (weights x values), the only one that sums over columns, adds `sum_columns` columns at a time,
-  in the order of the columns. How many columns the longest neighbour has then changes nothing: what lies beyond a row's own
-  columns has weight 0, and adding 0 changes no bit.
+  in the order of the columns. The length of the longest neighbour then changes nothing: columns beyond a row's own have
+  weight 0, and adding 0 changes no bit.
 
 The sufficient values differ between machines: `find_rules` tries candidates, cheapest first, over lengths up to the
 model's own. Knows nothing of models beyond their widths.
@@ -70,12 +70,7 @@ _ROW_COUNTS: Final = (1, 2, 3, 5, 16, 17, 33, 64, 129, 257)
 
 def linear_rows(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, min_rows: int) -> Tensor:
     """`functional.linear` on at least `min_rows` rows; the padding is cut off again."""
-    num_rows = rows_NK.shape[0]
-    if num_rows >= min_rows:
-        return functional.linear(rows_NK, weight_MK, bias_M)
-    padded = rows_NK.new_zeros(min_rows, rows_NK.shape[1])
-    padded[:num_rows] = rows_NK
-    return functional.linear(padded, weight_MK, bias_M)[:num_rows]
+    return at_least_rows(min_rows, lambda rows: functional.linear(rows, weight_MK, bias_M), rows_NK)
 
 
 def at_least_rows(min_rows: int, function: Callable[..., Tensor], first: Tensor, **others: Tensor) -> Tensor:
@@ -133,7 +128,7 @@ def find_rules(
     rows_exact_from: Callable[[int], bool], attention: Attention, *, longest: int | None, least_rows: int | None = None
 ) -> ShapeRules:
     """Return the cheapest rules under which rows agree bit by bit on this machine, or `INEXACT_RULES`.
-    `rows_exact_from(min_rows)` tells whether the linear layers pass; `longest` is the model's longest text where that is known.
+    `rows_exact_from(min_rows)` says whether the linear layers pass; `longest` is the model's longest text where that is known.
     `least_rows` is the fewest rows that attention is ever asked for; None stands for `min_queries`."""
     exact_rows = (count for count in _ROW_CANDIDATES if rows_exact_from(count))
     min_rows = next(exact_rows, None)
@@ -146,7 +141,9 @@ def find_rules(
 
 def _attention_exact(attention: Attention, rules: ShapeRules, longest: int, least_rows: int) -> bool:
     few = slice(0, least_rows + 9)
-    for visible, most in _lengths(longest):
+    # Pairs of visible columns and the most columns to compare them with; a few reach up to the model's longest text.
+    far = [(visible, longest) for visible in (129, longest // 2 + 1, longest - 1)] if longest > _LONGEST else []
+    for visible, most in [*((visible, _LONGEST) for visible in _LENGTHS), *far]:
         widest = -(-most // rules.column_multiple) * rules.column_multiple
         whole = attention(2, few, visible, widest, rules)
         for slots, rows, columns in _shapes(visible, widest, rules, least_rows):
@@ -161,15 +158,8 @@ def _attention_exact(attention: Attention, rules: ShapeRules, longest: int, leas
     return True
 
 
-def _lengths(longest: int) -> list[tuple[int, int]]:
-    """Pairs of visible columns and the most columns to hold them against; a few of them reach up to the model's longest text."""
-    usual = [(visible, _LONGEST) for visible in _LENGTHS]
-    far = [(visible, longest) for visible in (129, longest // 2 + 1, longest - 1)] if longest > _LONGEST else []
-    return usual + far
-
-
 def _shapes(visible: int, widest: int, rules: ShapeRules, least_rows: int) -> Iterator[tuple[int, slice, int]]:
-    """Shapes (slots, rows, columns) to hold against the widest one: each number of columns with other slots and rows."""
+    """Shapes (slots, rows, columns) to compare with the widest one: each number of columns with other slots and rows."""
     tight = rules.columns(visible, widest)
     block = rules.sum_columns
     edge = -(-tight // block) * block

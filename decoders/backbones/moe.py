@@ -1,11 +1,11 @@
 """Mixtures of experts in plain torch; a row's result has the same bits in any batch.
 
-Every row chooses its own experts, and no expert has a capacity: what a row gets depends on no other row. An expert multiplies
-just the rows that chose it, and how many these are changes from forward to forward; so each expert's rows are padded by the
-same rule as the rows of the whole forward (`padded`), and a row's contributions are added in the order of its own choice.
+Every row chooses its own experts, and no expert has a capacity: a row's result depends on no other row. An expert multiplies
+just the rows that chose it, and their number changes from forward to forward; so each expert's rows are padded by the same rule
+as the rows of the whole forward (`padded`), and a row's contributions are added in the order of its own choice.
 
-How many rows an expert has is known on the device alone. The loop over experts reads it back, which a GPU would wait for: there
-the experts' weights are gathered, and one grouped product multiplies all pairs of rows and experts, sorted by expert (`gather`).
+The number of rows of each expert is known on the device alone. The loop over experts reads it back, which a GPU would wait for:
+there one grouped product multiplies all pairs of rows and experts, sorted by expert (`gather`).
 
 Knows nothing of caches and masks. Legend: E experts, K experts of a row, G groups, P = N K pairs, I inner numbers.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +31,22 @@ def _exact(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), [N, D] -> [N, D]."""
+class Expert(nn.Module):
+    """down(activate(up(x), ..)), [N, D] -> [N, D], for any number of leading dimensions; `ups` are the names of the first
+    products."""
+
+    ups: Sequence[str]
+    down_proj: nn.Module
+    activate: Callable[..., Tensor]
+
+    def forward(self, rows_ND: Tensor) -> Tensor:
+        """Return the network's output."""
+        mixed: Tensor = self.down_proj(self.activate(*[getattr(self, name)(rows_ND) for name in self.ups]))
+        return mixed
+
+
+class GatedMLP(Expert):
+    """down(silu(gate(x)) * up(x))."""
 
     ups = ("gate_proj", "up_proj")
 
@@ -42,18 +55,14 @@ class GatedMLP(nn.Module):
         self.gate_proj, self.up_proj = (UnsetLinear(width, inner, bias=False) for _ in range(2))
         self.down_proj = UnsetLinear(inner, width, bias=False)
 
-    def activate(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    @staticmethod
+    def activate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
         """The inner numbers of both products' results."""
         return functional.silu(gate_NI) * up_NI
 
-    def forward(self, rows_ND: Tensor) -> Tensor:
-        """Return the network's output, any number of leading dimensions."""
-        mixed: Tensor = self.down_proj(self.activate(self.gate_proj(rows_ND), self.up_proj(rows_ND)))
-        return mixed
 
-
-class GivenExpert(nn.Module):
-    """down(activate(up(x))), [N, D] -> [N, D], with the weights of transformers' experts; `activate` is theirs."""
+class GivenExpert(Expert):
+    """down(activate(up(x))) with the weights of transformers' experts; `activate` is theirs."""
 
     ups = ("up_proj",)
 
@@ -61,64 +70,33 @@ class GivenExpert(nn.Module):
         super().__init__()
         self.up_proj, self.down_proj, self.activate = up, down, activate
 
-    def forward(self, rows_ND: Tensor) -> Tensor:
-        """Return the network's output."""
-        mixed: Tensor = self.down_proj(self.activate(self.up_proj(rows_ND)))
-        return mixed
-
 
 Stacked = tuple[Tensor, Tensor | None]
 """The weights of one product of all experts, [E, M, D], and their biases, [E, M]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The weights of all experts, and the product that takes them. Nothing is read back from the device."""
-
-    product: Product
-    ups: Sequence[Stacked]
-    down: Stacked
-    activate: Callable[..., Tensor]
-
-    def answers(self, rows_ND: Tensor, expert_P: Tensor, num_chosen: int) -> Tensor:
-        """The outputs of the experts of all pairs, [P, D]; pair p is of row p // `num_chosen`."""
-        sorted_P, order_P = expert_P.sort(stable=True)
-        expert_E = torch.arange(len(self.down[0]), device=expert_P.device)
-        end_E = torch.searchsorted(sorted_P, expert_E, right=True, out_int32=True)
-
-        def multiplied(rows: Tensor, stacked: Stacked) -> Tensor:
-            weight_EMD, bias_EM = stacked
-            result = self.product(rows, weight_EMD, end_E)
-            return result if bias_EM is None else result + bias_EM[sorted_P]
-
-        asked_PD = rows_ND.index_select(0, order_P // num_chosen)
-        inner_PI = self.activate(*(multiplied(asked_PD, up) for up in self.ups))
-        answer_PD = rows_ND.new_empty(expert_P.shape[0], rows_ND.shape[1])
-        return answer_PD.index_copy_(0, order_P, multiplied(inner_PI, self.down))
 
 
 class Experts(nn.Module):
     """Networks; the router sends every row to a few of them. `padded` maps a number of rows to the number that a product runs
     over; the backbone sets it for the machine."""
 
-    def __init__(self, experts: Iterable[GatedMLP | GivenExpert]) -> None:
+    def __init__(self, experts: Iterable[Expert]) -> None:
         super().__init__()
         self.experts = nn.ModuleList(experts)
         self.padded: Callable[[int], int] = lambda count: count
-        self._gathered: Gathered | None = None
+        self._product: Product | None = None
+        self._stacked: list[Stacked] = []
 
     @property
     def is_gathered(self) -> bool:
         """Whether all experts are multiplied at once."""
-        return self._gathered is not None
+        return self._product is not None
 
     def gather(self, product: Product) -> None:
         """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them.
         Memory grows by one kind of one layer's weights at most, provided that nothing else holds the weights."""
         first: Any = self.experts[0]
-        self._gathered = Gathered(
-            product, [self._stack(name) for name in first.ups], self._stack("down_proj"), first.activate
-        )
+        self._stacked = [self._stack(name) for name in (*first.ups, "down_proj")]
+        self._product = product
 
     def _stack(self, name: str) -> Stacked:
         """One kind of weights of all experts, which share its memory from now on."""
@@ -144,10 +122,12 @@ class Experts(nn.Module):
     def _ask(self, rows_ND: Tensor, expert_NK: Tensor) -> Tensor:
         """The outputs of each row's experts, [N, K, D]."""
         expert_P, num_chosen = expert_NK.flatten(), expert_NK.shape[1]
-        if self._gathered is not None:
-            return self._gathered.answers(rows_ND, expert_P, num_chosen).view(*expert_NK.shape, -1)
-        order_P = expert_P.argsort(stable=True)
+        sorted_P, order_P = expert_P.sort(stable=True)
         answer_PD = rows_ND.new_empty(order_P.shape[0], rows_ND.shape[1])
+        if self._product is not None:
+            asked_PD = rows_ND.index_select(0, order_P // num_chosen)
+            answer_PD.index_copy_(0, order_P, self._ask_at_once(self._product, asked_PD, sorted_P))
+            return answer_PD.view(*expert_NK.shape, -1)
         counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
         for expert, pairs in zip(self.experts, order_P.split(counts), strict=True):
             count = pairs.shape[0]
@@ -155,6 +135,20 @@ class Experts(nn.Module):
                 asked = rows_ND[pairs // num_chosen]
                 answer_PD[pairs] = at_least_rows(self.padded(count), expert, asked)
         return answer_PD.view(*expert_NK.shape, -1)
+
+    def _ask_at_once(self, product: Product, rows_PD: Tensor, expert_P: Tensor) -> Tensor:
+        """The outputs of the expert of each row, [P, D]; rows are sorted by expert. Nothing is read back from the device."""
+        expert_E = torch.arange(len(self.experts), device=expert_P.device)
+        end_E = torch.searchsorted(expert_P, expert_E, right=True, out_int32=True)
+
+        def multiplied(rows: Tensor, stacked: Stacked) -> Tensor:
+            weight_EMD, bias_EM = stacked
+            result = product(rows, weight_EMD, end_E)
+            return result if bias_EM is None else result + bias_EM[expert_P]
+
+        first: Any = self.experts[0]
+        *ups, down = self._stacked
+        return multiplied(first.activate(*[multiplied(rows_PD, up) for up in ups]), down)
 
 
 class GivenExperts(Experts):

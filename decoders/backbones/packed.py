@@ -1,7 +1,7 @@
 """Layers whose rows do not depend on the number of rows: on a CPU with packed weights, on a GPU by kernels of fixed tiles.
 
 On a CPU oneDNN sums every output in one order whatever the number of rows, from a single row on and for any number of threads,
-where the library behind `functional.linear` has kernels of its own for few rows: batches need no padding to agree bit by bit, and
+where the library behind `functional.linear` has other kernels for few rows: batches need no padding to agree bit by bit, and
 large products are somewhat faster as well. self_test.py tests on each machine whether all that holds.
 
 On a GPU the order follows the number of rows in products. A model that must be exact there (`model.exact: true`) has other layers

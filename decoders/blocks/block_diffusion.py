@@ -86,7 +86,7 @@ def denoise(s: BlockSample, rules: Rules, verifier: SelfVerifier | None = None) 
     """Fill block after block."""
     s.widen(rules.full(s.length, s.prompt))
     start = rules.start(s.prompt)
-    # What is decided, but not yet in the cache.
+    # Decided positions that are not yet in the cache.
     uncached = (s.cached, start) if start else None
     while not s.is_over:
         end = min(start + rules.size, len(s.tokens))
@@ -185,14 +185,12 @@ def draft_masks(
 
 
 def front_of(rules: Rules, masks: list[int], size: int) -> int:
-    """How many places of a block are drafted causally: those before its first mask."""
-    if not rules.causal_draft:
-        return 0
-    return masks[0] if masks else size
+    """The number of places of a block that are drafted causally: those before its first mask."""
+    return (masks[0] if masks else size) if rules.causal_draft else 0
 
 
 def edits_of(s: BlockSample, rules: Rules, block: Block, draft: Draft) -> list[Revealed]:
-    """The revealed tokens of which the draft is confident enough that they are others."""
+    """New tokens for revealed places: drafts that differ, with a confidence above `tau_edit`."""
     if rules.settings.tau_edit is None:
         return []
     start, tau = block.start, rules.settings.tau_edit
@@ -220,7 +218,7 @@ def decide(
     chosen = choose(rules.settings.schedule, rest, missing, draft, rules.settings.tau)
     news = judged + [Revealed(block.start + place, draft[place].token, draft[place].log_p) for place in chosen]
     if verifier:
-        verifier.learn(len(news), verified=bool(run))
+        verifier.route.learn(len(news), verified=bool(run))
     s.reveal(news, [draft[place].token for place in run], stops=rules.settings.tau_edit is None)
 
 
@@ -240,14 +238,14 @@ def go_on(s: BlockSample, rules: Rules, block: Block, *, quiet: bool) -> None:
 
 
 def share(step: int, size: int, steps: int | None) -> int:
-    """How many masks step number `step` is to reveal where `size` places take `steps` (None: one each)."""
+    """The number of masks to reveal in step number `step`, where `size` places take `steps` (None: one each)."""
     if steps is None or steps >= size:
         return 1
     return size // steps + (step < size % steps)
 
 
 def choose(schedule: str, masks: list[int], share: int, draft: Draft, tau: float) -> list[int]:
-    """Choose among the places of the masks, in the order of revealing; `share` is how many a step should; 0 reveals none."""
+    """The places of the masks to reveal, in this order; `share` is the number that a step should reveal, 0 for none."""
     if share <= 0 or not masks:
         return []
     if schedule == "sequential":
@@ -260,7 +258,7 @@ def choose(schedule: str, masks: list[int], share: int, draft: Draft, tau: float
 
 
 def num_surer(masks: list[int], draft: Draft, tau: float) -> int:
-    """How many masks have a confidence strictly above tau."""
+    """The number of masks with a confidence strictly above tau."""
     return sum(draft[place].sure > tau for place in masks)
 
 
@@ -295,7 +293,7 @@ def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
 
 
 def notes_of(settings: BlockSettings, measure: Note | None = None) -> tuple[Note, ...]:
-    """What a schedule reads of each drafted row, and then what a router measures."""
+    """The notes of each drafted row: those that a schedule reads, and then the one that a router reads."""
     return ("top1", *(("entropy",) if settings.schedule == "entropy" else ()), *((measure,) if measure else ()))
 
 

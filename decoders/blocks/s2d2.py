@@ -71,7 +71,7 @@ _AHEAD, _COPIES = range(2)
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What was drafted: the tokens, and the banks that they wait in; the first `guess` will likely hold."""
+    """Drafted tokens, and the banks that they wait in; the first `guess` will likely be accepted."""
 
     tokens: list[int] = field(default_factory=list)
     banks: list[int] = field(default_factory=list)
@@ -117,7 +117,7 @@ def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool, drafter: ModelIn
 
 
 def drafts_by(s: BlockSample, rules: Rules, drafter: ModelInfo) -> Generator[Any, Answer, Drafts]:
-    """What another model predicts for the places after the text, as many as it has room for."""
+    """Another model's drafts for the places after the text, as many as it has room for."""
     n, cached, longest = s.decided, s.cached_draft, drafter.max_length
     count = min(rules.size, s.length - n, s.length if longest is None else longest - n)
     if count <= 0:
@@ -148,7 +148,7 @@ def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
     tokens = s.tokens[cached:n] + now.drafts.tokens + [rules.mask] * (masks + copied)
     says = [main + masks + j if j < copied else n - 1 - cached + j for j in range(len(now.judged))]
     runs = list[int]()
-    # Those after all drafts have none of their own, and any bank.
+    # The row after all drafts judges none, so its bank does not matter.
     for row, position, bank in zip(says, now.judged, [*now.drafts.banks, _COPIES], strict=False):
         runs += Run(row, 1, position, JUDGE, bank=bank)
     runs += s.runs(DRAFT, [main + position - n - g - rules.shift for position in now.ahead], now.ahead, _AHEAD)

@@ -119,7 +119,7 @@ class BlockSample(Sample):
         return self.end != LENGTH or self.decided >= self.length
 
     def until_end(self, news: Sequence[Revealed]) -> int:
-        """How many of these are revealed until the completion ends; notes the end if it does."""
+        """The number of these tokens that are revealed until the completion ends; notes the end if it does."""
         pairs = [(position - self.prompt, token) for position, token, _ in news]
         end_at = ending(self.tokens[self.prompt :], pairs, self.stops)
         if end_at is None or self.prompt + end_at[1] > self.length:

@@ -82,7 +82,7 @@ class Layout:
         return ScoredRows(np.concatenate(tokens), spans, np.concatenate(rows), text[asked_R])
 
     def _num_clean(self, s: Text) -> int:
-        """How many clean rows there are: up to the last block with masks, or the last token that the row before it predicts."""
+        """The number of clean rows: up to the last block with masks, or to the last token that the row before it predicts."""
         last_block = int(s.positions[-1][0]) // self.size * self.size if s.positions else 0
         return max(last_block, int(s.alone[-1]) if len(s.alone) else 0)
 

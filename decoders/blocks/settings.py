@@ -170,7 +170,7 @@ class BlockSettings(DecoderChoice):
 
     @property
     def draws_anew(self) -> bool:
-        """Whether each step has random numbers of its own; needless where what is drawn does not decide what is revealed."""
+        """Whether each step draws new random numbers; needless where the tokens drawn do not decide which masks are revealed."""
         return self.draws == "fresh" and (self.schedule in {"static", "dynamic"} or self.tau_edit is not None)
 
     def check_sampling(self, sampling: Sampling) -> None:
@@ -192,23 +192,24 @@ class BlockSettings(DecoderChoice):
         return False
 
     def size_for(self, info: ModelInfo) -> int:
-        """The size in the settings, else the size used in training; ValueError if neither is known, or sub-blocks don't fit."""
+        """The size in the settings, else the size used in training; ValueError if neither is known, or see `check_size`."""
         size = self.block_size or info.block_size
         if size is None:
             raise ValueError(
                 f"decoder.block_size: models of family {info.family!r} don't specify it; allowed: a number"
             )
-        self._check_parts(size)
+        self.check_size(size)
         return size
 
-    def _check_parts(self, size: int) -> None:
+    def check_size(self, size: int) -> None:
+        """Raise ValueError if a block of `size` can't be divided into these sub-blocks, or into these denoising steps."""
         if self.sub_block is not None and size % self.sub_block:
             raise ValueError(
                 f"decoder.sub_block: {self.sub_block} does not divide block_size = {size}; allowed: its divisors"
             )
 
     def check_model(self, info: ModelInfo) -> None:
-        self.check_steps(self.size_for(info))
+        self.size_for(info)
         seeds = info.shift or (_left_shift(info) and self.causal_cache)
         if self.fused and seeds and not self.drafts_in_verifications:
             raise ValueError(
@@ -217,14 +218,10 @@ class BlockSettings(DecoderChoice):
                 "tau_edit and paper_compat"
             )
 
-    def check_steps(self, size: int) -> None:
-        """Raise ValueError if a block of `size`, or its sub-blocks, can't have this number of denoising steps."""
-
     @model_validator(mode="after")
     def _fits_blocks(self) -> BlockSettings:
         if self.block_size is not None:
-            self._check_parts(self.block_size)
-            self.check_steps(self.block_size)
+            self.check_size(self.block_size)
         return self
 
 
@@ -268,7 +265,8 @@ class S2d2Settings(BlockSettings):
         """Whether every token comes from a verification."""
         return isinstance(self.router, MinSpan) and self.router.span == 1
 
-    def check_steps(self, size: int) -> None:
+    def check_size(self, size: int) -> None:
+        super().check_size(size)
         size = self.sub_block or size
         if self.verifies_always and self.steps is not None and self.steps < size:
             raise ValueError(
@@ -373,8 +371,8 @@ class Rules:
         return whole if self.max_length is None else max(min(whole, self.max_length), length)
 
     def columns(self, length: int) -> int:
-        """The most columns of a canvas: copies come after the last block, and a block that is cut short has as many as any
-        other."""
+        """The most columns of a canvas: copies come after the last block, and a block that is cut short has room for as many
+        as any other."""
         whole = length + self.size - 1 if self.prompt_block else self.full(length, 0)
         return whole + 2 * self.size
 

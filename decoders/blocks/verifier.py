@@ -121,7 +121,7 @@ def signals_of(
     size: int,
     most_entropy: float,
 ) -> Signals:
-    """What a draft says of these masks; `measured` has the note of each (`measure_of`), `most_entropy` is log V."""
+    """The inputs that a draft gives for these masks; `measured` has the note of each (`measure_of`), `most_entropy` is log V."""
     run, expected, entropy = first_run(masks), 0.0, 0.0
     if isinstance(router, Bandit):
         over = run if router.entropy_of == "span" else masks
@@ -230,7 +230,7 @@ class SelfVerifier:
     """Judges the drafts of a run of masks by the tokens to their left, when the router decides so."""
 
     def __init__(self, rules: Rules, settings: S2d2Settings) -> None:
-        self._rules, self._settings, self._route = rules, settings, route_of(settings.router, settings.cost)
+        self._rules, self._settings, self.route = rules, settings, route_of(settings.router, settings.cost)
 
     def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
         """The places to verify; none if it does not pay."""
@@ -244,16 +244,12 @@ class SelfVerifier:
             size=self._rules.sub_block,
             most_entropy=self._rules.most_entropy,
         )
-        return first_run(masks) if self._route.decide(signals) else []
-
-    def learn(self, decoded: int, *, verified: bool) -> None:
-        """Note the number of tokens that the finished step revealed."""
-        self._route.learn(decoded, verified=verified)
+        return first_run(masks) if self.route.decide(signals) else []
 
     def verdict(
         self, s: BlockSample, block: Block, run: list[int], draft: Draft
     ) -> Generator[Any, Answer, list[Revealed]]:
-        """Verify them; returns the accepted drafts, and the token that replaces the first rejected one."""
+        """Verify the drafts of a run; returns the accepted ones, and the token that replaces the first rejected one."""
         start, first, count, shift = block.start, block.start + run[0], len(run), self._rules.left_shift
         drafts, end = [draft[place].token for place in run], first + count
         spans: tuple[int, ...] = Span(end - start, start, start)

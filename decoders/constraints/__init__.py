@@ -1,1 +1,1 @@
-"""What a text must match: automata over tokens, and which tokens may stand where."""
+"""Constraints on texts: automata over tokens, and the tokens that each position may have."""

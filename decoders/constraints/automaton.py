@@ -154,8 +154,7 @@ class Automaton:
     @cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
         """All distinct (state, next state) pairs."""
-        codes = np.unique(self.state_E * self.num_states + self.next_E)
-        return codes // self.num_states, codes % self.num_states
+        return np.divmod(np.unique(self.state_E * self.num_states + self.next_E), self.num_states)
 
     @cached_property
     def _by_class(self) -> tuple[Ints, Ints]:
@@ -197,11 +196,8 @@ class Automaton:
 
     def with_end(self, ends: tuple[int, ...]) -> Automaton:
         """The automaton for a canvas that a text may fill in part: after an end comes one of the tokens `ends`, then anything."""
-        if ends not in self._with_end:
-            self._with_end[ends] = self._extended(ends)
-        return self._with_end[ends]
-
-    def _extended(self, ends: tuple[int, ...]) -> Automaton:
+        if ends in self._with_end:
+            return self._with_end[ends]
         done, ended = self.num_states, np.flatnonzero(self.is_end_S)
         class_V, end_classes = self.class_V.copy(), self.num_classes + np.arange(len(ends))
         class_V[list(ends)] = end_classes
@@ -209,14 +205,14 @@ class Automaton:
         state_E = np.concatenate([self.state_E, np.repeat(ended, len(ends)), np.full(len(all_classes), done)])
         class_E = np.concatenate([self.class_E, np.tile(end_classes, len(ended)), all_classes])
         next_E = np.concatenate([self.next_E, np.full(len(ended) * len(ends) + len(all_classes), done)])
-        return Automaton(state_E, class_E, next_E, np.append(self.is_end_S, True), class_V)
+        self._with_end[ends] = Automaton(state_E, class_E, next_E, np.append(self.is_end_S, True), class_V)
+        return self._with_end[ends]
 
 
 def _least(state_E: Ints, next_E: Ints, is_end_S: Bools) -> Ints:
     """The fewest tokens from each state to an end, [S]."""
     num_states = len(is_end_S)
-    codes = np.unique(state_E * num_states + next_E)
-    state_P, next_P = codes // num_states, codes % num_states
+    state_P, next_P = np.divmod(np.unique(state_E * num_states + next_E), num_states)
     least_S, reached_S, num_tokens = np.where(is_end_S, 0, FAR), is_end_S, 0
     while reached_S.any():
         num_tokens += 1
@@ -252,12 +248,8 @@ def _over_tokens(machine: Dfa, vocabulary: Vocabulary) -> Automaton:
     state_E: Ints = np.arange(num_states, dtype=np.int32)
     now_E = state_E
     first_M, hash_M, map_L = np.array([0, num_states]), np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)
-    class_V, known, parts, num_edges = (
-        np.zeros(vocabulary.size, dtype=np.int64),
-        dict[int, int](),
-        list[tuple[Ints, ...]](),
-        0,
-    )
+    class_V, known = np.zeros(vocabulary.size, dtype=np.int64), dict[int, int]()
+    parts, num_edges = list[tuple[Ints, ...]](), 0
     for level in vocabulary.levels:
         map_T = np.repeat(map_L, np.diff(level.token_first_L))
         for number in np.unique(map_T[map_T >= 0]).tolist():
@@ -270,16 +262,15 @@ def _over_tokens(machine: Dfa, vocabulary: Vocabulary) -> Automaton:
                     raise ValueError(f"its automaton has more than {_MOST_EDGES:,} edges; allowed: smaller counts")
             class_V[level.token_T[map_T == number]] = known[name]
         map_C = np.repeat(map_L, np.diff(level.first_L))
-        codes, pair_C = np.unique(
-            np.where(map_C < 0, -1, map_C * num_bytes + class_B[level.byte_C]), return_inverse=True
-        )
-        made = _longer(next_SB, codes[codes >= 0], (state_E, now_E, first_M))
-        state_E, now_E, first_M, hash_M, map_P = made
+        code_C = np.where(map_C < 0, -1, map_C * num_bytes + class_B[level.byte_C])
+        codes, pair_C = np.unique(code_C, return_inverse=True)
+        state_E, now_E, first_M, hash_M, map_P = _longer(next_SB, codes[codes >= 0], (state_E, now_E, first_M))
         map_L = np.concatenate([np.full(int((codes < 0).sum()), -1), map_P])[pair_C.reshape(-1)]
-    edges = [np.concatenate(each) if each else np.zeros(0, dtype=np.int64) for each in zip(*parts, strict=True)] or [
-        class_V[:0]
-    ] * 3
-    return Automaton(edges[0].astype(np.int64), edges[1], edges[2].astype(np.int64), np.array(machine.ends), class_V)
+    empty = np.zeros(0, dtype=np.int64)
+    state_E, class_E, next_E = (
+        np.concatenate(each).astype(np.int64) for each in zip((empty,) * 3, *parts, strict=True)
+    )
+    return Automaton(state_E, class_E, next_E, np.array(machine.ends), class_V)
 
 
 def _longer(
@@ -295,7 +286,7 @@ def _longer(
     found = list[tuple[Ints, Ints, Ints]]()
     seen = np.zeros(0, dtype=np.uint64)
     for first, last in zip(cuts, [*cuts[1:], len(codes_P)], strict=True):
-        which, entry = _spread(first_M, map_P[first:last])
+        which, entry = _spread(first_M[map_P[first:last]], first_M[map_P[first:last] + 1])
         which += first
         next_E = next_SB[now_E[entry], byte_P[which]]
         which, entry, next_E = which[next_E >= 0], entry[next_E >= 0], next_E[next_E >= 0]
@@ -334,10 +325,7 @@ def _table(machine: Dfa) -> tuple[Ints, Ints]:
     ).reshape(-1, 4)
     bounds = np.unique(np.concatenate([[0], steps[:, 1], steps[:, 2] + 1]))
     bounds = bounds[bounds < 256]
-    first_E, stop_E = np.searchsorted(bounds, steps[:, 1]), np.searchsorted(bounds, steps[:, 2] + 1)
-    count_E = stop_E - first_E
-    which = np.repeat(np.arange(len(steps)), count_E)
-    kind = np.arange(len(which)) - np.repeat(count_E.cumsum() - count_E, count_E) + first_E[which]
+    which, kind = _spread(np.searchsorted(bounds, steps[:, 1]), np.searchsorted(bounds, steps[:, 2] + 1))
     next_SB = np.full((len(machine.edges), len(bounds)), -1, dtype=np.int32)
     next_SB[steps[which, 0], kind] = steps[which, 3]
     _, firsts, inverse = np.unique(next_SB, axis=1, return_index=True, return_inverse=True)
@@ -345,9 +333,8 @@ def _table(machine: Dfa) -> tuple[Ints, Ints]:
     return next_SB[:, firsts], class_B
 
 
-def _spread(first_L: Ints, node_F: Ints) -> tuple[Ints, Ints]:
-    """The index ranges of nodes, joined: for each index the node's number in `node_F`, and the index itself."""
-    count_F = first_L[node_F + 1] - first_L[node_F]
-    which = np.repeat(np.arange(len(node_F)), count_F)
-    step = np.arange(len(which)) - np.repeat(count_F.cumsum() - count_F, count_F)
-    return which, first_L[node_F][which] + step
+def _spread(first_F: Ints, stop_F: Ints) -> tuple[Ints, Ints]:
+    """The indices of some ranges [first, stop), joined: for each index the number of its range, and the index itself."""
+    count_F = stop_F - first_F
+    which = np.repeat(np.arange(len(first_F)), count_F)
+    return which, np.arange(len(which)) + np.repeat(first_F - (count_F.cumsum() - count_F), count_F)

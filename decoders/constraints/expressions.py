@@ -10,12 +10,14 @@ None, too; so "can this hold at all" is known while an expression is built.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+_Name = TypeVar("_Name", bound=Hashable)
 Ranges = tuple[tuple[int, int], ...]
 """Code points, or bytes: [first, last] in ascending order, without overlaps."""
 Step = tuple[int, int, int]
@@ -29,7 +31,7 @@ MOST_WORK: Final = 10_000_000
 """Maximum number of edge comparisons in the subset construction: a few seconds."""
 LAST: Final = 0x10FFFF
 BEGIN, END, BEFORE_LINE_END, ANY = LAST + 1, LAST + 2, LAST + 3, LAST + 3
-"""What stands before and behind a text for `^` and `$`, and before its last line end; and the last symbol of all."""
+"""Symbols before and behind a text, for `^` and `$`, and before its last line end; and the last symbol of all."""
 _ESCAPES: Final = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 47: "/", 92: "\\"}
 _PLAIN: Final[Ranges] = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0xA0, 0xD7FF), (0xE000, LAST))
 WRITABLE: Final[Ranges] = ((8, 10), (12, 13), (0x20, 0x7E), (0xA0, 0xD7FF), (0xE000, LAST))
@@ -84,11 +86,11 @@ def graph(
 ) -> Node | None:
     """A graph whose states have any names, without edges that lead to no end; None if no end can be reached."""
     real = [(first, node, last) for first, node, last in edges if node is not None]
-    forward, back = dict[Hashable, list[Hashable]](), dict[Hashable, list[Hashable]]()
+    forward, back = (defaultdict[Hashable, list[Hashable]](list) for _ in range(2))
     for first, _, last in real:
-        forward.setdefault(first, []).append(last)
-        back.setdefault(last, []).append(first)
-    kept = _reached([start], forward) & _reached(ends := list(ends), back)
+        forward[first].append(last)
+        back[last].append(first)
+    kept = _reached([start], forward.__getitem__) & _reached(ends := list(ends), back.__getitem__)
     if start not in kept:
         return None
     number = {start: 0}
@@ -99,18 +101,20 @@ def graph(
     return Graph(len(number), good, frozenset(number[name] for name in ends if name in kept), size)
 
 
-def _reached(starts: Iterable[Hashable], edges: dict[Hashable, list[Hashable]]) -> set[Hashable]:
+def _reached(starts: Iterable[_Name], after: Callable[[_Name], Iterable[_Name]]) -> set[_Name]:
+    """The states that can be reached from some; `after` gives those one step further."""
     found = set(starts)
     waiting = list(found)
     while waiting:
-        news = set(edges.get(waiting.pop(), ())) - found
-        found |= news
-        waiting += news
+        for name in after(waiting.pop()):
+            if name not in found:
+                found.add(name)
+                waiting.append(name)
     return found
 
 
 def size_of(node: Node) -> int:
-    """About how many states a node has."""
+    """The approximate number of states of a node."""
     if isinstance(node, bytes):
         return len(node)
     if isinstance(node, Text):
@@ -170,11 +174,11 @@ class Dfa:
 
     def live(self) -> set[int]:
         """The states from which an end can be reached."""
-        back = dict[Hashable, list[Hashable]]()
+        back = defaultdict[int, list[int]](list)
         for state, steps in enumerate(self.edges):
             for _, _, to in steps:
-                back.setdefault(to, []).append(state)
-        return _reached([state for state, is_end in enumerate(self.ends) if is_end], back)  # type: ignore[return-value]
+                back[to].append(state)
+        return _reached([state for state, is_end in enumerate(self.ends) if is_end], back.__getitem__)
 
     def texts(self, most: int) -> list[tuple[int, ...]] | None:
         """All texts that it accepts; None if they are more than `most`."""
@@ -226,7 +230,7 @@ def _trimmed(machine: Dfa) -> Dfa | None:
 
 
 def both(first: Dfa | None, other: Dfa | None) -> Dfa | None:
-    """What both accept; None if there is nothing."""
+    """The texts that both accept; None if there are none."""
     if first is None or other is None:
         return None
 
@@ -273,15 +277,13 @@ def common(first: Ranges, other: Ranges) -> Ranges:
 
 def counted(ranges: Ranges, least: int, most: int | None) -> Dfa | None:
     """Some characters out of these."""
-    if most is not None and most < least:
-        return None
     last = least if most is None else most
+    if last < least:
+        return None
     if last > MOST_STATES:
         raise TooLarge
-    edges = [[(low, high, min(place + 1, last)) for low, high in ranges] for place in range(last + 1)]
-    if most is not None:
-        edges[-1] = []
-    return Dfa(edges, [place >= least for place in range(last + 1)])
+    edges = [[(low, high, min(place + 1, last)) for low, high in ranges] for place in range(last + (most is None))]
+    return Dfa(edges + [[]] * (most is not None), [place >= least for place in range(last + 1)])
 
 
 class Nfa:
@@ -332,9 +334,9 @@ class Nfa:
                 self.steps[state] += [(low, high, states[to]) for low, high, to in steps]
                 continue
             escape = self.state() if node.quoted else -1
-            by_next = dict[int, list[tuple[int, int]]]()
+            by_next = defaultdict[int, list[tuple[int, int]]](list)
             for low, high, to in steps:
-                by_next.setdefault(to, []).append((low, high))
+                by_next[to].append((low, high))
             for to, ranges in by_next.items():
                 if not node.quoted:
                     self._read(tuple(ranges), state, states[to])
@@ -367,13 +369,7 @@ class Nfa:
 
     def closure(self, states: Iterable[int]) -> tuple[int, ...]:
         """The states after these without reading; those without steps and jumps only if they are the last one added."""
-        found = set(states)
-        waiting = list(found)
-        while waiting:
-            for state in self.jumps[waiting.pop()]:
-                if state not in found:
-                    found.add(state)
-                    waiting.append(state)
+        found = _reached(states, self.jumps.__getitem__)
         return tuple(sorted(state for state in found if self.steps[state] or not self.jumps[state]))
 
 

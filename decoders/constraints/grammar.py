@@ -72,7 +72,7 @@ class ByGrammar(Tracker):
             self._matcher.consume_token(token)
 
     def allowed(self, position: int, known: Known) -> Allowed:
-        """See Tracker; a set is never met twice."""
+        """See Tracker; each set has a new name."""
         drafts = [token for _, token in sorted(known)]
         if any(token in self._ends for token in drafts):
             return None

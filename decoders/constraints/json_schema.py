@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache
-from itertools import combinations
+from functools import lru_cache, reduce
+from itertools import combinations, starmap
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
 from draftmill.decoders.constraints.expressions import (
     EMPTY,
     WRITABLE,
-    Chars,
     Dfa,
     Node,
     Text,
@@ -57,7 +57,7 @@ _FORMS: Final = {
     **{"$ref": "ref", "type": "types", "enum": "values", "const": "value", "pattern": "pattern", "format": "format"},
     **{"required": "names", "dependentRequired": "names of", "uniqueItems": "flag", "multipleOf": "positive"},
 }
-"""What each keyword that is kept must be."""
+"""The form of the value of each keyword that is kept."""
 _SAYS_NOTHING: Final = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id"}
     | {"$comment", "discriminator", "contentEncoding", "contentMediaType", "contentSchema", "xml", "externalDocs"}
@@ -116,9 +116,8 @@ class SchemaError(ValueError):
 def node_of(root: Any, ignored: Sequence[str] = ()) -> Node:
     """The texts of values that a schema allows, without the keywords `ignored`. SchemaError with all problems at once, or where
     nothing satisfies it; TooLarge."""
-    root, best, closed = _without(root, frozenset(ignored)), None, set[str]()
-    problems = list(problems_of(root))
-    if problems:
+    root, best, closed = _without(root, ignored), None, set[str]()
+    if problems := list(problems_of(root)):
         raise SchemaError(problems)
     for depth in _DEPTHS:
         places = _Places(root, depth)
@@ -139,17 +138,18 @@ def node_of(root: Any, ignored: Sequence[str] = ()) -> Node:
     return best
 
 
-def _without(schema: Any, ignored: frozenset[str]) -> Any:
-    if not ignored or not isinstance(schema, Mapping):
+def _without(schema: Any, ignored: Sequence[str]) -> Any:
+    """A copy without the keywords `ignored`, in the schemas below it, too."""
+    if not isinstance(schema, Mapping):
         return schema
     kept = {key: value for key, value in schema.items() if key not in ignored}
     for key, value in kept.items():
-        match _FORMS.get(key):
-            case "schema":
+        match _FORMS.get(key), value:
+            case "schema", _:
                 kept[key] = _without(value, ignored)
-            case "schemas" if isinstance(value, list):
+            case "schemas", list():
                 kept[key] = [_without(part, ignored) for part in value]
-            case "named" | "unread" if isinstance(value, Mapping):
+            case "named" | "unread", Mapping():
                 kept[key] = {name: _without(part, ignored) for name, part in value.items()}
     return kept
 
@@ -204,7 +204,7 @@ def problems_of(root: Any) -> Iterator[str]:  # noqa: PLR0912 - one for each for
 
 
 def _wrong_value(form: str, value: Any) -> str | None:
-    """What a keyword may be, if it is not that."""
+    """The values that a keyword may have, if it has another one."""
     is_number = not isinstance(value, bool) and (
         isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     )
@@ -316,14 +316,12 @@ class _Places:
                 if ref in chain:
                     return None
                 waiting.append((_referred(self._root, ref), ref, (*chain, ref)))
-            waiting += [(part, f"{at}/allOf/{number}", chain) for number, part in enumerate(schema.get("allOf", ()))]
+            waiting += _parts_of(schema, "allOf", at, chain)
             choices += self._choices(schema, at, chain)
         if choices:
             again = [(own, at, ()) for own, at in flat]
             return either(self._at([*again, *chosen], above, here, choices[1:]) for chosen in choices[0])
-        kinds, inner = set(_TYPES), tuple(sorted((*above, *set(here))))
-        for own, _ in flat:
-            kinds &= {"number" if kind == "integer" else kind for kind in _listed(own.get("type", _TYPES))}
+        kinds, inner = _kinds_of([own for own, _ in flat]), tuple(sorted((*above, *set(here))))
         if not flat and above.count("") >= self._depth:
             self.was_cut = True
             kinds -= {"array", "object"}
@@ -344,9 +342,9 @@ class _Places:
         if "enum" in schema:
             yield [[part] for part in _constants(schema["enum"], f"{at}/enum")]
         if "anyOf" in schema:
-            yield [[(part, f"{at}/anyOf/{number}", chain)] for number, part in enumerate(schema["anyOf"])]
+            yield [[part] for part in _parts_of(schema, "anyOf", at, chain)]
         if "oneOf" in schema:
-            parts: list[Item] = [(part, f"{at}/oneOf/{number}", chain) for number, part in enumerate(schema["oneOf"])]
+            parts = _parts_of(schema, "oneOf", at, chain)
             yield [
                 [
                     part,
@@ -357,29 +355,24 @@ class _Places:
         if "not" in schema:
             yield self._opposite(schema["not"], f"{at}/not", chain)
         if "if" in schema and schema.keys() & {"then", "else"}:
-            given: Item = (schema["if"], f"{at}/if", chain)
-            yes, no = ((schema.get(key, True), f"{at}/{key}", chain) for key in ("then", "else"))
-            yield [[given, yes], [_not(given), no]]
-        for name, names in schema.get("dependentRequired", {}).items():
-            place = f"{at}/dependentRequired/{_escaped(name)}"
-            yield [[({"~absent": [name]}, f"{place}/0", ())], [({"required": [name, *names]}, f"{place}/1", ())]]
-        for name, part in schema.get("dependentSchemas", {}).items():
-            place = f"{at}/dependentSchemas/{_escaped(name)}"
-            yield [
-                [({"~absent": [name]}, f"{place}~0", ())],
-                [({"required": [name]}, f"{place}~1", ()), (part, place, chain)],
-            ]
+            when, yes, no = ((schema.get(key, True), f"{at}/{key}", chain) for key in ("if", "then", "else"))
+            yield [[when, yes], [_not(when), no]]
+        names = {name: {"required": names} for name, names in schema.get("dependentRequired", {}).items()}
+        for key, given in (("dependentRequired", names), ("dependentSchemas", schema.get("dependentSchemas", {}))):
+            for name, part in given.items():
+                place = f"{at}/{key}/{_escaped(name)}"
+                present = {"required": [name]}, f"{place}~1", ()
+                yield [[({"~absent": [name]}, f"{place}~0", ())], [present, (part, place, chain)]]
 
     def _apart(self, part: Sequence[Any], other: Sequence[Any], depth: int = 3) -> bool:
         """Whether surely no value satisfies all of both: by types, values, or those of a property that one of them requires."""
         mine, theirs = self._joined(part), self._joined(other)
-        kinds, values = set(_TYPES), list[set[str]]()
+        kinds, values = _kinds_of([*mine, *theirs]), list[set[bytes]]()
         for schema in (*mine, *theirs):
-            kinds &= {"number" if kind == "integer" else kind for kind in _listed(schema.get("type", _TYPES))}
             for some in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
                 if some is not None:
                     kinds &= {_kind(value) for value in some}
-                    values.append({_plain(json.dumps(value).encode()).decode() for value in some})
+                    values.append({_plain(json.dumps(value).encode()) for value in some})
         if not kinds or (values and not set.intersection(*values)):
             return True
         if kinds != {"object"} or not depth:
@@ -411,9 +404,9 @@ class _Places:
             if key == "$ref":
                 found += [] if value in chain else self._opposite(_referred(self._root, value), value, (*chain, value))
             elif key == "allOf":
-                found += [[_not((part, f"{place}/{number}", chain))] for number, part in enumerate(value)]
+                found += [[_not(part)] for part in _parts_of(schema, key, at, chain)]
             elif key in {"anyOf", "oneOf"}:
-                found.append([_not((part, f"{place}/{number}", chain)) for number, part in enumerate(value)])
+                found.append([_not(part) for part in _parts_of(schema, key, at, chain)])
             elif key == "not":
                 found.append([(value, place, chain)])
             else:
@@ -428,13 +421,13 @@ class _Places:
         return self.value(real, above if real else tuple(sorted((*above, ""))))
 
     def _array(self, flat: Any, above: tuple[str, ...]) -> Node | None:  # noqa: PLR0912
-        """The items at each index, and how many there may be; `contains` counts, unique items note what was there."""
+        """The items at each index, and their number. A state has the index and, for `contains`, the hits so far, for unique
+        items the set of values so far."""
         tuples = max([len(own.get("prefixItems", ())) for own, _ in flat], default=0)
-        least, most = max([0, *_given(flat, "minItems")]), min(_given(flat, "maxItems"), default=None)
+        least, most = _counts(flat, "Items")
         if tuples and most is None and not any("items" in own for own, _ in flat):
             most = max(tuples, least)  # as objects: no more than what is declared
             self.closed |= {f"{at}/contains" for own, at in flat if "contains" in own}
-        least, most = int(least), None if most is None else int(most)
         wanted = [(own, at) for own, at in flat if "contains" in own]
         unique = next((at for own, at in flat if own.get("uniqueItems")), None)
         if most is not None and most <= 1:
@@ -504,17 +497,26 @@ class _Places:
         good_names = None
         if spelled:
             good_names = dfa_of(self.value([*spelled, ({"type": "string"}, "~string", ())], above), in_bytes=True)
+        patterns = sorted({pattern for each in _given(flat, "patternProperties") for pattern in each})
         properties = list[tuple[bytes, Node, bool]]()
         for name in names:
             spelling = _spelled(name)
             is_good = name not in absent and (not spelled or (good_names is not None and good_names.accepts(spelling)))
-            node = self._child(list(_of_name(flat, name)), above) if is_good else None
+            strict, wide = (
+                [
+                    pattern
+                    for pattern in patterns
+                    if (made := machine_of(pattern, is_search=True, is_wide=is_wide)) and made.accepts(map(ord, name))
+                ]
+                for is_wide in (False, True)
+            )
+            node = self._child(list(_of_member(flat, name, strict, wide)), above) if is_good else None
             if node is None and name in needed:
                 return None
             if node is not None:
                 properties.append((spelling, node, name in needed))
-        least, most = max([0, *_given(flat, "minProperties")]), min(_given(flat, "maxProperties"), default=None)
-        others = list(self._others(flat, {*names, *absent}, good_names if spelled else None, above))
+        least, most = _counts(flat, "Properties")
+        others = list(self._others(flat, {*names, *absent}, patterns, good_names if spelled else None, above))
         if spelled and good_names is None:
             others = []
         if least > max(1, len(needed)) and others:
@@ -530,7 +532,7 @@ class _Places:
             if _given(flat, "additionalProperties") == []:
                 self.closed |= {f"{at}/minProperties" for own, at in flat if own.get("minProperties") == least}
             return None
-        top = int(max(1, least, most or 0))
+        top = max(1, least, most or 0)
         if top > 10_000:
             raise TooLarge
         edges, count = list[tuple[Any, Node | None, Any]](), len(properties)
@@ -548,9 +550,10 @@ class _Places:
         ends = [((count, seen), _OBJECT_END, "end") for seen in range(top + 1) if seen >= least]
         return graph([("open", b"{", (0, 0)), *dict.fromkeys(edges), *ends], "open", ["end"])
 
-    def _others(self, flat: Any, names: set[str], good_names: Dfa | None, above: tuple[str, ...]) -> Iterator[Node]:
+    def _others(
+        self, flat: Any, names: set[str], patterns: Sequence[str], good_names: Dfa | None, above: tuple[str, ...]
+    ) -> Iterator[Node]:
         """Members whose names are not declared: one node for each set of patterns that their names match."""
-        patterns = sorted({pattern for each in _given(flat, "patternProperties") for pattern in each})
         if len(patterns) > 6:
             at = next(at for own, at in flat if "patternProperties" in own)
             _refuse(at, "patternProperties", f"{len(patterns)} patterns; allowed: 6")
@@ -566,24 +569,17 @@ class _Places:
                 for pattern in patterns:
                     matches = machine_of(pattern, is_search=True, is_wide=pattern not in chosen)
                     machine = both(machine, matches if pattern in chosen else negated(matches))
-                items = list[Item]()
-                for own, at in flat:
-                    mine = own.get("patternProperties", {})
-                    hits = [
-                        (mine[pattern], f"{at}/patternProperties/{_escaped(pattern)}", ())
-                        for pattern in chosen
-                        if pattern in mine
-                    ]
-                    items += hits
-                    if not hits and "additionalProperties" in own:
-                        items.append((own["additionalProperties"], f"{at}/additionalProperties", ()))
                 if machine is None:
                     continue
                 name: Node | None = Text(machine, quoted=True)
                 if good_names is not None:
                     common = both(dfa_of(name, in_bytes=True), good_names)
                     name = None if common is None else Text(common, raw=True)
-                node = None if name is None else sequence(name, _COLON, self._child(items, above))
+                node = (
+                    None
+                    if name is None
+                    else sequence(name, _COLON, self._child(list(_of_member(flat, None, chosen, chosen)), above))
+                )
                 if node is not None:
                     yield node
 
@@ -597,8 +593,16 @@ _APART: Final = frozenset(
 
 
 def _named(schemas: Sequence[Any], name: str) -> list[Any]:
-    """What some schemas declare of a property."""
+    """The schemas that some schemas declare for a property."""
     return [schema["properties"][name] for schema in schemas if name in schema.get("properties", {})]
+
+
+def _kinds_of(schemas: Sequence[Any]) -> set[str]:
+    """The types that all of some schemas allow; an integer is a number."""
+    kinds = set(_TYPES)
+    for schema in schemas:
+        kinds &= {"number" if kind == "integer" else kind for kind in _listed(schema.get("type", _TYPES))}
+    return kinds
 
 
 def _refuse(at: str, key: str, reason: str) -> NoReturn:
@@ -609,6 +613,12 @@ def _given(flat: Any, key: str) -> list[Any]:
     return [own[key] for own, _ in flat if key in own]
 
 
+def _counts(flat: Any, of: str) -> tuple[int, int | None]:
+    """The least and the most `Length`, `Items` or `Properties` that all keywords of a place allow; most None: any number."""
+    most = min(_given(flat, f"max{of}"), default=None)
+    return int(max([0, *_given(flat, f"min{of}")])), None if most is None else int(most)
+
+
 def _allowed(flat: Any, default: list[Any] | None = None) -> list[Any] | None:
     """The values that all enums of a place have."""
     lists = _given(flat, "=")
@@ -617,6 +627,11 @@ def _allowed(flat: Any, default: list[Any] | None = None) -> list[Any] | None:
 
 def _listed(value: Any) -> Sequence[Any]:
     return (value,) if isinstance(value, str) else value
+
+
+def _parts_of(schema: Any, key: str, at: str, chain: tuple[str, ...]) -> list[Item]:
+    """The schemas in the list of a keyword, if it has one."""
+    return [(part, f"{at}/{key}/{number}", chain) for number, part in enumerate(schema.get(key, ()))]
 
 
 def _not(item: Item) -> Item:
@@ -631,8 +646,7 @@ def _spelled(text: str) -> bytes:
 
 def _none_of_texts(texts: Sequence[str]) -> Dfa:
     """Every other text."""
-    exact = either(sequence(*(Chars(((ord(sign), ord(sign)),)) for sign in text)) for text in texts)
-    return negated(dfa_of(exact, in_bytes=False))
+    return negated(machine_of("|".join(map(re.escape, texts))))
 
 
 def _plain(text: bytes) -> bytes:
@@ -650,18 +664,17 @@ def _of_index(flat: Any, index: int) -> Iterator[Item]:
             yield own["items"], f"{at}/items", ()
 
 
-def _of_name(flat: Any, name: str) -> Iterator[Item]:
-    """The schemas of the property of that name."""
+def _of_member(flat: Any, name: str | None, matched: Collection[str], maybe: Collection[str]) -> Iterator[Item]:
+    """The schemas of the property `name`, or of one that is not declared, whose name matches the patterns `matched`; in some
+    dialects also those of `maybe`, whose schemas then hold, too."""
     for own, at in flat:
-        is_named = name in own.get("properties", {})
+        is_named, patterns = name in own.get("properties", {}), own.get("patternProperties", {})
         if is_named:
-            yield own["properties"][name], f"{at}/properties/{_escaped(name)}", ()
-        for pattern, part in own.get("patternProperties", {}).items():
-            if (wide := machine_of(pattern, is_search=True, is_wide=True)) and wide.accepts(map(ord, name)):
+            yield own["properties"][name], f"{at}/properties/{_escaped(name or '')}", ()
+        for pattern, part in patterns.items():
+            if pattern in maybe:
                 yield part, f"{at}/patternProperties/{_escaped(pattern)}", ()
-                machine = machine_of(pattern, is_search=True)
-                is_named = is_named or (machine is not None and machine.accepts(map(ord, name)))
-        if not is_named and "additionalProperties" in own:
+        if not is_named and patterns.keys().isdisjoint(matched) and "additionalProperties" in own:
             yield own["additionalProperties"], f"{at}/additionalProperties", ()
 
 
@@ -670,22 +683,25 @@ def _constants(values: Sequence[Any], at: str) -> list[Item]:
     found, plain = list[Item](), dict[str, list[Any]]()
     for number, value in enumerate(values):
         match value:
-            case None:
-                found.append(({"type": "null"}, f"{at}~{number}", ()))
             case dict():
-                parts = {name: {"const": part} for name, part in value.items()}
-                made = {"type": "object", "properties": parts, "required": list(value), "additionalProperties": False}
-                found.append((made, f"{at}~{number}", ()))
+                made: Any = {"properties": {name: {"const": part} for name, part in value.items()}}
+                made |= {"type": "object", "required": list(value), "additionalProperties": False}
             case list():
-                size = {"minItems": len(value), "maxItems": len(value)}
-                found.append(
-                    ({"type": "array", "prefixItems": [{"const": part} for part in value]} | size, f"{at}~{number}", ())
-                )
-            case bool():
-                plain.setdefault("boolean", []).append(value)
+                made = {"type": "array", "prefixItems": [{"const": part} for part in value]}
+                made |= {"minItems": len(value), "maxItems": len(value)}
             case _:
-                plain.setdefault("string" if isinstance(value, str) else "number", []).append(value)
+                plain.setdefault(_kind(value), []).append(value)
+                continue
+        found.append((made, f"{at}~{number}", ()))
     return [*found, *(({"type": kind, "=": some}, f"{at}~{kind}", ()) for kind, some in plain.items())]
+
+
+_BEYOND: Final = {
+    **{"minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum"},
+    **{"maximum": "exclusiveMinimum", "exclusiveMaximum": "minimum"},
+}
+"""The keyword whose bound contradicts that of a keyword."""
+_COUNTED: Final = {"Length": "string", "Items": "array", "Properties": "object"}
 
 
 def _opposites(key: str, value: Any, schema: Any) -> list[Any]:
@@ -694,24 +710,20 @@ def _opposites(key: str, value: Any, schema: Any) -> list[Any]:
         case "type":
             kinds = set(_listed(value))
             others = [kind for kind in _TYPES if kind not in kinds and not (kind == "number" and "integer" in kinds)]
-            fractions = [{"type": "number", "~integer": True}] if "integer" in kinds and "number" not in kinds else []
+            fractions = (
+                [{"type": "number", "~integer": _FRACTION}] if "integer" in kinds and "number" not in kinds else []
+            )
             return [*([{"type": others}] if others else []), *fractions]
         case "const" | "enum":
             return _none_of([value] if key == "const" else value)
-        case "minimum" | "maximum":
-            return [{"type": "number", "exclusiveMaximum" if key == "minimum" else "exclusiveMinimum": value}]
-        case "exclusiveMinimum" | "exclusiveMaximum":
-            return [{"type": "number", "maximum" if key == "exclusiveMinimum" else "minimum": value}]
-        case "multipleOf":
-            return [{"type": "number", "~multipleOf": value}]
+        case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
+            return [{"type": "number", _BEYOND[key]: value}]
         case "minLength" | "minItems" | "minProperties":
-            kind = {"minLength": "string", "minItems": "array", "minProperties": "object"}[key]
-            return [{"type": kind, key.replace("min", "max"): value - 1}] if value else []
+            return [{"type": _COUNTED[key[3:]], f"max{key[3:]}": value - 1}] if value else []
         case "maxLength" | "maxItems" | "maxProperties":
-            kind = {"maxLength": "string", "maxItems": "array", "maxProperties": "object"}[key]
-            return [{"type": kind, key.replace("max", "min"): value + 1}]
-        case "pattern":
-            return [{"type": "string", "~pattern": value}]
+            return [{"type": _COUNTED[key[3:]], f"min{key[3:]}": value + 1}]
+        case "pattern" | "multipleOf":
+            return [{"type": "string" if key == "pattern" else "number", f"~{key}": value}]
         case "required":
             return [{"type": "object", "~absent": [name]} for name in value]
         case "properties":
@@ -753,7 +765,7 @@ def _kind(value: Any) -> str:
 
 def _string(flat: Any) -> Node | None:
     """A string: its length, patterns, formats and values hold together."""
-    least, most = max([0, *_given(flat, "minLength")]), min(_given(flat, "maxLength"), default=None)
+    least, most = _counts(flat, "Length")
     machines = [machine_of(pattern, is_search=True) for pattern in _given(flat, "pattern")]
     machines += [machine_of(FORMATS[name]) for name in _given(flat, "format")]
     machines += [negated(machine_of(pattern, is_search=True, is_wide=True)) for pattern in _given(flat, "~pattern")]
@@ -766,16 +778,17 @@ def _string(flat: Any) -> Node | None:
             and (most is None or len(text) <= most)
             and all(each and each.accepts(map(ord, text)) for each in machines)
         )
-    machine: Dfa | None = counted(WRITABLE, int(least), None if most is None else int(most))
-    for each in machines:
-        machine = both(machine, each)
+    machine = reduce(both, machines, counted(WRITABLE, least, most))
     return None if machine is None else Text(machine, quoted=True)
 
 
+_WHOLE: Final = "-?(?:0|[1-9][0-9]*)"
+_DECIMAL: Final = rf"{_WHOLE}(?:\.[0-9]+)?"
+_FRACTION: Final = r".*\.[0-9]*[1-9][0-9]*"
+_FEW_DIGITS: Final = rf"-?(?:[0-9]*|(?:[0-9]\.?){{1,{_MOST_DIGITS}}})"
+"""With few enough digits that a float is on the same side of a bound."""
 _INTEGER, _NUMBER = (
-    Text(machine)
-    for machine in map(machine_of, ("-?(?:0|[1-9][0-9]*)", r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-][0-9]{1,2})?"))
-    if machine is not None
+    Text(found) for each in (_WHOLE, rf"{_DECIMAL}(?:[eE][+-][0-9]{{1,2}})?") if (found := machine_of(each))
 )
 _SIDES: Final = {"minimum": (0, 1), "exclusiveMinimum": (1,), "maximum": (-1, 0), "exclusiveMaximum": (-1,)}
 
@@ -784,17 +797,14 @@ def _number(flat: Any) -> Node | None:
     """A number: its bounds, multiples and values hold together."""
     is_whole = any("number" not in _listed(own.get("type", "number")) for own, _ in flat)
     bounds = [(Decimal(_full(value)), sides) for key, sides in _SIDES.items() for value in _given(flat, key)]
-    multiples = [
-        (Decimal(_full(value)), is_one)
-        for key, is_one in (("multipleOf", True), ("~multipleOf", False))
-        for value in _given(flat, key)
-    ]
-    is_fraction, allowed = bool(_given(flat, "~integer")), _allowed(flat)
-    if is_whole and is_fraction:
-        return None
-    if not (bounds or multiples or is_fraction) and allowed is None:
+    multiples = [(Decimal(_full(value)), True) for value in _given(flat, "multipleOf")]
+    multiples += [(Decimal(_full(value)), False) for value in _given(flat, "~multipleOf")]
+    expressions, allowed = [_WHOLE if is_whole else _DECIMAL, *_given(flat, "~integer")], _allowed(flat)
+    if not (bounds or multiples or expressions[1:]) and allowed is None:
         return _INTEGER if is_whole else _NUMBER
-    machine = _decimals(tuple(bounds), tuple(multiples), is_whole, is_fraction, not is_whole and allowed is None)
+    if allowed is None and not is_whole:
+        expressions.append(_FEW_DIGITS)
+    machine = _decimals(tuple(expressions), tuple(bounds), tuple(multiples))
     if allowed is None:
         return None if machine is None else Text(machine)
     texts = {json.dumps(value): _full(value) for value in allowed}
@@ -809,88 +819,63 @@ def _full(value: float) -> str:
 
 @lru_cache(maxsize=256)
 def _decimals(
+    expressions: tuple[str, ...],
     bounds: tuple[tuple[Decimal, tuple[int, ...]], ...],
     multiples: tuple[tuple[Decimal, bool], ...],
-    is_whole: bool,
-    is_fraction: bool,
-    is_short: bool,
 ) -> Dfa | None:
-    """Decimal numbers without exponents, digit by digit; `is_short`: so few that a float is on the same side of bounds.
+    """Decimal numbers that match all expressions, are on the given sides of bounds, and are multiples of steps, or are none."""
+    machines = (*map(machine_of, expressions), *starmap(_beside, bounds), *starmap(_of_multiples, multiples))
+    return reduce(both, machines)
 
-    A state has: what was read last, whether there was a minus, the digits that count, for each bound the digits compared so far
-    and what they say, the remainder by each multiple, the digits after the point, and whether one of them is not zero.
+
+def _beside(bound: Decimal, sides: tuple[int, ...]) -> Dfa:
+    """Numbers on these sides of a bound: -1 below it, 0 equal, 1 above.
+
+    A state: whether there was a minus, and a point; and of the magnitude the digits read since, as far as the bound has digits,
+    and its side so far.
     """
-    sizes = [f"{bound.copy_abs():f}".partition(".")[::2] for bound, _ in bounds]
-    wholes, parts = [whole.lstrip("0") or "0" for whole, _ in sizes], [part.rstrip("0") for _, part in sizes]
-    moduli = list[tuple[int, int, bool]]()
-    for value, is_one in multiples:
-        _, digits, exponent = value.as_tuple()
-        assert isinstance(exponent, int), "a finite number"
-        moduli.append((int("".join(map(str, digits))) * 10 ** max(exponent, 0), max(-exponent, 0), is_one))
-    places = min([place for _, place, _ in moduli], default=None)
+    whole, _, part = f"{bound.copy_abs():f}".partition(".")
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
 
-    def compared(track: tuple[int, int], number: int, digit: str, *, behind: bool) -> tuple[int, int]:
-        done, sign = track
-        wanted = (parts if behind else wholes)[number]
-        if behind and sign:
-            return 0, sign
-        against = wanted[done] if done < len(wanted) else "0" if behind else None
-        if not sign and against is not None:
-            sign = (digit > against) - (digit < against)
-        return min(done + 1, len(wanted) if behind else len(wanted) + 1), sign
+    def steps(state: tuple[bool, bool, int, int]) -> Iterator[tuple[int, int, tuple[bool, bool, int, int]]]:
+        minus, behind, done, side = state
+        yield 0x2D, 0x2D, (True, behind, done, side)
+        if not behind:
+            yield 0x2E, 0x2E, (minus, True, 0, side if done == len(whole) else -1)
+        digits = part if behind else whole
+        for digit in range(0x30, 0x3A):
+            against = ord(digits[done]) if done < len(digits) else 0x30
+            now = side or (digit > against) - (digit < against)
+            if not behind and done == len(whole):
+                now = 1  # it has more digits than the bound
+            yield digit, digit, (minus, behind, min(done + 1, len(digits)), now)
 
-    def turned(track: tuple[int, int], number: int) -> tuple[int, int]:
-        done, sign = track
-        return 0, sign if done == len(wholes[number]) else -1 if done < len(wholes[number]) else 1
+    def is_end(state: tuple[bool, bool, int, int]) -> bool:
+        minus, behind, done, side = state
+        if not behind:
+            done, side = 0, side if done == len(whole) else -1
+        side = side or -(done < len(part))
+        if bound and minus != (bound < 0):
+            side = 1  # the signs decide
+        return (-side if minus else side) in sides
 
-    def steps(state: Any) -> Iterator[tuple[int, int, Any]]:
-        phase, minus, count, tracks, rests, behind, some = state
-        if phase == "start":
-            yield 0x2D, 0x2D, ("sign", True, count, tracks, rests, behind, some)
-        if phase in {"zero", "whole"} and not is_whole and places != 0 and (not is_short or count < _MOST_DIGITS):
-            turned_all = tuple(turned(track, number) for number, track in enumerate(tracks))
-            yield 0x2E, 0x2E, ("point", minus, count, turned_all, rests, 0, some)
-        is_behind = phase in {"point", "part"}
-        if phase == "zero" or (
-            is_behind and ((is_short and count >= _MOST_DIGITS) or (places is not None and behind >= places))
-        ):
-            return
-        after = "part" if is_behind else "whole"
-        for digit in "0123456789":
-            next_tracks = tuple(compared(track, number, digit, behind=is_behind) for number, track in enumerate(tracks))
-            next_rests = tuple(
-                (rest * 10 + int(digit)) % modulus for rest, (modulus, _, _) in zip(rests, moduli, strict=True)
-            )
-            name = "zero" if digit == "0" and phase in {"start", "sign"} else after
-            more = (min(count + 1, _MOST_DIGITS) if is_short else 0, next_tracks, next_rests)
-            yield (
-                ord(digit),
-                ord(digit),
-                (name, minus, *more, behind + (is_behind and places is not None), some or (is_behind and digit != "0")),
-            )
-
-    def is_end(state: Any) -> bool:
-        phase, minus, _, tracks, rests, behind, some = state
-        if phase in {"start", "sign", "point"} or (is_fraction and not some):
-            return False
-        for number, ((bound, sides), track) in enumerate(zip(bounds, tracks, strict=True)):
-            done, sign = track if phase == "part" else turned(track, number)
-            size = -1 if not sign and done < len(parts[number]) else sign
-            if minus and not bound:
-                size = -1 if size > 0 else 0
-            elif minus:
-                size = -1 if bound > 0 else -size
-            elif bound < 0:
-                size = 1
-            if size not in sides:
-                return False
-        return all(
-            (not (rest * 10 ** (place - behind) % modulus)) == is_one
-            for rest, (modulus, place, is_one) in zip(rests, moduli, strict=True)
-        )
-
-    zeros = tuple(0 for _ in moduli)
-    return both(explored(("start", False, 0, tuple((0, 0) for _ in bounds), zeros, 0, False), steps, is_end), _BYTES)
+    return explored((False, False, 0, 0), steps, is_end)
 
 
-_BYTES: Final = Dfa([[(0, 255, 0)]], [True])
+def _of_multiples(step: Decimal, is_one: bool) -> Dfa:
+    """Numbers that are multiples of a step, or are none, with at most as many digits after the point as the step has.
+
+    A state: the remainder, and the number of digits after the point, -1 before it.
+    """
+    most = len(f"{step:f}".partition(".")[2])
+    modulus = int(Fraction(step) * 10**most)
+
+    def steps(state: tuple[int, int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        rest, behind = state
+        yield 0x2D, 0x2D, state
+        if behind < 0 and most:
+            yield 0x2E, 0x2E, (rest, 0)
+        for digit in range(10) if behind < most else ():
+            yield 0x30 + digit, 0x30 + digit, ((rest * 10 + digit) % modulus, behind + (behind >= 0))
+
+    return explored((0, -1), steps, lambda state: (state[0] * 10 ** (most - max(state[1], 0)) % modulus == 0) == is_one)

@@ -51,6 +51,7 @@ _GROUP: Final = re.compile(r"\?(?:P?<[A-Za-z_]\w*>|([si]*):)")
 _FLAGS: Final = re.compile(r"\(\?([si]+)\)")
 _DEEPEST: Final = 100
 _SHOWN: Final = 200  # characters of an expression in a message
+_ANYTHING, _BEGIN, _END = (Chars(((low, high),)) for low, high in ((0, LAST), (BEGIN, BEGIN), (END, END)))
 _BOUNDED: Final = "only what a text of any length allows with a fixed memory can be an automaton"
 
 
@@ -81,9 +82,9 @@ class _Parser:
                 self.looks.append((not is_not, self._alternatives()))
                 self._is_wide ^= is_not
                 self._expect(")")
-            if "|" in _top_level(self.text[self.at :]):
+            node = sequence(_BEGIN, self._row())
+            if self.text.startswith("|", self.at):
                 self._refuse("a look-ahead before alternatives can't be kept; allowed: alternatives in a group")
-            node = sequence(Chars(((BEGIN, BEGIN),)), self._alternatives())
         else:
             node = self._alternatives()
         if self.at < len(self.text):
@@ -117,17 +118,11 @@ class _Parser:
         return sequence(*parts)
 
     def _times(self, part: Node | None, times: re.Match[str]) -> Node | None:
-        most: int | None
-        match times[0][0]:
-            case "*":
-                least, most = 0, None
-            case "+":
-                least, most = 1, None
-            case "?":
-                least, most = 0, 1
-            case _:
-                least = int(times[1])
-                most = int(times[3]) if times[3] else None if times[2] else least
+        signs: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        if times[0] in signs:
+            least, most = signs[times[0]]
+        else:
+            least, most = int(times[1]), int(times[3]) if times[3] else None if times[2] else int(times[1])
         if most is not None and most < least:
             self._refuse(f"{times[0]} has no count")
         self.at = times.end()
@@ -146,16 +141,16 @@ class _Parser:
                 return Chars(self._class(begun))
             case ".":
                 if self._dot_all:
-                    return Chars(((0, LAST),))
+                    return _ANYTHING
                 return Chars(inverted(_LINE_ENDS if self._is_ecma and not self._is_wide else ((10, 10),)))
             case "^":
-                return Chars(((BEGIN, BEGIN),))
+                return _BEGIN
             case "$":
-                return Chars(((END, END), *([(BEFORE_LINE_END, BEFORE_LINE_END)] if self._is_wide else [])))
+                return Chars(((END, BEFORE_LINE_END),)) if self._is_wide else _END
+            case "\\" if self.text.startswith(("A", "z", "Z"), self.at):
+                self.at += 1
+                return _BEGIN if self.text[self.at - 1] == "A" else _END
             case "\\":
-                if self.text[self.at : self.at + 1] in {"A", "z", "Z"}:
-                    self.at += 1
-                    return Chars(((BEGIN, BEGIN),) if self.text[self.at - 1] == "A" else ((END, END),))
                 return Chars(self._escape(begun))
             case "*" | "+" | "?":
                 self._refuse(f"nothing stands before {character}", begun)
@@ -168,17 +163,13 @@ class _Parser:
         self._depth += 1
         if self._depth > _DEEPEST:
             self._refuse(f"groups are nested deeper than {_DEEPEST}", begun)
-        if self.text.startswith("?", self.at):
-            opened = _GROUP.match(self.text, self.at)
-            if self.text.startswith(("?=", "?!", "?<=", "?<!"), self.at):
-                self._refuse(f"look-around needs what stands elsewhere: {_BOUNDED}", begun)
-            if opened is None:
-                self._refuse("this group can't be kept; allowed: (..), (?:..), (?P<name>..), (?s:..), (?i:..)", begun)
-            self.at = opened.end()
-            self._dot_all, self._ignores_case = (
-                "s" in (opened[1] or "") or before[0],
-                "i" in (opened[1] or "") or before[1],
-            )
+        if opened := _GROUP.match(self.text, self.at):
+            self.at, flags = opened.end(), opened[1] or ""
+            self._dot_all, self._ignores_case = self._dot_all or "s" in flags, self._ignores_case or "i" in flags
+        elif self.text.startswith(("?=", "?!", "?<=", "?<!"), self.at):
+            self._refuse(f"look-around needs what stands elsewhere: {_BOUNDED}", begun)
+        elif self.text.startswith("?", self.at):
+            self._refuse("this group can't be kept; allowed: (..), (?:..), (?P<name>..), (?s:..), (?i:..)", begun)
         inner = self._alternatives()
         if not self.text.startswith(")", self.at):
             self._refuse("this ( has no )", begun)
@@ -251,30 +242,11 @@ class _Parser:
         if not self._ignores_case:
             return ranges
         if self._is_wide:
-            cases = _cases()
-            alike = {
-                key
-                for key, codes in cases.items()
-                if any(low <= code <= high for code in codes for low, high in ranges)
-            }
-            return (*ranges, *((code, code) for key in alike for code in cases[key]))
+            alike = (codes for codes in _cases() if any(low <= code <= high for code in codes for low, high in ranges))
+            return (*ranges, *((code, code) for codes in alike for code in codes))
         letters = [chr(code) for low, high in ranges for code in range(low, min(high, low + 2000) + 1)]
         others = {other for letter in letters for other in (letter.lower(), letter.upper()) if len(other) == 1}
         return (*ranges, *((ord(other), ord(other)) for other in sorted(others)))
-
-
-def _top_level(text: str) -> list[str]:
-    """The characters of an expression that are in no group and no class."""
-    found, depth, is_class, is_escaped = list[str](), 0, False, False
-    for character in text:
-        if is_escaped or character == "\\":
-            is_escaped = not is_escaped
-            continue
-        is_class = (is_class or character == "[") and character != "]"
-        depth += 0 if is_class else (character == "(") - (character == ")")
-        if not depth and not is_class:
-            found.append(character)
-    return found
 
 
 def _escaped_class(letter: str, is_ecma: bool, is_wide: bool) -> Ranges:
@@ -283,28 +255,27 @@ def _escaped_class(letter: str, is_ecma: bool, is_wide: bool) -> Ranges:
     kind = letter.lower()
     small = {"d": _DIGITS, "w": _WORD, "s": _SPACES}[kind]
     if is_wide == letter.islower():
-        found = (*small, *_of_test(kind), *(((0xFEFF, 0xFEFF),) if kind == "s" else ()))
+        found = (*small, *_of_python(kind), *(((0xFEFF, 0xFEFF),) if kind == "s" else ()))
     else:
-        found = small if is_ecma else _of_test(kind)
+        found = small if is_ecma else _of_python(kind)
     return found if letter.islower() else inverted(found)
 
 
 @lru_cache(maxsize=1)
-def _cases() -> dict[str, list[int]]:
-    """The characters that some dialect may take for the same under (?i)."""
+def _cases() -> list[list[int]]:
+    """Groups of characters that are the same under (?i) in some dialect."""
     found = dict[str, list[int]]()
     for code in range(0x1F000):
         if (key := chr(code).upper().casefold()[0]) != chr(code):
             found.setdefault(key, [ord(key)]).append(code)
-    return found
+    return list(found.values())
 
 
-@lru_cache(maxsize=8)
-def _of_test(letter: str) -> Ranges:
-    test = {"d": str.isdecimal, "s": str.isspace, "w": lambda character: character.isalnum() or character == "_"}[
-        letter
-    ]
-    return _joined([code for code in range(LAST + 1) if test(chr(code))])
+@lru_cache(maxsize=3)
+def _of_python(letter: str) -> Ranges:
+    """Python's \\d, \\s or \\w."""
+    is_one = re.compile(f"\\{letter}").match
+    return _joined([code for code in range(LAST + 1) if is_one(chr(code))])
 
 
 @lru_cache(maxsize=32)
@@ -322,9 +293,6 @@ def _joined(codes: list[int]) -> Ranges:
     return tuple(found)
 
 
-_ANYTHING: Final = Chars(((0, LAST),))
-
-
 @lru_cache(maxsize=256)
 def machine_of(text: str, *, is_search: bool = False, is_wide: bool = False) -> Dfa | None:
     """The automaton over characters of the texts that an expression matches as a whole, or with `is_search` anywhere, then in the
@@ -332,19 +300,17 @@ def machine_of(text: str, *, is_search: bool = False, is_wide: bool = False) -> 
     for what is then negated, that some match. RegexError if it can't be compiled."""
     parser = _Parser(text, is_ecma=is_search, is_wide=is_wide)
     node = parser.whole()
-    begin, end = Chars(((BEGIN, BEGIN),)), Chars(((END, END),))
-    before = optional(sequence(begin, repeated(_ANYTHING, 0, None)) if is_search else begin)
-    machine = _between(
-        dfa_of(sequence(before, node, *([] if is_search else [optional(end)])), in_bytes=False, is_search=is_search)
-    )
+    before = optional(sequence(_BEGIN, repeated(_ANYTHING, 0, None)) if is_search else _BEGIN)
+    whole = sequence(before, node, *([] if is_search else [optional(_END)]))
+    machine = _between(dfa_of(whole, in_bytes=False, is_search=is_search))
     for is_there, look in parser.looks:
-        found = _between(dfa_of(sequence(optional(begin), look), in_bytes=False, is_search=True))
+        found = _between(dfa_of(sequence(optional(_BEGIN), look), in_bytes=False, is_search=True))
         machine = both(machine, found if is_there else negated(found))
     return machine
 
 
 def _between(machine: Dfa | None) -> Dfa | None:
-    """What stands between BEGIN and END, or between BEGIN and a last line end with BEFORE_LINE_END before it."""
+    """The texts between BEGIN and END, or between BEGIN and a last line end with BEFORE_LINE_END before it."""
     start = None if machine is None else machine.step(0, BEGIN)
     if machine is None or start is None:
         return None

@@ -147,7 +147,7 @@ class AnyOrder(Tracker):
 
 
 class Holes(Tracker):
-    """Several holes of one canvas, each with a tracker of its own or none."""
+    """Several holes of one canvas, each with its own tracker or none."""
 
     def __init__(self, trackers: Sequence[tuple[range, Tracker | None]]) -> None:
         self._trackers = [tracker for _, tracker in trackers if tracker is not None]

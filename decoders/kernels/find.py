@@ -7,6 +7,7 @@ differ by rounding alone.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -48,13 +49,13 @@ def noting() -> Iterator[dict[str, str]]:
         _VERDICTS.pop()
 
 
-def _is_used(name: str, device: torch.device, dtype: torch.dtype, **asked: Any) -> bool:
-    """Whether a kernel is used, for what is `asked` of its trial."""
+def _module(name: str, module: str, device: torch.device, dtype: torch.dtype, **asked: Any) -> Any:
+    """The module of a kernel that passes its trial with the arguments `asked`; None, with the reason noted, if it fails."""
     tried = torch.float32 if name == "sampling" else dtype  # logits are float32, whatever the model's dtype is
     reason = "float64 is computed by torch" if dtype == torch.float64 else why_no_kernels(device)
     reason = reason or problem(name, device, tried, **asked)
     _VERDICTS[-1][name] = "on" if reason is None else f"off: {reason}"
-    return reason is None
+    return None if reason else importlib.import_module(f"draftmill.decoders.kernels.{module}")
 
 
 def demanded(name: str, kernel: T | None) -> T:
@@ -69,55 +70,39 @@ def demanded(name: str, kernel: T | None) -> T:
 
 
 def find_attention(device: torch.device, dtype: torch.dtype, *, fixed: bool = False, **heads: Any) -> Attend | None:
-    """The kernel for such `heads`: num_heads, key_heads and width; `relative` if scores depend on distances, not `plain` if they
-    are capped, or heads have sinks. If `fixed`, a row has the same bits in any batch, provided that its tiles are fixed, too
+    """The kernel for `heads`: num_heads, key_heads and width; `relative` if scores depend on distances, not `plain` if they are
+    capped, or heads have sinks. If `fixed`, a row has the same bits in any batch, provided that its tiles are fixed, too
     (Tiling.of)."""
-    if not _is_used("attention", device, dtype, **heads):
-        return None
-    from draftmill.decoders.kernels.attention import attend
-
+    attention = _module("attention", "attention", device, dtype, **heads)
     # How many shares are worth it depends on how many tiles there are.
-    return partial(attend, shares=1) if fixed else attend
+    return None if attention is None else partial(attention.attend, shares=1) if fixed else attention.attend
 
 
 def find_layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int) -> Any:
     """The kernels between the products of a rotary model's layers: a module with `add_norm`, `rotate` and `gated`, or None."""
-    if not _is_used("layers", device, dtype, num_heads=num_heads, key_heads=key_heads, width=width):
-        return None
-    from draftmill.decoders.kernels import layers
-
-    return layers
+    return _module("layers", "layers", device, dtype, num_heads=num_heads, key_heads=key_heads, width=width)
 
 
 def find_fixed_product(device: torch.device, dtype: torch.dtype) -> FixedProduct | None:
     """The product of a linear layer of a model that must be exact."""
-    if not _is_used("fixed products", device, dtype):
-        return None
-    from draftmill.decoders.kernels.products import fixed_product
-
-    return fixed_product
+    products = _module("fixed products", "products", device, dtype)
+    return None if products is None else products.fixed_product
 
 
 def find_product(device: torch.device, dtype: torch.dtype, *, fixed: bool = False) -> Product | None:
     """The product with the weights of experts; if `fixed`, a row has the same bits in any batch."""
-    if not _is_used("experts", device, dtype, fixed=fixed):
-        return None
-    from draftmill.decoders.kernels import experts
-
-    return experts.fixed_product if fixed else experts.product
+    experts = _module("experts", "experts", device, dtype, fixed=fixed)
+    return None if experts is None else experts.fixed_product if fixed else experts.product
 
 
 def find_sampling(device: torch.device, dtype: torch.dtype) -> Sample | None:
-    """What draws the tokens of a model of this dtype, and makes their notes."""
-    if not _is_used("sampling", device, dtype):
-        return None
-    from draftmill.decoders.kernels.sampling import sample
-
-    return sample
+    """The kernel that draws the tokens of a model of this dtype, and makes their notes."""
+    sampling = _module("sampling", "sampling", device, dtype)
+    return None if sampling is None else sampling.sample
 
 
 def is_on(variable: str) -> bool:
-    """What the environment says of a switch that is on without it. Raises ValueError for anything but 0 and 1."""
+    """Whether an environment variable is 1 or not set; ValueError for anything but 0 and 1."""
     given = os.environ.get(variable, "1")
     if given not in ("0", "1"):
         raise ValueError(f"{variable}: {given!r} is not allowed; allowed: 0, 1")

@@ -4,8 +4,8 @@ A row sees the columns of its slot that lie in at least one of its intervals; un
 position is close enough behind its own.
 
 A tile is some rows of one slot that follow each other, with the query heads of one key head: its lines. Tiles have a few sizes,
-whatever the rows are, so that a kernel is compiled a few times. The host knows how many rows each slot has, and makes the tables:
-one of small tiles for the slots with few rows, one of the largest tiles for the others, each with a launch of its own.
+whatever the rows are, so that a kernel is compiled a few times. The host knows the number of rows of each slot, and makes the
+tables: one of small tiles for the slots with few rows, one of the largest tiles for the others, each with its own launch.
 
     rows     0 1 2 3 4 5 6 7        slots  a a a a a b c c       tiles of two rows, and of eight
     few      5 6                    first rows of the tiles of b and c
@@ -75,7 +75,7 @@ class Tiling:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lines of a tile, all that there are."""
+        """All sizes of a tile, in lines, ascending."""
         least = power_of_two(self.group)
         return tuple(sorted({max(least, lines) for lines in (*self.few, self.most) if lines <= self.most}))
 
@@ -84,7 +84,7 @@ class Tiling:
         return lines // self.group
 
     def most_tiles(self, lines: int, num_runs: int, num_rows: int) -> int:
-        """How many tiles of these lines there are at most, if the rows are so many runs of rows of one slot, or of dead rows."""
+        """The most tiles of this size for `num_rows` rows in `num_runs` runs, each of one slot or of dead rows."""
         return min(num_rows, num_runs + num_rows // self.rows(lines))
 
     def cut(self, line_N: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
@@ -117,7 +117,7 @@ class Tiling:
 
 def _cut_runs(first_B: NDArray[np.int64], end_B: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:
     """The first row of each tile of `num_rows` rows, over some runs of rows."""
-    tiles_B = (end_B - first_B + num_rows - 1) // num_rows
+    tiles_B = -(-(end_B - first_B) // num_rows)
     if (tiles_B == 1).all():
         return first_B
     step = np.arange(tiles_B.sum()) - np.repeat(tiles_B.cumsum() - tiles_B, tiles_B)
@@ -125,7 +125,7 @@ def _cut_runs(first_B: NDArray[np.int64], end_B: NDArray[np.int64], num_rows: in
 
 
 def tile_bytes(device: torch.device) -> int:
-    """Shared memory for the queries of a tile."""
+    """Bytes of shared memory for the queries of a tile."""
     return _TILE_BYTES // 4 if _is_old(device) else _TILE_BYTES
 
 

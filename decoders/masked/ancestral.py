@@ -46,14 +46,11 @@ def by_time(s: Canvas, steps: int, shift: int) -> Decoding:
     masks_at: dict[int, list[int]] = {}
     for position, step in zip(s.holes, step_of.tolist(), strict=True):
         masks_at.setdefault(step, []).append(position)
-    for step in sorted(masks_at):
-        answer = yield ask_about(s, masks_at[step], time_of(step), shift)
-        s.reveal(picks_of(answer, masks_at[step]))
-        if not s.holes:
-            return
-    while s.holes:  # tokens that a constraint did not let in beside others of their step
-        masks = s.holes
-        answer = yield ask_about(s, masks, time_of(steps), shift)
+    left = iter(sorted(masks_at))
+    while s.holes:
+        step = next(left, steps)
+        masks = masks_at.pop(step, s.holes)  # after all steps those whose tokens a constraint refused beside others
+        answer = yield ask_about(s, masks, time_of(step), shift)
         s.reveal(picks_of(answer, masks))
 
 

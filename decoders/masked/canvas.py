@@ -37,7 +37,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress, pairwise
+from itertools import compress, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -69,12 +69,12 @@ class Canvas(Sample):
         self.given = self.canvas != HOLE
         self.uniform: NDArray[np.float64] | None = None
         self.log_p_at: dict[int, float] = {}
-        # How many tokens are kept of a completion that has ended.
+        # The number of tokens that are kept of a completion that has ended.
         self.keep: int | None = None
 
     @property
     def revealed(self) -> int:
-        """How many tokens were revealed: the number of the next step's draws."""
+        """The number of tokens that were revealed; it numbers the draws of the next step."""
         return self.decided - self.prompt
 
     @property
@@ -95,7 +95,7 @@ class Canvas(Sample):
         return min(self.origin + (block + 1) * self.size, self.length)
 
     def next_masks(self) -> tuple[int, int, int]:
-        """The masks that may come next, those of the first block that has any: from position, to position, how many."""
+        """The masks that may come next, those of the first block that has any: first position, end, number of masks."""
         end = self.end_of(self.block(self.holes[0]))
         return self.holes[0], end, bisect_left(self.holes, end)
 
@@ -163,14 +163,14 @@ class CanvasAsk:
         self._given = given
         self._shift, self._spans, self._num_rows = shift, list[int](), 0
         self._tokens, self._stretches = list[Ints](), list[int]()
-        # Of each stretch of masks: what their rows were run as, their positions, the number of their draws, how many are wanted.
+        # Of each stretch of masks: the offset of their rows, their positions, the number of their draws, the picks to return.
         self._firsts, self._positions, self._draws, self._bests = list[int](), list[Ints](), list[int](), list[int]()
 
     def run(
         self, canvas: Ints, low: int, high: int, *, column: int, below: int = 0, node: int = 0, sees: Sequence[int] = ()
     ) -> int:
-        """Run the positions [low, high) of a canvas, which see the columns `below`, or these stretches; returns what to `read` of
-        them with."""
+        """Run the positions [low, high) of a canvas, which see the columns `below`, or these stretches; returns the offset of
+        their rows, for `read`."""
         canvases = [canvas] if self._given is None else [canvas, np.where(self._given, HOLE, canvas)]
         for number, each in enumerate(canvases):
             self._spans += Span(high - low, column, low, below, FAR, node=len(canvases) * node + number)
@@ -247,13 +247,8 @@ class Windows:
 
     def __init__(self, s: Canvas, caching: Caching) -> None:
         self._s, self._caching = s, caching
-        # The block of the last forward, -1 before the first; how many tokens were decided when the cache was made.
+        # The block of the last forward, -1 before the first; the number of decided tokens when the cache was made.
         self.last, self.made_at = -1, s.decided
-
-    @property
-    def shift(self) -> int:
-        """A row predicts the position this many after its own."""
-        return self._caching.shift
 
     def window(self, block: int) -> Positions:
         """The positions that a forward in a block runs when the cache is not rebuilt."""
@@ -278,21 +273,21 @@ class Windows:
         return [(first, max(middle, end))] if start <= middle else [(first, middle), (start, end)]
 
     def since(self) -> int:
-        """How many tokens were revealed since the cache was made."""
+        """The number of tokens that were revealed since the cache was made."""
         return self._s.decided - self.made_at
 
 
 # ---- nodes -------------------------------------------------------------------------------------------------------------
 
 Visible = list[tuple[int, int, int]]
-"""What a node sees: positions [low, high) stand in the columns from the third number on."""
+"""What a node sees: positions [low, high) in the columns from the third number on."""
 
 
 @dataclass(slots=True)
 class Node:
     """A canvas with some drafts; it continues the node `before`. `drafts` are the numbers of its drafts, `gone` those that they
     have among the masks of the canvas. `block` is that of its first mask, `visible` what it sees. `asked` are the stretches
-    that it answers: (block, from position, to position, how many picks, whether these are all of the block's masks)."""
+    that it answers: (block, first position, end, number of picks, whether these are all of the block's masks)."""
 
     drafts: list[int]
     before: int
@@ -434,7 +429,7 @@ def columns_of(visible: Visible) -> list[int]:
 
 
 def evictions(visible: Visible, window: Positions) -> list[int]:
-    """What stands beside the canvas and is not run by the next forward's window: (from column, to column, count) each."""
+    """The columns beside the canvas to copy into it, but those that the next forward's window runs: (from, to, count) each."""
     copies: list[int] = []
     for first, end, at in visible:
         for low, high in ((first, min(end, window[0])), (max(first, window[1]), end)):
@@ -445,8 +440,5 @@ def evictions(visible: Visible, window: Positions) -> list[int]:
 
 def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[list[Pick]]]:
     """The picks of each stretch of each node."""
-    ends, picks_of_nodes = 0, list[list[list[Pick]]]()
-    for node in nodes:
-        first, ends = ends, ends + len(node.asked)
-        picks_of_nodes.append(list(picks[first:ends]))
-    return picks_of_nodes
+    rest = iter(picks)
+    return [list(islice(rest, len(node.asked))) for node in nodes]

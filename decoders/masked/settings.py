@@ -47,7 +47,7 @@ class MaskedSettings(DecoderChoice):
 
     @property
     def draws_anew(self) -> bool:
-        """Whether each step has random numbers of its own; needless where what is drawn does not decide what is revealed."""
+        """Whether each step draws new random numbers; needless where the tokens drawn do not decide which masks are revealed."""
         return self.draws == "fresh" and self.confidence == "top1"
 
     @model_validator(mode="after")

@@ -65,7 +65,7 @@ from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.masked.stepwise import Reading, algorithm_of, reading_of
 
 MOST_AHEAD: Final = 8
-"""For how many steps ahead masks are drawn; later drafts are what the last of these would reveal."""
+"""The number of later steps that masks are also drawn for; drafts beyond are those of the last of these steps."""
 
 Picks = Sequence[Sequence[Pick]]
 """The picks of a node, for each stretch that it was asked about."""
@@ -101,13 +101,13 @@ class Tree:
         return 1 + self.drafts + (self.drafts - 1 if self.mixed else 0)
 
     def stride(self, length: int) -> int:
-        """How many columns a node takes beside a canvas of this length."""
+        """The columns of a node beside a canvas of this length."""
         if self.block_length is None or self.caching.kind in {"none", "prefix"}:
             return length
         return min(length, self.block_length + self.caching.shift)
 
     def columns(self, length: int) -> int:
-        """How many columns a canvas and its nodes take around a cache."""
+        """The columns of a canvas and its nodes around a cache."""
         # The node that enters the next block runs two blocks.
         return length + (self.most_nodes - 1 + self.crosses) * self.stride(length)
 
@@ -125,7 +125,8 @@ def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
         )
         placed.place(nodes, windows, runs, cached=tree.cached)
         answer = yield placed.asked.ask()
-        picks_A = placed.asked.picks(answer, reading.sure(placed.asked, s, answer))
+        sure_AR = placed.asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
+        picks_A = placed.asked.picks(answer, sure_AR)
         node_picks_A = [by_node(picks, nodes) for picks in picks_A]
         news, last = walk(nodes, node_picks_A[0], drafts, mixed=tree.mixed)
         for number in {0, last} if last else (0,):
@@ -171,8 +172,8 @@ def walk(
 
 
 class Predictions:
-    """What was last predicted for the masks of each block, the surest first: the drafts of later rounds. A reading is for its own
-    step, and of as many after it as were asked for, each with the tokens that the step would draw."""
+    """The last predictions for the masks of each block, the surest first: the drafts of later rounds. A reading has the tokens
+    that its own step would draw, and those of each later step that was asked for."""
 
     def __init__(self) -> None:
         # Of each block the first step, and the picks of that and of the next ones.
@@ -198,7 +199,7 @@ class Predictions:
         return picks_A[min(max(step - first, 0), len(picks_A) - 1)]
 
     def drafts(self, s: Canvas, last_block: int, most: int) -> list[tuple[int, int]]:
-        """(position, token) of up to so many masks up to `last_block`, block by block, each from the picks of its step."""
+        """(position, token) of up to `most` masks up to `last_block`, block by block, each from the picks of its step."""
         token_at = dict[int, int]()
         for block in sorted(block for block in self._known if block <= last_block):
             while len(token_at) < most:

@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from draftmill.decoders.draws.settings import Note
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
@@ -43,7 +42,7 @@ _LAST_TIME: Final = 1e-3
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How masks are read: through which cache, how sure a token is (Algorithm.notes, or `random`), whether steps draw anew,
-    whether a second canvas guides the logits, and whether end tokens come last."""
+    whether a second canvas guides the logits, and whether end tokens are revealed last."""
 
     caching: Caching
     confidence: str
@@ -51,15 +50,11 @@ class Reading:
     guided: bool = False
     ends_last: bool = False
 
-    def sure(self, asked: CanvasAsk, s: Canvas, answer: Answer) -> NDArray[np.float64]:
-        """How sure each token of an answer is."""
-        return asked.sure(s, self.confidence, answer, ends_last=self.ends_last)
-
 
 Quota = Callable[[int], int]
-"""How many masks a forward reveals, given how many may come next."""
+"""The number of masks that a forward reveals, given the number of those that may come next."""
 Count = Callable[[list[float]], int]
-"""How many tokens to reveal, given the confidences of those that may come next, the highest first."""
+"""The number of tokens to reveal, given the confidences of those that may come next, the highest first."""
 
 
 def stepwise(s: Canvas, reading: Reading, quota_of: Callable[[Canvas], Quota]) -> Decoding:
@@ -81,13 +76,14 @@ def by_confidence(s: Canvas, reading: Reading, count: Count) -> Decoding:
 def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Generator[Ask, Answer, list[Pick]]:
     """Run the canvas, or what the cache leaves to run; the surest of the masks that may come next."""
     _, high, masks = s.next_masks()
-    asked = CanvasAsk(windows.shift, s.given if reading.guided else None)
+    asked = CanvasAsk(reading.caching.shift, s.given if reading.guided else None)
     for low, end in windows.next_runs(s.block(s.holes[0])):
         first = asked.run(s.canvas, low, end, column=low, below=s.length)
         if low < high <= end:
             asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * reading.fresh)
     answer = yield asked.ask()
-    return asked.picks(answer, reading.sure(asked, s, answer))[0][0]
+    sure_AR = asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
+    return asked.picks(answer, sure_AR)[0][0]
 
 
 def first_confidence(s: Canvas, shift: int, *, guided: bool) -> Decoding:
@@ -104,7 +100,7 @@ def first_confidence(s: Canvas, shift: int, *, guided: bool) -> Decoding:
 
 
 def equal_steps(s: Canvas, tokens: int) -> Quota:
-    """So many in each step."""
+    """The same number of tokens in each step."""
     return lambda masks: min(masks, tokens)
 
 
@@ -149,12 +145,12 @@ def dream_times(steps: int) -> Any:
 
 
 def above(tau: float, sure: list[float]) -> int:
-    """As many as reach the threshold, at least one."""
+    """The number of those that reach the threshold, at least 1."""
     return max(sum(confidence >= tau for confidence in sure), 1)
 
 
 def within(factor: float, sure: list[float]) -> int:
-    """The largest n with (n + 1) (1 - c_n) < factor, at least one."""
+    """The largest n with (n + 1) (1 - c_n) < factor, at least 1."""
     return max((n for n, confidence in enumerate(sure, 1) if (n + 1) * (1.0 - confidence) < factor), default=1)
 
 

@@ -69,6 +69,6 @@ def test_models_of_masks_and_mixtures_take_the_kernels_of_their_device(golden, m
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: reference.product)
     backbone, found = hidden()
     mixtures = [part for part in backbone.model.modules() if isinstance(part, Mixture)]
-    assert bool(mixtures) == (family == "llada2") and all(part._gathered for part in mixtures)
+    assert bool(mixtures) == (family == "llada2") and all(part.is_gathered for part in mixtures)
     for slot in texts:
         torch.testing.assert_close(found[slot], expected[slot], atol=1e-4, rtol=1e-4)
