@@ -10,14 +10,16 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
+from draftmill.decoders.backbones.families.config import refused
+from draftmill.decoders.backbones.families.family import MASK_KEYS, Family
 from draftmill.decoders.backbones.families.shares import check_shares
-from draftmill.decoders.backbones.families.table import MASK_KEYS, Family, describe, find_family, turn_ends
+from draftmill.decoders.backbones.families.table import describe, find_family, turn_ends
 from draftmill.decoders.backbones.quantized import find_form
 from draftmill.decoders.base import ModelInfo
 
@@ -69,14 +71,11 @@ def read_object(path: Path, field: str = "model.path") -> dict[str, Any] | None:
         raise ValueError(f"{field}: {path} is not a JSON object")
     inner = list[Any](content.values())
     for _ in range(_MOST_LEVELS):
-        inner = [value for one in inner for value in (one.values() if isinstance(one, dict) else _items(one))]
+        parts = (one.values() if isinstance(one, dict) else one for one in inner if isinstance(one, dict | list))
+        inner = [value for part in parts for value in part]
     if inner:
         raise ValueError(f"{field}: {path} nests objects and lists too deeply; allowed: {_MOST_LEVELS} levels")
     return content
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -107,34 +106,33 @@ def inspect_model(
     config = read_config(folder)
     bos_id(folder), stop_ids(folder)
     entry = find_family(config, family)
-    if mask_id is None:
-        mask_id = _mask_by_name(entry, config, folder)
-    shapes = model_shapes(config, folder)
-    check_counts(config, shapes, folder)
+    check_weights(entry, config, folder)
+    # The tokenizer names the mask where config.json has no id of it.
+    if mask_id is None and entry.mask_token and all(config.get(key) is None for key in MASK_KEYS):
+        mask_id = _added_tokens(folder).get(entry.mask_token)
     info = describe(entry, config, mask_id=mask_id, max_length=max_length)
-    check_names(entry, config, shapes, folder)
     if entry.rows_are_tokens:
         without = ids_without_token(folder, info.vocab_size)
         info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
     return info
 
 
-def _mask_by_name(family: Family, config: Mapping[str, Any], folder: Path) -> int | None:
-    """Return the tokenizer's id of the family's mask; None if config.json has the id, or it is unknown."""
-    if not family.mask_token or any(config.get(key) is not None for key in MASK_KEYS):
-        return None
-    return _added_tokens(folder).get(family.mask_token)
-
-
 def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor by its name in the files; ValueError where a file is missing or damaged."""
-    return each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()), "np")
+    return each_tensor(folder, stored_shape, "np")
 
 
-def model_shapes(config: Mapping[str, Any], folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model by its name: of quantized matrices unpacked. ValueError as `find_form`."""
+def stored_shape(file: Any, name: str) -> tuple[int, ...]:
+    """The shape of a tensor in an open safetensors file."""
+    return tuple(file.get_slice(name).get_shape())
+
+
+def check_weights(family: Family, config: Mapping[str, Any], folder: Path) -> None:
+    """Raise ValueError if the weight files, of which quantized matrices count as unpacked, are not those of config.json."""
     form, shapes = find_form(config), header_shapes(folder)
-    return shapes if form is None else form.dense_shapes(shapes)
+    shapes = shapes if form is None else form.dense_shapes(shapes)
+    check_counts(config, shapes, folder)
+    check_names(family, config, shapes, folder)
 
 
 def check_split(family: str, folder: Path, count: int) -> None:
@@ -170,7 +168,7 @@ def _of_text_model(taken: dict[str, T]) -> dict[str, T]:
 
 
 def pointer_problem(path: Path) -> str | None:
-    """What is wrong with a file in whose place git-lfs has left a pointer; None if there is no pointer."""
+    """The problem of a file that is a pointer of git-lfs; None if it is not one."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_LFS)) == _LFS
@@ -281,11 +279,6 @@ def _added_tokens(folder: Path) -> dict[str, int]:
         return added | {token: int(index) for token, index in older.items()}
 
 
-@contextmanager
-def _of_tokenizer(folder: Path) -> Iterator[None]:
-    """Within the `with` block, errors of values that are not what they should be become a ValueError that names the folder."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"model.path: the files of the tokenizer in {folder} can't be read: {reason}") from error
+def _of_tokenizer(folder: Path) -> AbstractContextManager[None]:
+    problem = f"model.path: the files of the tokenizer in {folder} can't be read"
+    return refused(problem, AttributeError, KeyError, TypeError, ValueError)
