@@ -100,9 +100,6 @@ def load_backbone(
     if place.startswith("cuda:"):
         torch.cuda.set_device(place)  # Triton starts kernels on the current device
     torch_dtype = pick_dtype(dtype, place)
-    if share is not None:
-        check_shares(entry.name, shape, share.count)
-        shape = share_of_shape(shape, share)
     if exact and share is not None and place != "cpu":
         raise ValueError(f"model.exact: true, but workers.gpus_per_model is {share.count}; allowed on GPUs: 1")
     problems = {
@@ -113,6 +110,9 @@ def load_backbone(
     }
     if small != "auto" and any(problems.values()):
         raise ValueError(f"model.weights: {small}, but {next(filter(problems.get, problems))}; allowed: auto")
+    if share is not None:
+        check_shares(entry.name, shape, share.count)
+        shape = share_of_shape(shape, share)
     # transformers puts the weights of its models together on the CPU; small ones are made there, too.
     first = "cpu" if isinstance(shape, CausalFacts) or small != "auto" else place
     # Some networks keep some of their weights in float32 whatever their dtype.
