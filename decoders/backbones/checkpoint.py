@@ -26,7 +26,7 @@ from draftmill.decoders.base import ModelInfo
 T = TypeVar("T")
 _COUNT: Final = re.compile(r"attention_types|(num_|n_)?(hidden_|local_|routed_|shared_)?(layers?|blocks|experts)")
 GENERATION_FILE: Final = "generation_config.json"
-# The text model in a larger one: what its tensors' names begin with, and what the config of the whole says of it.
+# The text model of a multimodal one: what its tensors' names begin with, and the fields of the whole config that are its own.
 _TEXT_PART: Final = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=.)")
 _OF_ALL_PARTS: Final = {
     "eos_token_id",
@@ -43,8 +43,8 @@ _MOST_LEVELS: Final = 100
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as a dict, of a model for images or sounds too the part of its text model; ValueError if it is missing
-    or not a JSON object."""
+    """Return config.json as a dict, of a multimodal model the part of its text model; ValueError if it is missing or not a JSON
+    object."""
     config = read_object(folder / "config.json")
     if config is None:
         raise ValueError(f"model.path: {folder} has no config.json")
@@ -128,7 +128,7 @@ def stored_shape(file: Any, name: str) -> tuple[int, ...]:
 
 
 def check_weights(family: Family, config: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the weight files, of which quantized matrices count as unpacked, are not those of config.json."""
+    """Raise ValueError unless the tensors in the weight files, once unpacked, are those that config.json describes."""
     form, shapes = find_form(config), header_shapes(folder)
     shapes = shapes if form is None else form.dense_shapes(shapes)
     check_counts(config, shapes, folder)
@@ -160,7 +160,7 @@ def file_tensors(path: Path, take: Callable[[Any, str], T], framework: str, fiel
 
 
 def _of_text_model(taken: dict[str, T]) -> dict[str, T]:
-    """The tensors of the text model by the names that they have where it stands alone, if it is a part of a larger model."""
+    """Of a multimodal checkpoint only the text model's tensors, by their names in a checkpoint of that model alone."""
     if not any(_TEXT_PART.match(name) for name in taken):
         return taken
     named = {name: _TEXT_PART.sub("" if "lm_head." in name else "model.", name, count=1) for name in taken}
@@ -180,15 +180,12 @@ def pointer_problem(path: Path) -> str | None:
 def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raise ValueError if config.json asks for more layers or experts than the file has tensors for, before any is built. Each
     layer has a tensor of its own; experts may share one, as its first dimension."""
-    most = {
-        "layers": len(shapes),
-        "experts": max([len(shapes), *(size for shape in shapes.values() for size in shape)]),
-    }
+    num_tensors, sizes = len(shapes), {size for shape in shapes.values() for size in shape}
     for key, value in _counts(config):
-        part = "experts" if "expert" in key else "layers"
-        if isinstance(value, int) and value > most[part]:
+        part, most = ("experts", max({num_tensors, *sizes})) if "expert" in key else ("layers", num_tensors)
+        if isinstance(value, int) and value > most:
             raise ValueError(
-                f"model.path: {folder}: config.json says {key} = {value:,}, but the weights have {len(shapes):,} tensors, "
+                f"model.path: {folder}: config.json says {key} = {value:,}, but the weights have {num_tensors:,} tensors, "
                 f"too few for that number of {part}"
             )
 

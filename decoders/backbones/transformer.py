@@ -118,13 +118,11 @@ class ModuleBackbone(OnSlots):
         self.sums_N = None
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source` onto slot `target`."""
         super().copy_prefix(source, target, num_columns)
         if self.reader is not None:
             self.reader.copy_prefix(source, target, num_columns)
 
     def clear_slot(self, slot: int) -> None:
-        """Put zeros into a slot that holds NaN or infinity."""
         super().clear_slot(slot)
         if self.reader is not None:
             self.reader.clear_slot(slot)
@@ -266,7 +264,6 @@ class ModuleBackbone(OnSlots):
 
     @torch.no_grad()
     def embed(self, tokens_R: Tensor) -> Tensor:
-        """Return token embeddings [R, D]."""
         return self.embedding_VD[tokens_R].to(self.dtype)
 
 

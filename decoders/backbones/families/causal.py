@@ -38,9 +38,8 @@ def rotary_shape(
     with fitting(name, TypeError, KeyError, AttributeError, ArithmeticError):
         demand(config, built or {})
         config = translate(config)
-        width, layers, heads = (
-            whole(config, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        )
+        width, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
+        heads = whole(config, "num_attention_heads")
         key_heads = whole(config, "num_key_value_heads", heads)
         if config.get("head_dim") is None and like != "qwen3" and width % heads:
             raise ValueError(f"hidden_size {width} is not a multiple of {heads} heads")

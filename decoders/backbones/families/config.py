@@ -23,7 +23,7 @@ def refused(problem: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 def fitting(family: str, *errors: type[Exception]) -> AbstractContextManager[None]:
-    """As `refused` for ValueError and these errors; the message names config.json and the family."""
+    """As `refused`, for ValueError and these errors, with a message that names config.json and the family."""
     return refused(f"model.path: config.json does not fit family {family!r}", ValueError, *errors)
 
 

@@ -1,7 +1,4 @@
-"""What is known of a family of models: how its config.json is read, and its tensors, mask and blocks are called.
-
-Pure tables and checks over a config dict; reads no weights and imports no torch.
-"""
+"""What is known of a family of models: how its config.json is read, the names of its tensors, its mask and its blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The masked-diffusion families: LLaDA, LLaDA-MoE and Dream, which are a Llama, a Qwen3-MoE and a Qwen2, and MDLM and SEDD
 on ddit.py.
 
-Pure tables and checks over a config dict; reads no weights and imports no torch. Differences from the public code's
-loading: remote code is never run, and no tensor is ever left out or filled in silently.
+Unlike in the public code's loading, remote code is never run, and no tensor is left out or filled in silently.
 
 Sources: the checkpoints' configs, and the model files of LLaDA (Nie et al., 2025), LLaDA-MoE (Zhu et al., 2025), Dream (Ye et
 al., 2025), MDLM (Sahoo et al., 2024) and SEDD (Lou et al., 2024).

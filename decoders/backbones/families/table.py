@@ -1,7 +1,6 @@
 """The table of model families: which one a config.json is of, and what is known of a model from its config alone.
 
-Pure tables and checks over a config dict; reads no weights and imports no torch. Facts were read from the checkpoints'
-own code and configs.
+Facts were read from the checkpoints' own code and configs.
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ FAMILIES |= {family.name: family for family in (_forced("llada"), _forced("dream
 
 
 # The `model_type` in config.json of families that have another name here.
-_MODEL_TYPES = {
-    "Dream": "dream",
-    "Fast_dLLM_Qwen": "fast_dllm_v2",
-    "llada2_moe": "llada2",
-    "lladamoe": "llada_moe",
-}
+_MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe": "llada2", "lladamoe": "llada_moe"}
 
 
 def masked_diffusion_families() -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """The sizes of an XLNet from config.json, and the tensors of its checkpoints.
 
-Pure tables and checks over a config dict; reads no weights and imports no torch. Source: transformers' XLNetLMHeadModel, whose
-defaults apply to fields that config.json lacks.
+Source: transformers' XLNetLMHeadModel, whose defaults apply to fields that config.json lacks.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class XLNetShape:
         return self.d_model // self.n_head
 
     def optional(self) -> set[str]:
-        """Name the tensors that a checkpoint may have besides."""
+        """Name the tensors that a checkpoint may have or lack."""
         # Segments are not used by any-subset decoding; a tied output layer is usually not stored.
         names = {"lm_loss.weight"}
         for layer in range(self.n_layer):
