@@ -22,7 +22,8 @@ from torch import nn
 from draftmill.actors.checkpoints.made_folders import SOURCE, read_source, refuse, write_source
 from draftmill.actors.checkpoints.models import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from draftmill.decoders.backbones.checkpoint import inspect_model, read_config
-from draftmill.decoders.backbones.families.table import FAMILIES, Family, find_family
+from draftmill.decoders.backbones.families.family import Family
+from draftmill.decoders.backbones.families.table import FAMILIES, find_family
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.quantized import find_form
 

@@ -338,11 +338,11 @@ class Follower:
         """Load the share and follow until the first process is gone."""
         import torch
 
-        from draftmill.decoders.backbones.split import SplitBackbone, find_meeting, follow, join
+        from draftmill.decoders.backbones.split import SplitBackbone, follow, join, open_meeting
 
         assert place.share is not None
         torch.set_num_threads(threads)
-        join(find_meeting(port, place.share.count), place.share)
+        join(open_meeting(place.share.count, port), place.share)
         folder = fetch_model(place.path, revision=place.revision, adapter=place.adapter, s3=s3)
         backbone = load_model(folder, place)
         assert isinstance(backbone, SplitBackbone)

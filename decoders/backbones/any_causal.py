@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
 from draftmill.decoders.backbones.families.any_causal import CausalFacts, facts, parse, pin_rotations
-from draftmill.decoders.backbones.gpt_neo import use_interface
+from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.moe import GivenExperts, is_experts, take_experts
 from draftmill.decoders.backbones.rows import TokenRows, causal_rows
@@ -30,7 +30,7 @@ ATTENTION: Final = "draftmill_slots"
 # Texts of the comparison, and the window that stands in for a longer one: shorter than the texts.
 _LENGTHS: Final = (23, 5, 14)
 _WINDOW: Final = 6
-# Forwards of it: the columns of each text that are computed, and what is added to the tokens of a draft that is rejected later.
+# Its forwards: for each text the first and last column, and a shift of its tokens where they are drafts to be rejected.
 _FORWARDS: Final = (
     ((0, 9, 0), (0, 2, 0), (0, 4, 0)),
     ((9, 14, 3), (2, 4, 3), (4, 7, 3)),
@@ -40,12 +40,11 @@ _FORWARDS: Final = (
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 # Families whose operations beside products and attention have the same bits in any batch on a GPU.
 _FIXED: Final = ("gpt2", "gpt_neo")
-_HALVES: Final = (torch.float16, torch.bfloat16)
 
 Chosen = tuple[Tensor, Tensor]
 """The experts of each row of a text, and their weights."""
 Choices = dict[str, list[Chosen]]
-"""Those of each text, by the names of the layers' experts."""
+"""The choices of each text, by the names of the modules of experts."""
 
 
 class AnyCausalBackbone(ModuleBackbone):
@@ -92,9 +91,6 @@ class AnyCausalBackbone(ModuleBackbone):
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
         self._compare(name, own, choices)
 
-    def _stack(self, model: Any) -> Any:
-        return model.get_decoder()
-
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         hidden_1PD: Tensor = self._forward(
             input_ids=tokens_P.unsqueeze(0),
@@ -107,7 +103,7 @@ class AnyCausalBackbone(ModuleBackbone):
 
     @torch.no_grad()
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """See ModuleBackbone. What a model does to its logits (scales, soft caps) is left to its own code."""
+        """Return logits [R, V], float32 or better, by the model's own code: it may scale or cap them."""
         raw = at_least_rows(self._padded(len(hidden_RD)), self._finish, hidden_RD)
         return raw if raw.dtype == torch.float64 else raw.float()
 
@@ -118,7 +114,7 @@ class AnyCausalBackbone(ModuleBackbone):
         return logits_1RV[0]
 
     def _hand_over(self, *_: Any, **__: Any) -> Any:
-        """The stack's forward while its model makes logits of hidden states that are there already."""
+        """Stands in for the stack's forward while the model computes logits of given hidden states."""
         return _Given(self._given)
 
     # ---- the comparison ------------------------------------------------------------------------------------------
@@ -126,16 +122,12 @@ class AnyCausalBackbone(ModuleBackbone):
     def _compare(self, name: str, own: list[Tensor], choices: Choices) -> None:
         """ValueError if a row differs from the model's own forward by more than rounding. The cache is empty afterwards."""
         experts = {which: part for which, part in self.base.named_modules() if isinstance(part, GivenExperts)}
-        windows = self.windows
+        windows, errors = self.windows, (AttributeError, IndexError, KeyError, TypeError)
+        problem = f"model.path: models of family {name!r} can't run here"
         try:
-            with _narrow(self.base, windows) as narrowed:
+            with refused(problem, *errors), _narrow(self.base, windows) as narrowed:
                 self.windows = tuple(_WINDOW if window in narrowed else window for window in windows)
                 found = self._states([(experts[which], chosen) for which, chosen in choices.items()])
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"model.path: models of family {name!r} can't run here: {type(error).__name__}: {reason}"
-            ) from error
         finally:
             for part in experts.values():
                 part.forced = None
@@ -146,9 +138,8 @@ class AnyCausalBackbone(ModuleBackbone):
             if not right.all():
                 row = int((~right).nonzero()[0])
                 raise ValueError(
-                    f"model.path: models of family {name!r} can't run here: at token {row} of text {text} the hidden states "
-                    f"differ from transformers' own by {float((theirs - ours)[row].abs().max()):.2g}, beside numbers up to "
-                    f"{float(theirs.abs().max()):.2g}"
+                    f"{problem}: at token {row} of text {text} the hidden states differ from transformers' own by "
+                    f"{float((theirs - ours)[row].abs().max()):.2g}, beside numbers up to {float(theirs.abs().max()):.2g}"
                 )
 
     def _states(self, forced: Sequence[tuple[GivenExperts, list[Chosen]]] = ()) -> list[Tensor]:
@@ -177,7 +168,7 @@ class AnyCausalBackbone(ModuleBackbone):
 
 
 class _Given:
-    """What stands for the output of a stack: hidden states, and None for all else."""
+    """An output of a stack that has hidden states; everything else in it is None."""
 
     def __init__(self, hidden_1RD: Tensor) -> None:
         self.last_hidden_state = hidden_1RD
@@ -200,7 +191,7 @@ def _own_states(model: Any, known: CausalFacts, device: torch.device) -> tuple[l
     base, choices = model.get_decoder(), dict[str, list[Chosen]]()
     base.config._attn_implementation = base.config._experts_implementation = "eager"
     for name, part in base.named_modules():
-        if is_experts(part) and part.down_proj.dtype in _HALVES:
+        if is_experts(part) and part.down_proj.dtype.itemsize == 2:
             noted = choices.setdefault(name, [])
             part.register_forward_pre_hook(lambda _, given, noted=noted: noted.append(given[1:]))
     with _narrow(base, known.windows):
@@ -247,3 +238,46 @@ def _load(
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False  # for losses; they are not there where states are given
     return pin_rotations(model).eval().requires_grad_(False)
+
+
+# ---- GPT-Neo, whose own attention does not use transformers' interface -----------------------------------------------
+
+
+class _GPTNeoAttention(nn.Module):
+    """Replaces the attention of one layer, with the same weights under the same names. Scores are not scaled, and local layers
+    have a window. `given` are the keyword arguments for attention: GPT-Neo's blocks pass none."""
+
+    is_causal = True
+
+    def __init__(self, own: Any, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.attention, self.layer_idx, self.given = own.attention, own.layer_id, given
+        self.attention.bias = None  # its mask of all positions, a few MiB a layer
+        self.window = own.attention.config.window_size if own.attention_type == "local" else None
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Return the attention's output, and no attention weights."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        own: Any = self.attention
+        products = own.q_proj, own.k_proj, own.v_proj
+        heads_1HNd = (own._split_heads(product(hidden_states), own.num_heads, own.head_dim) for product in products)
+        attend = ALL_ATTENTION_FUNCTIONS[own.config._attn_implementation]
+        mixed_1NHd, _ = attend(self, *heads_1HNd, None, scaling=1.0, sliding_window=self.window, **self.given)
+        return own.out_proj(mixed_1NHd.flatten(2)), None
+
+
+def use_interface(model: Any) -> None:
+    """Let a GPT-Neo use the interface, with the `layout` that its stack is called with; other models stay as they are."""
+    if model.config.model_type != "gpt_neo":
+        return
+    base, given = model.get_decoder(), dict[str, Any]()
+    plain = base.forward
+    for block in base.h:
+        block.attn = _GPTNeoAttention(block.attn, given)
+
+    def forward(*, layout: Any, **rows: Any) -> Any:
+        given["layout"] = layout
+        return plain(**rows)
+
+    base.forward = forward

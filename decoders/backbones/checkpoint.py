@@ -10,21 +10,23 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
+from draftmill.decoders.backbones.families.config import refused
+from draftmill.decoders.backbones.families.family import MASK_KEYS, Family
 from draftmill.decoders.backbones.families.shares import check_shares
-from draftmill.decoders.backbones.families.table import MASK_KEYS, Family, describe, find_family, turn_ends
+from draftmill.decoders.backbones.families.table import describe, find_family, turn_ends
 from draftmill.decoders.backbones.quantized import find_form
 from draftmill.decoders.base import ModelInfo
 
 T = TypeVar("T")
 _COUNT: Final = re.compile(r"attention_types|(num_|n_)?(hidden_|local_|routed_|shared_)?(layers?|blocks|experts)")
 GENERATION_FILE: Final = "generation_config.json"
-# The text model in a larger one: what its tensors' names begin with, and what the config of the whole says of it.
+# The text model of a multimodal one: what its tensors' names begin with, and the fields of the whole config that are its own.
 _TEXT_PART: Final = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=.)")
 _OF_ALL_PARTS: Final = {
     "eos_token_id",
@@ -41,8 +43,8 @@ _MOST_LEVELS: Final = 100
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as a dict, of a model for images or sounds too the part of its text model; ValueError if it is missing
-    or not a JSON object."""
+    """Return config.json as a dict, of a multimodal model the part of its text model; ValueError if it is missing or not a JSON
+    object."""
     config = read_object(folder / "config.json")
     if config is None:
         raise ValueError(f"model.path: {folder} has no config.json")
@@ -69,14 +71,11 @@ def read_object(path: Path, field: str = "model.path") -> dict[str, Any] | None:
         raise ValueError(f"{field}: {path} is not a JSON object")
     inner = list[Any](content.values())
     for _ in range(_MOST_LEVELS):
-        inner = [value for one in inner for value in (one.values() if isinstance(one, dict) else _items(one))]
+        parts = (one.values() if isinstance(one, dict) else one for one in inner if isinstance(one, dict | list))
+        inner = [value for part in parts for value in part]
     if inner:
         raise ValueError(f"{field}: {path} nests objects and lists too deeply; allowed: {_MOST_LEVELS} levels")
     return content
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -107,34 +106,33 @@ def inspect_model(
     config = read_config(folder)
     bos_id(folder), stop_ids(folder)
     entry = find_family(config, family)
-    if mask_id is None:
-        mask_id = _mask_by_name(entry, config, folder)
-    shapes = model_shapes(config, folder)
-    check_counts(config, shapes, folder)
+    check_weights(entry, config, folder)
+    # The tokenizer names the mask where config.json has no id of it.
+    if mask_id is None and entry.mask_token and all(config.get(key) is None for key in MASK_KEYS):
+        mask_id = _added_tokens(folder).get(entry.mask_token)
     info = describe(entry, config, mask_id=mask_id, max_length=max_length)
-    check_names(entry, config, shapes, folder)
     if entry.rows_are_tokens:
         without = ids_without_token(folder, info.vocab_size)
         info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
     return info
 
 
-def _mask_by_name(family: Family, config: Mapping[str, Any], folder: Path) -> int | None:
-    """Return the tokenizer's id of the family's mask; None if config.json has the id, or it is unknown."""
-    if not family.mask_token or any(config.get(key) is not None for key in MASK_KEYS):
-        return None
-    return _added_tokens(folder).get(family.mask_token)
-
-
 def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor by its name in the files; ValueError where a file is missing or damaged."""
-    return each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()), "np")
+    return each_tensor(folder, stored_shape, "np")
 
 
-def model_shapes(config: Mapping[str, Any], folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model by its name: of quantized matrices unpacked. ValueError as `find_form`."""
+def stored_shape(file: Any, name: str) -> tuple[int, ...]:
+    """The shape of a tensor in an open safetensors file."""
+    return tuple(file.get_slice(name).get_shape())
+
+
+def check_weights(family: Family, config: Mapping[str, Any], folder: Path) -> None:
+    """Raise ValueError unless the tensors in the weight files, once unpacked, are those that config.json describes."""
     form, shapes = find_form(config), header_shapes(folder)
-    return shapes if form is None else form.dense_shapes(shapes)
+    shapes = shapes if form is None else form.dense_shapes(shapes)
+    check_counts(config, shapes, folder)
+    check_names(family, config, shapes, folder)
 
 
 def check_split(family: str, folder: Path, count: int) -> None:
@@ -162,7 +160,7 @@ def file_tensors(path: Path, take: Callable[[Any, str], T], framework: str, fiel
 
 
 def _of_text_model(taken: dict[str, T]) -> dict[str, T]:
-    """The tensors of the text model by the names that they have where it stands alone, if it is a part of a larger model."""
+    """Of a multimodal checkpoint only the text model's tensors, by their names in a checkpoint of that model alone."""
     if not any(_TEXT_PART.match(name) for name in taken):
         return taken
     named = {name: _TEXT_PART.sub("" if "lm_head." in name else "model.", name, count=1) for name in taken}
@@ -170,7 +168,7 @@ def _of_text_model(taken: dict[str, T]) -> dict[str, T]:
 
 
 def pointer_problem(path: Path) -> str | None:
-    """What is wrong with a file in whose place git-lfs has left a pointer; None if there is no pointer."""
+    """The problem of a file that is a pointer of git-lfs; None if it is not one."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_LFS)) == _LFS
@@ -182,15 +180,12 @@ def pointer_problem(path: Path) -> str | None:
 def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raise ValueError if config.json asks for more layers or experts than the file has tensors for, before any is built. Each
     layer has a tensor of its own; experts may share one, as its first dimension."""
-    most = {
-        "layers": len(shapes),
-        "experts": max([len(shapes), *(size for shape in shapes.values() for size in shape)]),
-    }
+    num_tensors, sizes = len(shapes), {size for shape in shapes.values() for size in shape}
     for key, value in _counts(config):
-        part = "experts" if "expert" in key else "layers"
-        if isinstance(value, int) and value > most[part]:
+        part, most = ("experts", max({num_tensors, *sizes})) if "expert" in key else ("layers", num_tensors)
+        if isinstance(value, int) and value > most:
             raise ValueError(
-                f"model.path: {folder}: config.json says {key} = {value:,}, but the weights have {len(shapes):,} tensors, "
+                f"model.path: {folder}: config.json says {key} = {value:,}, but the weights have {num_tensors:,} tensors, "
                 f"too few for that number of {part}"
             )
 
@@ -281,11 +276,6 @@ def _added_tokens(folder: Path) -> dict[str, int]:
         return added | {token: int(index) for token, index in older.items()}
 
 
-@contextmanager
-def _of_tokenizer(folder: Path) -> Iterator[None]:
-    """Within the `with` block, errors of values that are not what they should be become a ValueError that names the folder."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"model.path: the files of the tokenizer in {folder} can't be read: {reason}") from error
+def _of_tokenizer(folder: Path) -> AbstractContextManager[None]:
+    problem = f"model.path: the files of the tokenizer in {folder} can't be read"
+    return refused(problem, AttributeError, KeyError, TypeError, ValueError)

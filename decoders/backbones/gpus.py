@@ -1,4 +1,4 @@
-"""What is known of this machine's NVIDIA GPUs without CUDA, and why torch can't use one that is there."""
+"""Finds this machine's NVIDIA GPUs without CUDA, and says why torch can't use one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def has_gpu() -> bool:
 
 
 def _opens(path: Path) -> bool:
-    """A container or a batch system may list a device that it does not let its processes use."""
+    """Whether a device can be opened: a container or a batch system may list one that its processes may not use."""
     with suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         return True

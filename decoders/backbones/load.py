@@ -5,7 +5,6 @@ checkpoint.py reads what is known without the weights. Models must be on disk; n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +12,41 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones import gpus
+from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.backbones.checkpoint import (
-    bos_id,
-    check_counts,
-    check_names,
-    each_tensor,
-    inspect_model,
-    model_shapes,
-    read_config,
-    stop_ids,
-)
+from draftmill.decoders.backbones.checkpoint import check_weights, each_tensor, read_config
+from draftmill.decoders.backbones.ddit import DDiTBackbone
 from draftmill.decoders.backbones.families.any_causal import CausalFacts
 from draftmill.decoders.backbones.families.masked import DDiTShape
 from draftmill.decoders.backbones.families.rotary import RotaryShape
 from draftmill.decoders.backbones.families.shares import Share, check_shares, share_of_shape
-from draftmill.decoders.backbones.families.table import Family, find_family
+from draftmill.decoders.backbones.families.table import find_family
+from draftmill.decoders.backbones.families.xlnet import XLNetShape
+from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.quantized import Form, find_form
+from draftmill.decoders.backbones.self_test import check_masking
+from draftmill.decoders.backbones.split import SplitBackbone, share_of_weight
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.kernels.find import noting
-
-__all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_weights(
-    folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu", form: Form | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    form: Form | None = None,
+    share: Share | None = None,
 ) -> dict[str, Tensor]:
-    """Read every tensor of the checkpoint, one by one onto a device and into a dtype; matrices that are quantized in `form` are
-    unpacked. ValueError where a file is damaged."""
-    return _each_ready(folder, form, lambda name, tensor: tensor.to(device=device, dtype=dtype))
+    """Read every tensor of the checkpoint, one by one onto a device and into a dtype, or the `share` of it; matrices that are
+    quantized in `form` are unpacked. ValueError where a file is damaged."""
 
+    def ready(name: str, tensor: Tensor) -> Tensor:
+        part = tensor if share is None else share_of_weight(name, tensor, share)
+        return part.to(device=device, dtype=dtype)
 
-def _each_ready(folder: Path, form: Form | None, ready: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
     if form is None:
         return each_tensor(folder, lambda file, name: ready(name, file.get_tensor(name)), "pt")
     stored = each_tensor(folder, lambda file, name: file.get_tensor(name), "pt")
@@ -64,14 +64,13 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
 
 def pick_device(device: str) -> str:
     """Return 'cpu' or 'cuda[:N]'; 'auto' takes a GPU where there is one. ValueError if torch can't use it: no silent CPU."""
-    if device == "auto":
-        if not torch.cuda.is_available() and gpus.has_gpu():
-            raise ValueError(f"model.device: {gpus.unusable(device)}")
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cpu" and not device.startswith("cuda"):
+    if device not in {"auto", "cpu"} and not device.startswith("cuda"):
         raise ValueError(f"model.device: {device!r}; allowed: auto, cpu, cuda, cuda:N")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    is_found = torch.cuda.is_available()
+    if not is_found and (device.startswith("cuda") or (device == "auto" and gpus.has_gpu())):
         raise ValueError(f"model.device: {gpus.unusable(device)}")
+    if device == "auto":
+        return "cuda" if is_found else "cpu"
     number = int(device.partition(":")[2] or 0)
     if number and number >= torch.cuda.device_count():
         seen = ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
@@ -96,32 +95,46 @@ def load_backbone(
     `model.weights` (small_weights.py). Raises ValueError as `inspect_model` does, and what `check_masking` raises."""
     config = read_config(folder)
     entry = find_family(config, family)
-    shapes = model_shapes(config, folder)
-    check_counts(config, shapes, folder)
-    sizes = entry.shape(config)
-    place = pick_device(device)
+    check_weights(entry, config, folder)
+    shape, place = entry.shape(config), pick_device(device)
     if place.startswith("cuda:"):
         torch.cuda.set_device(place)  # Triton starts kernels on the current device
     torch_dtype = pick_dtype(dtype, place)
-    check_names(entry, config, shapes, folder)
     if exact and share is not None and place != "cpu":
         raise ValueError(f"model.exact: true, but workers.gpus_per_model is {share.count}; allowed on GPUs: 1")
     problems = {
-        f"family {entry.name!r} has no small form": not isinstance(sizes, RotaryShape | CausalFacts),
+        f"family {entry.name!r} has no small form": not isinstance(shape, RotaryShape | CausalFacts),
         "model.dtype is float64": torch_dtype == torch.float64,
         "workers.gpus_per_model is above 1": share is not None,
         "model.exact has other products on a GPU": exact and place != "cpu",
     }
     if small != "auto" and any(problems.values()):
         raise ValueError(f"model.weights: {small}, but {next(filter(problems.get, problems))}; allowed: auto")
+    if share is not None:
+        check_shares(entry.name, shape, share.count)
+        shape = share_of_shape(shape, share)
+    # transformers puts the weights of its models together on the CPU; small ones are made there, too.
+    first = "cpu" if isinstance(shape, CausalFacts) or small != "auto" else place
+    # Some networks keep some of their weights in float32 whatever their dtype.
+    is_plain = isinstance(shape, XLNetShape) or (isinstance(shape, RotaryShape) and not shape.has_groups)
+    read_as = torch_dtype if is_plain else None
     with noting() as kernels:
-        if not entry.rows_are_tokens:
-            weights = load_weights(folder, dtype=torch_dtype, device=place, form=find_form(config))
-            backbone: Any = XLNetBackbone(sizes, weights, dtype=torch_dtype, device=place, exact=exact)
-        elif share is not None:
-            backbone = _load_split(entry, config, folder, share, torch_dtype, place)
+        weights = load_weights(folder, dtype=read_as, device=first, form=find_form(config), share=share)
+        weights = entry.own_names(config, weights)
+        options: dict[str, Any] = {"dtype": torch_dtype, "device": place}
+        backbone: Any
+        if share is not None:
+            backbone = SplitBackbone(shape, weights, share=share, **options)
+        elif isinstance(shape, XLNetShape):
+            backbone = XLNetBackbone(shape, weights, exact=exact, **options)
+        elif isinstance(shape, DDiTShape):
+            backbone = DDiTBackbone(shape, weights, exact=exact, **options)
+        elif isinstance(shape, RotaryShape):
+            backbone = RotaryBackbone(shape, weights, exact=exact, small=small, **options)
         else:
-            backbone = _load_module(entry, config, folder, torch_dtype, place, exact=exact, small=small)
+            backbone = AnyCausalBackbone(entry.name, config, weights, exact=exact, small=small, **options)
+        if entry.rows_are_tokens:
+            check_masking(backbone)
         backbone.kernels = kernels
     if exact and not backbone.exact:
         raise ValueError(
@@ -130,48 +143,3 @@ def load_backbone(
         )
     model: Model = backbone
     return model
-
-
-def _load_module(
-    family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str, *, exact: bool, small: str
-) -> Model:
-    from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
-    from draftmill.decoders.backbones.ddit import DDiTBackbone
-    from draftmill.decoders.backbones.network import RotaryBackbone
-    from draftmill.decoders.backbones.self_test import check_masking
-
-    # transformers puts the weights of its models together on the CPU; small ones are made there, too.
-    shape = family.shape(config)
-    place = "cpu" if isinstance(shape, CausalFacts) or small != "auto" else device
-    # A network may keep some of its weights in float32 whatever its dtype.
-    first = dtype if isinstance(shape, RotaryShape) and not shape.has_groups else None
-    weights = load_weights(folder, dtype=first, device=place, form=find_form(config))
-    weights = family.own_names(config, weights)
-    kinds: Any = {"exact": exact, "small": small}
-    backbone: AnyCausalBackbone | DDiTBackbone | RotaryBackbone
-    if isinstance(shape, DDiTShape):
-        backbone = DDiTBackbone(shape, weights, dtype=dtype, device=device, exact=exact)
-    elif isinstance(shape, RotaryShape):
-        backbone = RotaryBackbone(shape, weights, dtype=dtype, device=device, **kinds)
-    else:
-        backbone = AnyCausalBackbone(family.name, config, weights, dtype=dtype, device=device, **kinds)
-    check_masking(backbone)
-    return backbone
-
-
-def _load_split(
-    family: Family, config: Mapping[str, Any], folder: Path, share: Share, dtype: torch.dtype, device: str
-) -> Model:
-    from draftmill.decoders.backbones.self_test import check_masking
-    from draftmill.decoders.backbones.split import SplitBackbone, share_of_weight
-
-    shape = family.shape(config)
-    check_shares(family.name, shape, share.count)
-
-    def ready(name: str, tensor: Tensor) -> Tensor:
-        return share_of_weight(name, tensor, share).to(device=device, dtype=dtype)
-
-    weights = family.own_names(config, _each_ready(folder, find_form(config), ready))
-    backbone = SplitBackbone(share_of_shape(shape, share), weights, share=share, dtype=dtype, device=device)
-    check_masking(backbone)
-    return backbone

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from draftmill.decoders.backbones.families.config import refused
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -87,12 +89,9 @@ class Form:
         ValueError where the tensors of a layer do not fit together."""
         for layer, names in self.layers(stored).items():
             parts = {part: stored.pop(name) for part, name in names.items()}
-            try:
+            problem = f"model.path: the quantized tensors of {layer} do not fit together"
+            with refused(problem, RuntimeError, IndexError, KeyError, ValueError):
                 dense_MK = _experts_of_fp4(**parts) if self.layout == "mxfp4" else _dense(self, parts)
-            except (RuntimeError, IndexError, KeyError, ValueError) as error:
-                raise ValueError(
-                    f"model.path: the quantized tensors of {layer} do not fit together: {error}"
-                ) from error
             yield self._dense_name(layer), dense_MK
         for name in list(stored):
             yield name, stored.pop(name)
@@ -103,10 +102,8 @@ def find_form(config: Mapping[str, Any]) -> Form | None:
     given = config.get("quantization_config") or config.get("compression_config")
     if not given:
         return None
-    try:
+    with refused(f"{_WHERE} = {given!r}, which is no such object", AttributeError, TypeError, IndexError):
         return _form(given)
-    except (AttributeError, TypeError, IndexError) as error:
-        raise ValueError(f"{_WHERE} = {given!r}, which is no such object: {error}") from error
 
 
 def _form(given: Mapping[str, Any]) -> Form:
@@ -186,7 +183,7 @@ def _experts_of_fp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
-    """The codes in int32 words, the lowest bits first: uint8, as many more columns as a word holds."""
+    """Unpack the codes in int32 words along the columns, the lowest bits first, as uint8."""
     import torch
 
     if words.dtype != torch.int32:
@@ -197,7 +194,7 @@ def _codes(words: Tensor, bits: int) -> Tensor:
 
 
 def _block_of(count: int, num_blocks: int, size: int) -> Tensor:
-    """Which block each of `count` rows is in: all have `size` rows but the last; 0 stands for as many as there are."""
+    """The block of each of `count` rows. Blocks have `size` rows, the last one maybe fewer; with 0 all are equal."""
     import torch
 
     blocks = torch.arange(count) // (size if size and num_blocks > 1 else max(1, count // num_blocks))

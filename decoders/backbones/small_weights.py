@@ -23,7 +23,7 @@ from torch.nn import functional
 from draftmill.decoders.backbones.packed import replace_products
 
 _LARGEST: Final = {"int8": 127, "int4": 15, "fp8": 448}
-_TRIED, _ROWS = 64, 1024  # rows that are looked at for a grid, and then at a time
+_TRIED, _ROWS = 64, 1024  # rows by which a grid is looked for, and rows of a step afterwards
 _ROUTERS: Final = ("gate", "router", "shared_expert_gate")
 
 
@@ -67,7 +67,7 @@ class SmallLinear(nn.Module):
         return code_MK.copy_(code)
 
     def weight_MK(self) -> Tensor:  # noqa: N802
-        """The numbers that stand for the weight, in the buffer."""
+        """The dequantized weight, [M, K], in the buffer."""
         weight_MK = self._codes()
         parts_MGg = weight_MK.unflatten(1, (self.scale_MG1.shape[1], -1)).mul_(self.scale_MG1)
         if self.low_MG1 is not None:
@@ -83,8 +83,9 @@ class SmallLinear(nn.Module):
 
 
 def _grouped(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in groups of columns, [M, G, g], and the steps of a grid that has all numbers of a group, [M, G, 1]: 15 if there
-    is none of so few, by the first rows. Groups of 32 are taken where they alone have such grids."""
+    """A matrix in groups of columns, [M, G, g], and the number of steps of each group's grid, [M, G, 1]. If all groups of the
+    first rows lie on grids of at most 15 steps, the others' grids are found, too; else all have 15. Groups have 64 columns, or 32
+    where only those lie on grids."""
     sizes, most = [size for size in (64, 32) if weight_MK.shape[1] % size == 0], _LARGEST["int4"]
     if not sizes:
         raise ValueError(f"model.weights: int4, but a layer has {weight_MK.shape[1]} inputs; allowed: auto, int8, fp8")
@@ -97,7 +98,7 @@ def _grouped(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steps(part_MGg: Tensor) -> Tensor:
-    """How many of its least differences a group spans, [M, G, 1]."""
+    """The range of each group over its smallest gap, [M, G, 1]: the steps of the coarsest grid that holds its numbers."""
     gap_MGg = part_MGg.sort(2).values.diff(dim=2)
     least_MG1 = gap_MGg.masked_fill(gap_MGg == 0, torch.inf).amin(2, keepdim=True)
     # The mean over several gaps of one step: in half precision they differ by rounding.

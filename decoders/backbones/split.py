@@ -44,14 +44,10 @@ class GroupLostError(RuntimeError):
     """Another process of the model has ended, or the processes disagree: none of them can continue."""
 
 
-def open_meeting(count: int) -> Any:
-    """On rank 0: the place where the processes of a model find each other, on this machine only; its `port` is free."""
-    return _TORCH.TCPStore(_HERE, 0, count, is_master=True, wait_for_workers=False)
-
-
-def find_meeting(port: int, count: int) -> Any:
-    """On the other ranks: the place that rank 0 has opened."""
-    return _TORCH.TCPStore(_HERE, port, count, is_master=False)
+def open_meeting(count: int, port: int = 0) -> Any:
+    """The place where the processes of a model find each other, on this machine only. Rank 0 opens it, at a free `port`, which
+    the others then give."""
+    return _TORCH.TCPStore(_HERE, port, count, is_master=not port, wait_for_workers=bool(port))
 
 
 def join(meeting: Any, share: Share) -> None:
@@ -131,11 +127,11 @@ class SplitBackbone(RotaryBackbone):
             raise RuntimeError(f"the processes of this model need different shape rules: {rules}")
 
     def lead(self) -> None:
-        """From now on, tell the other ranks each call; they must `follow`."""
+        """From now on, send each call to the other ranks; they must `follow`."""
         self._leads = True
 
     def forward(self, rows: TokenRows) -> Tensor:
-        """See ModuleBackbone. GroupLostError if it fails on any rank: the others then wait in the middle of it."""
+        """Run the rows on all ranks; GroupLostError if that fails on one: the others then wait in the middle of it."""
         if not self._leads:
             return super().forward(rows)
         facts, arrays = rows.told()
@@ -147,7 +143,7 @@ class SplitBackbone(RotaryBackbone):
 
 
 def _leading(name: str) -> Callable[..., None]:
-    """A method of the backbone that the leader tells the other ranks before it does the same."""
+    """A method of the backbone that the leader first sends to the other ranks."""
     plain: Callable[..., None] = getattr(RotaryBackbone, name)
 
     def method(self: SplitBackbone, *arguments: Any) -> None:
@@ -178,7 +174,7 @@ def dismiss() -> None:
 
 
 def tell(name: str, *arguments: int | Tensor) -> None:
-    """Tell the other ranks a call: one of `_CALLS`, with integers and then int64 arrays of one dimension."""
+    """Send the other ranks a call: one of `_CALLS`, with integers and then int64 arrays of one dimension."""
     numbers = [one for one in arguments if not isinstance(one, Tensor)]
     arrays = [one for one in arguments if isinstance(one, Tensor)]
     lengths = [len(array) for array in arrays]

@@ -44,11 +44,11 @@ class ModuleBackbone(OnSlots):
     `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't."""
 
     layers_by = "own network"
-    """What runs the layers, for the eyes of users."""
+    """The code that runs the layers, as users are shown it."""
     kernels: Mapping[str, str] = MappingProxyType({})
-    """What was found for each kernel that this model asked for (decoders/kernels/find.py)."""
+    """Each kernel that this model asked for, and whether it is used (decoders/kernels/find.py)."""
     is_foreign: ClassVar[bool] = False
-    """Whether the layers' code may do anything, so that only a test says whether rows are exact."""
+    """Whether the layers run the code of others: then only a test tells whether rows are exact."""
 
     def __init__(
         self,
@@ -61,45 +61,43 @@ class ModuleBackbone(OnSlots):
         exact: bool = False,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
+        on_cpu, self._packed = self.device.type == "cpu", can_pack(dtype, self.device)
+        is_fixed = exact and not on_cpu
         self.model, self.windows = model, windows
-        self.base, self.head = self._stack(model), model.get_output_embeddings()
+        self.base, self.head = model.get_decoder(), model.get_output_embeddings()
         inner = getattr(parsed, "widths", None) or [num_out for _, _, num_out, _ in products(self.base)]
         self._inner = max(inner)
         mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
         of_experts = {id(part) for mixture in mixtures for part in mixture.experts.modules()}
-        self.num_weights = sum(
-            num_in * num_out for part, num_in, num_out, _ in products(self.base) if id(part) not in of_experts
-        )
-        """Numbers that a row is multiplied with in a forward, apart from experts."""
-        self._packed = can_pack(dtype, self.device)
+        dense = [(num_in, num_out) for part, num_in, num_out, _ in products(self.base) if id(part) not in of_experts]
+        self.num_weights = sum(num_in * num_out for num_in, num_out in dense)
+        """The weights that multiply a row in a forward, without experts."""
         if self._packed:
             pack_products(self.base)
             self.head = PackedLinear(self.head.weight, self.head.bias)
-        is_fixed = exact and self.device.type != "cpu"
         if is_fixed:
             fix_products(self.base)
             self.head = FixedLinear(self.head.weight, self.head.bias)
-        self.embedding_VD: Tensor = self.model.get_input_embeddings().weight
+        self.embedding_VD: Tensor = model.get_input_embeddings().weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         key_heads, width = parsed.num_key_value_heads, parsed.head_dim
-        heads = key_heads, parsed.num_attention_heads // key_heads, width
+        group = parsed.num_attention_heads // key_heads
         longest = getattr(parsed, "max_position_embeddings", None) or parsed.max_length
         all_products = [*products(self.base), *products(self.head)]
-        self.rules = model_rules(all_products, heads, dtype, self.device, longest, exact=exact)
+        self.rules = model_rules(all_products, (key_heads, group, width), dtype, self.device, longest, exact=exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
-        on_cpu = self.device.type == "cpu"
         self._row_multiple = VECTOR // math.gcd(VECTOR, width, *inner) if on_cpu else 1
-        self._prepare_experts(mixtures, fixed=is_fixed)
-        self.tiling = Tiling.of(self.device, dtype, group=heads[1], width=heads[2], fixed=is_fixed)
-        self._attend = find_attention(
-            self.device,
-            dtype,
-            num_heads=heads[0] * heads[1],
-            key_heads=heads[0],
-            width=heads[2],
-            plain=getattr(parsed, "is_plain", True),
-            fixed=is_fixed,
-        )
+        for part in mixtures:
+            part.padded = self._padded
+        can_gather = mixtures and not any(isinstance(part, SmallLinear) for part in self.base.modules())
+        # All experts are multiplied at once where there is a kernel for their weights.
+        if can_gather and (product := find_product(self.device, dtype, fixed=is_fixed)) is not None:
+            for part in mixtures:
+                part.gather(product)
+        self.tiling = Tiling.of(self.device, dtype, group=group, width=width, fixed=is_fixed)
+        self._heads = {"num_heads": key_heads * group, "key_heads": key_heads, "width": width}
+        is_plain = getattr(parsed, "is_plain", True)
+        self._attend = find_attention(self.device, dtype, **self._heads, plain=is_plain, fixed=is_fixed)
         if is_fixed:
             self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
@@ -108,59 +106,34 @@ class ModuleBackbone(OnSlots):
         self._hooks, self._tapped = list[Any](), dict[int, Tensor]()
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
-        """Whether a forward asks nothing of the device: then it can be captured as a graph."""
-        self._cached = len(windows), heads[0], heads[2]
+        """Whether a forward never waits for the device: then it can be captured as a CUDA graph."""
         self.forget()
-
-    def _stack(self, model: Any) -> Any:
-        """All of a model but its output layer."""
-        return model.base_model
-
-    def _prepare_experts(self, mixtures: list[Experts], *, fixed: bool) -> None:
-        """Pad experts' rows as all rows, and multiply all experts at once where there is a kernel for their weights."""
-        for part in mixtures:
-            part.padded = self._padded
-        if not mixtures or any(isinstance(part, SmallLinear) for part in self.base.modules()):
-            return
-        if (product := find_product(self.device, self.dtype, fixed=fixed)) is not None:
-            for part in mixtures:
-                part.gather(product)
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop the whole cache."""
-        self.cache = SlotCache(
-            *self._cached,
-            dtype=self.dtype,
-            device=self.device,
-            pooled=self._attend is not None,
-        )
+        shape, is_pooled = (len(self.windows), self._heads["key_heads"], self._heads["width"]), self._attend is not None
+        self.cache = SlotCache(*shape, dtype=self.dtype, device=self.device, pooled=is_pooled)
         self.sums_N = None
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source` onto slot `target`."""
         super().copy_prefix(source, target, num_columns)
         if self.reader is not None:
             self.reader.copy_prefix(source, target, num_columns)
 
     def clear_slot(self, slot: int) -> None:
-        """Put zeros into a slot that holds NaN or infinity."""
         super().clear_slot(slot)
         if self.reader is not None:
             self.reader.clear_slot(slot)
 
     def find_layers(self) -> Any:
         """The kernels for norms, rotations and gates, where they are used and attention is a kernel, too."""
-        key_heads, width = self.cache.layers_2SKWd[0].shape[2], self.cache.layers_2SKWd[0].shape[4]
-        if self._attend is None:
-            return None
-        heads = {"num_heads": key_heads * self.tiling.group, "key_heads": key_heads, "width": width}
-        return find_layers(self.device, self.dtype, **heads)
+        return None if self._attend is None else find_layers(self.device, self.dtype, **self._heads)
 
     @property
     def row_bytes(self) -> int:
-        """See Model: states, heads, and the widest product with its gate."""
+        """Bytes of a row's states, heads, and widest product with its gate."""
         return (8 * self.width + 3 * self._inner) * self.dtype.itemsize
 
     # ---- the forward ---------------------------------------------------------------------------------------------
@@ -168,8 +141,7 @@ class ModuleBackbone(OnSlots):
     @torch.no_grad()
     def forward(self, rows: TokenRows) -> Tensor:
         """Write every row into the cache and return all rows' final hidden states (normed), [N, D]. `num_rows_computed` counts
-        the rows of the model's products, padding to whole blocks included; the places of the attention's rectangle that hold no
-        row are not counted."""
+        the rows of the model's products with their padding, but not the padding of the attention's rectangle."""
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
@@ -182,8 +154,8 @@ class ModuleBackbone(OnSlots):
         return hidden_ND
 
     def tap(self, reader: Any) -> None:
-        """Give a draft head the states after some layers, from the next forward on; None gives them to nobody. ValueError where
-        the layers can't be found."""
+        """Hand the states after some layers to a draft head, from the next forward on; None stops it. ValueError where the layers
+        can't be found."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.reader = [], reader
@@ -202,7 +174,7 @@ class ModuleBackbone(OnSlots):
         """The final hidden states of padded rows, [P, D]."""
 
     def _padded(self, count: int) -> int:
-        """How many rows the products run over for `count` wanted rows."""
+        """The number of rows, with padding, that the products run over for `count` rows."""
         least, multiple = max(count, self.min_rows), self._row_multiple
         return -(-(block_of_rows(least) if self._packed else least) // multiple) * multiple
 
@@ -268,7 +240,7 @@ class ModuleBackbone(OnSlots):
     def _sights(
         self, rows: TokenRows, num_columns: int, order_BW: Tensor | None, rectangle_N: Tensor | None
     ) -> dict[int | None, Tensor]:
-        """What the rows see under each window: an additive bias over the rectangle."""
+        """The attention mask of each window, as an additive bias over the rectangle."""
         seen_NW = seen_columns(rows.low_IN, rows.high_IN, num_columns)
         shape = rows.shape.num_slots, rows.shape.num_lines
         sights: dict[int | None, Tensor] = {}
@@ -292,7 +264,6 @@ class ModuleBackbone(OnSlots):
 
     @torch.no_grad()
     def embed(self, tokens_R: Tensor) -> Tensor:
-        """Return token embeddings [R, D]."""
         return self.embedding_VD[tokens_R].to(self.dtype)
 
 
@@ -309,8 +280,7 @@ class Network(nn.Module):
         num_last = getattr(shape, "num_last", shape.hidden_size)
         self.lm_head = UnsetLinear(num_last, shape.vocab_size, bias=bias)
 
-    @property
-    def base_model(self) -> nn.Module:
+    def get_decoder(self) -> nn.Module:
         """All but the output layer."""
         return self.model
 

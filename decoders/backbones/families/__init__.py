@@ -1,1 +1,1 @@
-"""Descriptions of the public model families: configs, tensor names, special ids. Imports no torch."""
+"""The public model families: configs, tensor names, special ids. Tables and checks, without torch and without weights."""

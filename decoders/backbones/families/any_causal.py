@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import metadata
 from typing import Any, Final
 
-from draftmill.decoders.backbones.families.config_fields import fitting
+from draftmill.decoders.backbones.families.config import Config, fitting
+from draftmill.decoders.backbones.families.family import Family
 from draftmill.decoders.backbones.families.rotary import Shapes
 
 TESTED: Final = (
@@ -31,28 +31,21 @@ TESTED_WITH: Final = "5.23.0"
 """The types of which tiny random models were compared with transformers' own texts, and its version."""
 
 PROBE: Final = "draftmill_probe"
-_HOW_TO_RUN: Final = {
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-    "quantization_config",
-    "compression_config",
-    "reorder_and_upcast_attn",
-}
-# Frequencies that follow the longest text of a batch. Up to the length of the training they are what they are without it.
+_HOW_TO_RUN: Final = (
+    "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation",
+    "quantization_config", "compression_config", "reorder_and_upcast_attn",
+)  # fmt: skip
+# Rotary types whose frequencies change in texts longer than those of the training, which are refused.
 _LONGER_ROPE: Final = {"dynamic", "longrope"}
 _OLD_BUFFERS: Final = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.(attention\.)?bias$")
 _LAYERS: Final = {"full_attention", "sliding_attention"}
-
-Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CausalFacts:
     """What is known of a model without its weights. `shapes` are its tensors by their names in a checkpoint, without tied ones,
     which are `tied`. A layer may have fewer key heads than `num_key_value_heads`, and narrower heads than `head_dim`. `is_plain`
-    says that no layer has a soft cap or sinks. Longer texts than `max_position_embeddings` are refused if `is_bounded`."""
+    says that no layer has a soft cap or sinks. Texts of more than `max_length` tokens are refused if `is_bounded`."""
 
     model_class: str
     vocab_size: int
@@ -63,15 +56,10 @@ class CausalFacts:
     head_dim: int
     windows: tuple[int | None, ...]
     is_plain: bool
-    max_position_embeddings: int | None
+    max_length: int | None
     is_bounded: bool
     shapes: Shapes
     tied: frozenset[str]
-
-    @property
-    def max_length(self) -> int | None:
-        """The longest text, in tokens, if the model has one."""
-        return self.max_position_embeddings
 
     def tensors(self) -> Shapes:
         """Every tensor that a checkpoint must have by its name there, with its shape."""
@@ -82,14 +70,17 @@ class CausalFacts:
         return set(self.tied)
 
 
-def is_causal(name: str) -> bool:
-    """Whether transformers has a causal model of this `model_type`."""
-    return name in _classes()
-
-
 def version() -> str:
     """The version of transformers, whose models these are."""
     return metadata.version("transformers")
+
+
+def family(name: str) -> Family | None:
+    """The causal models of transformers with this `model_type`; None if there are none."""
+    if name not in _classes():
+        return None
+    shape, is_left = partial(facts, name), partial(is_unread, name)
+    return Family(name, "causal", shape, prefix=f"{_class(name).base_model_prefix}.", is_unread=is_left, shift=1)
 
 
 @lru_cache
@@ -99,21 +90,16 @@ def _classes() -> dict[str, str]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def prefix(name: str) -> str:
-    """What a checkpoint of the whole model puts before the names of the base model's tensors."""
-    return f"{_class(name).base_model_prefix}."
-
-
-def is_unread(name: str, tensor: str) -> bool:
-    """Whether a tensor that no module has may be left unread: of layers of the training alone, or a buffer of older versions."""
-    patterns = [*(_class(name)._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]
-    return any(re.search(pattern, tensor) for pattern in patterns)
-
-
 def _class(name: str) -> Any:
     import transformers
 
     return getattr(transformers, _classes()[name])
+
+
+def is_unread(name: str, tensor: str) -> bool:
+    """Whether a tensor without a module may be left unread: one that only training uses, or a buffer of older versions."""
+    patterns = [*(_class(name)._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]
+    return any(re.search(pattern, tensor) for pattern in patterns)
 
 
 def parse(name: str, config: Config) -> Any:
@@ -136,41 +122,39 @@ def _facts(name: str, config: str) -> CausalFacts:
     parsed = parse(name, json.loads(config))
     with fitting(name):
         _check(parsed)
-        pinned = {kind for kind in _rope_types(parsed) if kind in _LONGER_ROPE}
+        is_pinned = not _LONGER_ROPE.isdisjoint(_rope_types(parsed))
         calls, shapes, tied, num_tables = _probe(name, parsed)
-        layers = [index for index, _ in calls]
+        layers = [call["layer"] for call in calls]
         if layers != list(range(parsed.num_hidden_layers)):
             raise ValueError(
                 f"{sum(layers.count(index) == 1 for index in set(layers))} of its {parsed.num_hidden_layers} layers attend once, "
                 "through transformers' attention interface; supported: all layers (no state spaces, no linear or differential "
                 "attention)"
             )
-        found = [call for _, call in calls]
-        heads = {call["heads"] for call in found}
-        keys = max(call["keys"] for call in found)
-        if len(heads) > 1 or any(keys % call["keys"] for call in found):
+        heads, keys = {call["heads"] for call in calls}, max(call["keys"] for call in calls)
+        if len(heads) > 1 or any(keys % call["keys"] for call in calls):
             raise ValueError(
                 "its layers have unequal numbers of heads; supported: one number, and key heads that divide it"
             )
-        windows = tuple(call["window"] for call in found)
+        windows = tuple(call["window"] for call in calls)
         if any(window is not None and window < 1 for window in windows):
             raise ValueError(f"its layers have windows of {windows} positions; supported: numbers >= 1")
     longest = getattr(parsed, "max_position_embeddings", None)
-    if pinned:
+    if is_pinned:
         trained = parsed.rope_parameters.get("original_max_position_embeddings")
         longest = getattr(parsed, "original_max_position_embeddings", None) or trained or longest
     return CausalFacts(
         model_class=_classes()[name],
         vocab_size=int(parsed.vocab_size),
         hidden_size=int(parsed.hidden_size),
-        num_hidden_layers=len(found),
+        num_hidden_layers=len(calls),
         num_attention_heads=heads.pop(),
         num_key_value_heads=keys,
-        head_dim=max(call["width"] for call in found),
+        head_dim=max(call["width"] for call in calls),
         windows=windows,
-        is_plain=all(call["plain"] for call in found),
-        max_position_embeddings=longest,
-        is_bounded=bool(pinned) or num_tables > 1,
+        is_plain=all(call["plain"] for call in calls),
+        max_length=longest,
+        is_bounded=is_pinned or num_tables > 1,
         shapes=shapes,
         tied=tied,
     )
@@ -188,46 +172,46 @@ def _check(parsed: Any) -> None:
 
 
 def _rope_types(parsed: Any) -> set[str]:
-    """The kinds of rotary positions, of which a model may have one for each kind of layer."""
+    """The rotary types of a config, which may have one for each kind of layer."""
     rope = getattr(parsed, "rope_parameters", None) or {}
     each = rope.values() if any(isinstance(value, dict) for value in rope.values()) else [rope]
     return {str(one.get("rope_type", "default")) for one in each if isinstance(one, dict)}
 
 
 def pin_rotations(model: Any) -> Any:
-    """Let the frequencies of rotary positions stay what they are in texts as long as those of the training, whatever the length
-    of a batch: longer texts are refused, see CausalFacts."""
+    """Keep the rotary frequencies of short texts whatever the length of a batch: texts longer than the training's are refused."""
     for part in model.modules():
         if isinstance(kind := getattr(part, "rope_type", None), str) and kind in _LONGER_ROPE:
             part.rope_type = "default"
     return model
 
 
-def _probe(name: str, parsed: Any) -> tuple[list[tuple[int, dict[str, Any]]], dict[str, Any], frozenset[str], int]:
-    """Run the model without memory: each call of attention, the tensors of a checkpoint, tied ones, the number of tables."""
+def _probe(name: str, parsed: Any) -> tuple[list[dict[str, Any]], Shapes, frozenset[str], int]:
+    """Run the model on the meta device: its calls of attention, a checkpoint's tensors, tied ones, the number of embeddings."""
     import torch
     from transformers import AttentionInterface
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from draftmill.decoders.backbones.gpt_neo import use_interface
+    from draftmill.decoders.backbones.any_causal import use_interface
 
-    calls: list[tuple[int, dict[str, Any]]] = []
+    calls: list[dict[str, Any]] = []
 
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any) -> Any:
         window = more.get("sliding_window")
+        if getattr(module, "is_causal", True) is False:
+            raise TypeError("its attention sees texts in both directions")
+        if more.get("layout") != PROBE:
+            raise TypeError("it does not hand keyword arguments to its attention")
         call = {
+            "layer": int(module.layer_idx),
             "heads": query.shape[1],
             "keys": key.shape[1],
             "width": max(key.shape[3], value.shape[3]),
             "window": None if window is None else int(window),
             "plain": more.get("softcap") is None and more.get("s_aux") is None,
         }
-        if getattr(module, "is_causal", True) is False:
-            raise TypeError("its attention sees texts in both directions")
-        if more.get("layout") != PROBE:
-            raise TypeError("it does not hand keyword arguments to its attention")
-        calls.append((int(module.layer_idx), call))
+        calls.append(call)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(PROBE, attention)

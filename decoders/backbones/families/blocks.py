@@ -10,28 +10,23 @@ Sources: the checkpoints' configs, and the model files of SDAR (Cheng et al., 20
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Final
 
 from draftmill.decoders.backbones.families.causal import rotary_shape
-from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, positive, whole, wholes
-from draftmill.decoders.backbones.families.masked import Built
+from draftmill.decoders.backbones.families.config import Config, Supported, demand, fitting, positive, whole
+from draftmill.decoders.backbones.families.family import Family, rotary_family
 from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
-
-FULL_ATTENTION: Final[Built] = {"use_sliding_window": (False, None)}
 
 # ---- Nemotron-Labs-Diffusion: a Llama (Ministral 3) that is causal, too, and predicts the next token where it is ----------
 
-_NEMOTRON_BUILT: Final[Built] = {
+_NEMOTRON_BUILT: Final[Supported] = {
     "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
     "sliding_window": (None,),
-    "tie_word_embeddings": (False,),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), (False,)),
 }
 
 
-def nemotron_shape(config: Config) -> RotaryShape:
+def _nemotron_shape(config: Config) -> RotaryShape:
     """Read a Nemotron-Labs-Diffusion config. Its queries are scaled by their position, by 1 within the length that YaRN starts
     from: longer texts are refused."""
     shape = rotary_shape(config, name="nemotron_labs_diffusion", like="llama", built=_NEMOTRON_BUILT)
@@ -40,64 +35,62 @@ def nemotron_shape(config: Config) -> RotaryShape:
     return dataclasses.replace(shape, longest=longest, is_bounded=True)
 
 
-def nemotron_name(name: str) -> str:
+def _nemotron_name(name: str) -> str:
     """Nemotron's name of a tensor of Llama."""
     return "diffusion_head.weight" if name == "lm_head.weight" else "encoder." + name.removeprefix("model.")
 
 
 # ---- LLaDA2 --------------------------------------------------------------------------------------------------------------
 
-_SAME: Final = (
+_SIZES: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
-_COUNTS: Final = (*_SAME, "num_experts", "num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size")
-_LLADA2_BUILT: Final[Built] = {
+_LLADA2_HAS: Final = ("use_qk_norm", "use_rmsnorm", "norm_topk_prob", "moe_router_enable_expert_bias")
+_LLADA2_LACKS: Final = (
+    "use_qkv_bias", "use_bias", "using_split_qkv_in_self_attention", "norm_head", "norm_softmax", "tie_word_embeddings",
+)  # fmt: skip
+_LLADA2_BUILT: Final[Supported] = {
     "hidden_act": ("silu",),
-    "use_qk_norm": (True,),
-    "use_qkv_bias": (False,),
-    "use_bias": (False,),
-    "use_rmsnorm": (True,),
-    "using_split_qkv_in_self_attention": (False,),
-    "norm_head": (False,),
-    "norm_softmax": (False,),
-    "norm_topk_prob": (True,),
     "score_function": ("sigmoid",),
-    "moe_router_enable_expert_bias": (True,),
-    "rope_scaling": (None,),
     "use_sliding_window": (False, None),
-    "tie_word_embeddings": (False,),
-    "quantization_config": (None,),
+    **dict.fromkeys(("rope_scaling", "quantization_config"), (None,)),
+    **dict.fromkeys(_LLADA2_HAS, (True,)),
+    **dict.fromkeys(_LLADA2_LACKS, (False,)),
 }
-_TURNED: Final = 0.5
 
 
 def llada2_shape(config: Config) -> RotaryShape:
     """Read a LLaDA2 config; ValueError names the first missing, invalid or unsupported field."""
     with fitting("llada2"):
-        counts = wholes(config, {key: key for key in _COUNTS})
-        heads, width = counts["num_attention_heads"], counts["hidden_size"]
-        head_dim = whole(config, "head_dim", width // heads)
+        sizes: dict[str, Any] = {key: whole(config, key) for key in _SIZES}
         demand(config, _LLADA2_BUILT)
         config = _with_rope_parameters(config)
-        same: dict[str, Any] = {key: counts[key] for key in _SAME}
+        head_dim = whole(config, "head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
+        rotary_dim = int(head_dim * positive(config, "partial_rotary_factor", 0.5))
+        if config.get("rotary_dim") not in {None, rotary_dim}:  # which the public code does not read
+            raise ValueError(
+                f"it has rotary_dim = {config['rotary_dim']!r}, but partial_rotary_factor makes it {rotary_dim}"
+            )
         return RotaryShape(
-            **same,
+            **sizes,
             head_dim=head_dim,
-            rotary_dim=_rotary_dim(config, head_dim),
+            rotary_dim=rotary_dim,
             rms_norm_eps=positive(config, "rms_norm_eps"),
             rope={"rope_theta": positive(config, "rope_theta")},
-            windows=(None,) * counts["num_hidden_layers"],
-            mixture=_mixture(config, counts),
+            windows=(None,) * sizes["num_hidden_layers"],
+            mixture=_mixture(config),
             dense=frozenset(range(whole(config, "first_k_dense_replace", 0, least=0))),
             head_norms=True,
             is_joined=True,
         )
 
 
-def _mixture(config: Config, counts: Mapping[str, int]) -> MixtureShape:
-    count, chosen = counts["num_experts"], counts["num_experts_per_tok"]
-    groups, kept = counts["n_group"], counts["topk_group"]
+def _mixture(config: Config) -> MixtureShape:
+    count, chosen, inner = (
+        whole(config, key) for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    )
+    groups, kept = whole(config, "n_group"), whole(config, "topk_group")
     each = count // groups
     if count % groups or each < 2 or kept > groups:
         raise ValueError(
@@ -106,14 +99,9 @@ def _mixture(config: Config, counts: Mapping[str, int]) -> MixtureShape:
         )
     if chosen > kept * each:
         raise ValueError(f"num_experts_per_tok = {chosen}; {kept} groups of {each} have fewer experts")
-    inner = counts["moe_intermediate_size"]
+    scale, shared = positive(config, "routed_scaling_factor"), whole(config, "num_shared_experts", 0, least=0) * inner
     return MixtureShape(
-        num_experts=count,
-        num_chosen=chosen,
-        inner=inner,
-        groups=(groups, kept),
-        scale=positive(config, "routed_scaling_factor"),
-        shared=whole(config, "num_shared_experts", 0, least=0) * inner,
+        num_experts=count, num_chosen=chosen, inner=inner, groups=(groups, kept), scale=scale, shared=shared
     )
 
 
@@ -128,14 +116,6 @@ def _with_rope_parameters(config: Config) -> Config:
     return {**config, **inner}
 
 
-def _rotary_dim(config: Config, head_dim: int) -> int:
-    """The rotated dimensions of a head; two fields may give them, the public code reads only the factor."""
-    turned = int(head_dim * positive(config, "partial_rotary_factor", _TURNED))
-    if config.get("rotary_dim") not in {None, turned}:
-        raise ValueError(f"it has rotary_dim = {config['rotary_dim']!r}, but partial_rotary_factor makes it {turned}")
-    return turned
-
-
 _LLADA2_NAMES: Final = {
     ".embed_tokens.": ".word_embeddings.",
     ".self_attn.qkv_proj.": ".attention.query_key_value.",
@@ -145,8 +125,24 @@ _LLADA2_NAMES: Final = {
 }
 
 
-def llada2_name(name: str) -> str:
+def _llada2_name(name: str) -> str:
     """LLaDA2's name of a tensor of Llama."""
     for ours, theirs in _LLADA2_NAMES.items():
         name = name.replace(ours, theirs)
     return name
+
+
+# ---- the families --------------------------------------------------------------------------------------------------------
+
+_FULL_ATTENTION: Final[Supported] = {"use_sliding_window": (False, None)}
+_SDAR: Final[dict[str, Any]] = {"mask": 151669, "mask_token": "<|MASK|>", "block": 4, "ends": ("<|im_end|>",)}
+_FAST_DLLM: Final[dict[str, Any]] = {"mask": 151665, "mask_token": "|<MASK>|", "block": 32, "ends": ("<|im_end|>",)}
+_LLADA2: Final[dict[str, Any]] = {"mask": 156895, "mask_token": "<|mask|>", "block": 32, "ends": ("<|role_end|>",)}
+_NEMOTRON: Final[dict[str, Any]] = {"mask": 100, "block": 32, "left_shift": 1, "prompt_block": True}
+FAMILIES: Final = (
+    rotary_family("sdar", "blocks", "qwen3", _FULL_ATTENTION, **_SDAR),
+    rotary_family("sdar_moe", "blocks", "qwen3_moe", {**_FULL_ATTENTION, "hidden_act": ("silu",)}, **_SDAR),
+    rotary_family("fast_dllm_v2", "blocks", "qwen2", _FULL_ATTENTION, shift=1, **_FAST_DLLM),
+    Family("llada2", "blocks", llada2_shape, theirs=_llada2_name, **_LLADA2),
+    Family("nemotron_labs_diffusion", "blocks", _nemotron_shape, theirs=_nemotron_name, prefix="encoder.", **_NEMOTRON),
+)

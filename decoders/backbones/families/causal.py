@@ -6,10 +6,10 @@ config.json may leave fields out; sizes have none. Compared with transformers in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
-from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, flag, positive, whole
+from draftmill.decoders.backbones.families.config import Config, Supported, demand, fitting, flag, positive, whole
 from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
 
 Like = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
@@ -22,8 +22,6 @@ _ROPE_NEEDS: Final = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-# What reading an invalid config may raise besides ValueError.
-_UNREADABLE: Final = (TypeError, KeyError, AttributeError, ArithmeticError)
 
 
 def rotary_shape(
@@ -31,47 +29,45 @@ def rotary_shape(
     *,
     name: str,
     like: Like,
-    built: Mapping[str, tuple[Any, ...]] | None = None,
+    built: Supported | None = None,
     translate: Callable[[Config], Config] = lambda config: config,
 ) -> RotaryShape:
     """The sizes of a model of family `name`, whose fields are those of family `like`, after `translate` where they have other
     names. `built` has the supported values of further fields, as `demand` takes them. ValueError if config.json is invalid, or
     asks for what is not supported."""
-    with fitting(name, *_UNREADABLE):
+    with fitting(name, TypeError, KeyError, AttributeError, ArithmeticError):
         demand(config, built or {})
-        return _shape(translate(config), like)
-
-
-def _shape(config: Config, like: Like) -> RotaryShape:
-    width, layers, heads = (whole(config, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    key_heads = whole(config, "num_key_value_heads", heads)
-    if config.get("head_dim") is None and like != "qwen3" and width % heads:
-        raise ValueError(f"hidden_size {width} is not a multiple of {heads} heads")
-    head_dim = whole(config, "head_dim", 128 if like == "qwen3" else width // heads)
-    asked = flag(config, "attention_bias")
-    mixture, dense = _mixture(config, layers) if like == "qwen3_moe" else (None, frozenset[int]())
-    return RotaryShape(
-        vocab_size=whole(config, "vocab_size"),
-        hidden_size=width,
-        intermediate_size=whole(config, "intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        head_dim=head_dim,
-        rotary_dim=head_dim,
-        rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config),
-        max_position_embeddings=whole(config, "max_position_embeddings", _LONGEST.get(like, 32768)),
-        windows=_windows(config, like, layers),
-        hidden_act=config.get("hidden_act", "silu"),
-        tied=flag(config, "tie_word_embeddings"),
-        mixture=mixture,
-        dense=dense,
-        qkv_bias={"mistral": False, "qwen2": True}.get(like, asked),
-        output_bias=asked and like not in {"mistral", "qwen2"},
-        inner_bias=like == "llama" and flag(config, "mlp_bias"),
-        head_norms=like in {"qwen3", "qwen3_moe"},
-    )
+        config = translate(config)
+        width, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
+        heads = whole(config, "num_attention_heads")
+        key_heads = whole(config, "num_key_value_heads", heads)
+        if config.get("head_dim") is None and like != "qwen3" and width % heads:
+            raise ValueError(f"hidden_size {width} is not a multiple of {heads} heads")
+        head_dim = whole(config, "head_dim", 128 if like == "qwen3" else width // heads)
+        asked = flag(config, "attention_bias")
+        mixture, dense = _mixture(config, layers) if like == "qwen3_moe" else (None, frozenset[int]())
+        return RotaryShape(
+            vocab_size=whole(config, "vocab_size"),
+            hidden_size=width,
+            intermediate_size=whole(config, "intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads,
+            head_dim=head_dim,
+            rotary_dim=head_dim,
+            rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
+            rope=_rope(config),
+            max_position_embeddings=whole(config, "max_position_embeddings", _LONGEST.get(like, 32768)),
+            windows=_windows(config, like, layers),
+            hidden_act=config.get("hidden_act", "silu"),
+            tied=flag(config, "tie_word_embeddings"),
+            mixture=mixture,
+            dense=dense,
+            qkv_bias={"mistral": False, "qwen2": True}.get(like, asked),
+            output_bias=asked and like not in {"mistral", "qwen2"},
+            inner_bias=like == "llama" and flag(config, "mlp_bias"),
+            head_norms=like in {"qwen3", "qwen3_moe"},
+        )
 
 
 def _rope(config: Config) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The masked-diffusion families: LLaDA, LLaDA-MoE and Dream, which are a Llama, a Qwen3-MoE and a Qwen2, and MDLM and SEDD
 on ddit.py.
 
-Pure tables and checks over a config dict; reads no weights and imports no torch. Differences from the public code's
-loading: remote code is never run, and no tensor is ever left out or filled in silently.
+Unlike in the public code's loading, remote code is never run, and no tensor is left out or filled in silently.
 
 Sources: the checkpoints' configs, and the model files of LLaDA (Nie et al., 2025), LLaDA-MoE (Zhu et al., 2025), Dream (Ye et
 al., 2025), MDLM (Sahoo et al., 2024) and SEDD (Lou et al., 2024).
@@ -16,50 +15,45 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from draftmill.decoders.backbones.families.causal import rotary_shape
-from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, whole, wholes
+from draftmill.decoders.backbones.families.config import Config, Supported, demand, fitting, whole
+from draftmill.decoders.backbones.families.family import Family, rotary_family
 from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes, product_shapes
-
-Built = dict[str, tuple[Any, ...]]
-"""Supported values of fields, as `demand` takes them."""
 
 # ---- LLaDA: a Llama that sees everything, under the names of OLMo ------------------------------------------------------
 
-LLADA_PREFIX: Final = "model.transformer."
+_LLADA_PREFIX: Final = "model.transformer."
 _LLADA_NAMES: Final = {
     "model.embed_tokens": "wte",
     "model.norm": "ln_f",
     "lm_head": "ff_out",
     "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "q_proj",
-    "self_attn.k_proj": "k_proj",
-    "self_attn.v_proj": "v_proj",
     "self_attn.o_proj": "attn_out",
     "post_attention_layernorm": "ff_norm",
     "mlp.gate_proj": "ff_proj",
-    "mlp.up_proj": "up_proj",
     "mlp.down_proj": "ff_out",
 }
-LLADA_BUILT: Final[Built] = {
+_LLADA_LACKS: Final = (
+    "include_bias",
+    "include_qkv_bias",
+    "attention_layer_norm",
+    "input_emb_norm",
+    "scale_logits",
+    "alibi",
+)
+_LLADA_BUILT: Final[Supported] = {
     "block_type": ("llama",),
     "block_group_size": (1,),
     "activation_type": ("silu",),
     "layer_norm_type": ("rms",),
-    "layer_norm_with_affine": (True,),
-    "rope": (True,),
-    "alibi": (False,),
-    "include_bias": (False,),
-    "include_qkv_bias": (False,),
+    **dict.fromkeys(("layer_norm_with_affine", "rope"), (True,)),
+    **dict.fromkeys(_LLADA_LACKS, (False,)),
     "bias_for_layer_norm": (False, None),
-    "attention_layer_norm": (False,),
     "multi_query_attention": (None, False),
-    "input_emb_norm": (False,),
-    "scale_logits": (False,),
-    "clip_qkv": (None,),
-    "rope_scaling": (None,),
+    **dict.fromkeys(("clip_qkv", "rope_scaling"), (None,)),
 }
 
 
-def llada_as_llama(config: Config) -> Config:
+def _llada_as_llama(config: Config) -> Config:
     """config.json by the names of Llama's fields."""
     heads = config["n_heads"]
     return {
@@ -80,20 +74,19 @@ def llada_name(name: str) -> str:
     """LLaDA's name of a tensor of Llama."""
     part, kind = name.rsplit(".", 1)
     if part in _LLADA_NAMES:
-        return f"{LLADA_PREFIX}{_LLADA_NAMES[part]}.{kind}"
+        return f"{_LLADA_PREFIX}{_LLADA_NAMES[part]}.{kind}"
     _, _, layer, inner = part.split(".", 3)
-    return f"{LLADA_PREFIX}blocks.{layer}.{_LLADA_NAMES[inner]}.{kind}"
+    own = _LLADA_NAMES.get(inner) or inner.rpartition(".")[2]
+    return f"{_LLADA_PREFIX}blocks.{layer}.{own}.{kind}"
 
 
 # ---- LLaDA-MoE: a Qwen3 with experts that sees everything ----------------------------------------------------------------
 
-LLADA_MOE_BUILT: Final[Built] = {
+_LLADA_MOE_BUILT: Final[Supported] = {
     "hidden_act": ("silu",),
     "qk_layernorm": (True,),
-    "clip_qkv": (None,),
+    **dict.fromkeys(("clip_qkv", "rope_scaling", "shared_expert_intermediate_size"), (None,)),
     "partial_rotary_factor": (1, None),
-    "rope_scaling": (None,),
-    "shared_expert_intermediate_size": (None,),
     "moe_router_enable_expert_bias": (False, None),
     "moe_router_score_function": ("softmax", None),
     # The public code scales no weights, whatever these say.
@@ -102,7 +95,7 @@ LLADA_MOE_BUILT: Final[Built] = {
 }
 
 
-def llada_moe_as_qwen3(config: Config) -> Config:
+def _llada_moe_as_qwen3(config: Config) -> Config:
     """config.json by the names of Qwen3-MoE's fields."""
     kinds = config["moe_layer_freq"]
     if len(kinds) != config["num_hidden_layers"]:
@@ -117,12 +110,12 @@ def llada_moe_as_qwen3(config: Config) -> Config:
 
 # ---- Dream: a Qwen2 that sees everything and still predicts the next token -----------------------------------------------
 
-_DREAM_BUILT: Final[Built] = {"use_sliding_window": (False,), "use_mrope": (False,)}
+_DREAM_BUILT: Final[Supported] = {"use_sliding_window": (False,), "use_mrope": (False,)}
 # Dream was trained on texts of this length; its config still has the number of its base model.
 _DREAM_LENGTH: Final = 2048
 
 
-def dream_shape(config: Config) -> RotaryShape:
+def _dream_shape(config: Config) -> RotaryShape:
     """Read a Dream config."""
     shape = rotary_shape(config, name="dream", like="qwen2", built=_DREAM_BUILT)
     return dataclasses.replace(shape, longest=min(_DREAM_LENGTH, shape.max_position_embeddings))
@@ -191,7 +184,7 @@ _FLAT: Final = {
 }
 _NESTED: Final = _FLAT | {"hidden_size": "hidden_size", "max_length": "length"}
 _GPT2_AND_MASK: Final = 50258
-_MDLM_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+_MDLM_BUILT: Final[Supported] = {
     "parameterization": ("subs",),
     "backbone": ("dit",),
     "diffusion": ("absorbing_state",),
@@ -200,7 +193,7 @@ _MDLM_BUILT: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-def mdlm_shape(config: Config) -> DDiTShape:
+def _mdlm_shape(config: Config) -> DDiTShape:
     """Read an MDLM config: the hub's, or a training run's, which has its sizes under `model` and no vocabulary size."""
     nested = config.get("model")
     sizes, names = (nested, _NESTED) if isinstance(nested, Mapping) else (config, _FLAT)
@@ -210,10 +203,11 @@ def mdlm_shape(config: Config) -> DDiTShape:
     kind = noise.get("type") if takes_sigma and isinstance(noise, Mapping) else "loglinear"
     with fitting("mdlm"):
         demand({**config, "noise.type": kind}, _MDLM_BUILT)
-        return DDiTShape(**wholes(sizes, names), vocab_size=whole(vocabulary, "vocab_size"), takes_sigma=takes_sigma)
+        counts = {ours: whole(sizes, theirs) for ours, theirs in names.items()}
+        return DDiTShape(**counts, vocab_size=whole(vocabulary, "vocab_size"), takes_sigma=takes_sigma)
 
 
-def sedd_shape(config: Config) -> DDiTShape:
+def _sedd_shape(config: Config) -> DDiTShape:
     """Read a SEDD config; only the absorbing graph is supported, whose mask is not in its vocabulary."""
     parts = {name: config.get(name) for name in ("model", "graph", "noise")}
     missing = [name for name, part in parts.items() if not isinstance(part, Mapping)]
@@ -224,4 +218,20 @@ def sedd_shape(config: Config) -> DDiTShape:
     with fitting("sedd"):
         demand(kinds, {"graph.type": ("absorb",), "noise.type": ("loglinear",)})
         demand(model, {"type": ("ddit",), "scale_by_sigma": (True,)})
-        return DDiTShape(**wholes(model, _NESTED), vocab_size=whole(config, "tokens") + 1, takes_sigma=True)
+        counts = {ours: whole(model, theirs) for ours, theirs in _NESTED.items()}
+        return DDiTShape(**counts, vocab_size=whole(config, "tokens") + 1, takes_sigma=True)
+
+
+# ---- the families --------------------------------------------------------------------------------------------------------
+
+_LLADA: Final[dict[str, Any]] = {"theirs": llada_name, "prefix": _LLADA_PREFIX, "mask": 126336, "ends": ("<|eot_id|>",)}
+_LLADA_MOE: Final[dict[str, Any]] = {"mask": 156895, "mask_token": "<|mask|>", "ends": ("<|role_end|>",)}
+FAMILIES: Final = (
+    rotary_family("llada", "masked", "llama", _LLADA_BUILT, _llada_as_llama, **_LLADA),
+    rotary_family("llada_moe", "masked", "qwen3_moe", _LLADA_MOE_BUILT, _llada_moe_as_qwen3, **_LLADA_MOE),
+    Family("dream", "masked", _dream_shape, prefix="model.", mask=151666, shift=1, ends=("<|im_end|>",)),
+    Family(
+        "mdlm", "ancestral", _mdlm_shape, theirs=lambda name: f"backbone.{name}", prefix="backbone.", mask_is_last=True
+    ),
+    Family("sedd", "ancestral", _sedd_shape, mask_is_last=True),
+)

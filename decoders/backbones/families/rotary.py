@@ -1,7 +1,4 @@
-"""The sizes of a rotary network (network.py), in one form for all of its families, and the tensors of its checkpoints.
-
-Imports no torch; the other files of families/ read it from config.json.
-"""
+"""The sizes of a rotary network (network.py), in one form for all of its families, and the tensors of its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any, Final
 
 Shapes = dict[str, tuple[int, ...]]
 ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-"""Those between the products of a feed-forward network, by transformers' names."""
+"""The supported activations of feed-forward networks, by transformers' names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

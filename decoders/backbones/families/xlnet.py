@@ -1,15 +1,14 @@
 """The sizes of an XLNet from config.json, and the tensors of its checkpoints.
 
-Pure tables and checks over a config dict; reads no weights and imports no torch. Source: transformers' XLNetLMHeadModel, whose
-defaults apply to fields that config.json lacks.
+Source: transformers' XLNetLMHeadModel, whose defaults apply to fields that config.json lacks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from draftmill.decoders.backbones.families.config_fields import Config, demand, fitting, wholes
+from draftmill.decoders.backbones.families.config import Config, Supported, demand, fitting, positive, whole
 from draftmill.decoders.backbones.families.rotary import Shapes, product_shapes
 
 
@@ -36,7 +35,7 @@ class XLNetShape:
         return self.d_model // self.n_head
 
     def optional(self) -> set[str]:
-        """Name the tensors that a checkpoint may have besides."""
+        """Name the tensors that a checkpoint may have or lack."""
         # Segments are not used by any-subset decoding; a tied output layer is usually not stored.
         names = {"lm_loss.weight"}
         for layer in range(self.n_layer):
@@ -64,7 +63,7 @@ class XLNetShape:
 
 
 _SIZES: Final = ("vocab_size", "d_model", "n_layer", "n_head", "d_inner")
-_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+_BUILT: Final[Supported] = {
     "attn_type": ("bi",),
     "bi_data": (False,),
     "ff_activation": ("gelu", "relu", "gelu_new", "silu"),
@@ -78,9 +77,9 @@ def xlnet_shape(config: Config) -> XLNetShape:
     with fitting("xlnet"):
         demand(config, _BUILT)
         shape = XLNetShape(
-            **wholes(config, {key: key for key in _SIZES}),
-            clamp_len=_number(config, "clamp_len", -1, int),
-            layer_norm_eps=_number(config, "layer_norm_eps", 1e-12, float),
+            **{key: whole(config, key) for key in _SIZES},
+            clamp_len=whole(config, "clamp_len", -1, least=-1),
+            layer_norm_eps=positive(config, "layer_norm_eps", 1e-12),
             ff_activation=config.get("ff_activation", "gelu"),
             tie_word_embeddings=config.get("tie_word_embeddings", True),
         )
@@ -90,10 +89,3 @@ def xlnet_shape(config: Config) -> XLNetShape:
                 "an even d_model, n_head heads of which have a width of d_head"
             )
     return shape
-
-
-def _number(config: Config, key: str, default: Any, kind: type) -> Any:
-    value = config.get(key, default)
-    if not isinstance(value, int | kind) or isinstance(value, bool):
-        raise ValueError(f"it has {key} = {value!r}; allowed: {'whole ' if kind is int else ''}numbers")
-    return value

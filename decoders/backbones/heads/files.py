@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 
-from draftmill.decoders.backbones.checkpoint import file_tensors, header_shapes, pointer_problem, read_object
-from draftmill.decoders.backbones.checkpoint import read_config as read_json
+from draftmill.decoders.backbones import checkpoint
 from draftmill.decoders.backbones.families.causal import rotary_shape
 from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes, product_shapes
+from draftmill.decoders.backbones.families.table import find_family
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import DecoderChoice
 
@@ -37,9 +37,9 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
         return None
     if not (path.exists() and weights.exists()):
         raise ValueError(f"decoder.head: {folder} needs both {CONFIG} and {WEIGHTS}")
-    if problem := pointer_problem(weights):
+    if problem := checkpoint.pointer_problem(weights):
         raise ValueError(f"decoder.head: {problem}")
-    sizes = read_object(path, "decoder.head") or {}
+    sizes = checkpoint.read_object(path, "decoder.head") or {}
     # The files of the first heads don't name their kind, since there was only one.
     own_kind = sizes.pop("kind", "assd")
     if own_kind != kind:
@@ -53,19 +53,7 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
     return sizes
 
 
-def check_files(folder: Path, kind: HeadKind) -> bool:
-    """Whether a folder has heads; ValueError, as `read_sizes`, and where the weights do not fit the sizes."""
-    sizes = read_sizes(folder, kind)
-    if sizes is None:
-        return False
-    path = folder / WEIGHTS
-    shapes = file_tensors(path, lambda file, name: tuple(file.get_slice(name).get_shape()), "np", field="decoder.head")
-    if shapes != head_shapes(sizes):
-        raise ValueError(f"decoder.head: {path} does not fit {folder / CONFIG}")
-    return True
-
-
-def head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+def _head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
     """The tensors of heads of these sizes."""
     width, hidden = sizes["width"], sizes["markov_hidden"]
     distances = (2 * MAX_DISTANCE + 1, width)
@@ -98,10 +86,14 @@ def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] |
 
 
 def check_heads(settings: DecoderChoice, folder: Path) -> None:
-    """Raise ValueError if the named draft head, or the one in `folder`, does not fit the decoder."""
+    """Raise ValueError if the named draft head, or the one in `folder`, does not fit the decoder, or its weights its sizes."""
     place = head_place(settings, folder)
-    if place is not None:
-        check_files(*place)
+    sizes = None if place is None else read_sizes(*place)
+    if place is None or sizes is None:
+        return
+    config, path = place[0] / CONFIG, place[0] / WEIGHTS
+    if checkpoint.file_tensors(path, checkpoint.stored_shape, "np", field="decoder.head") != _head_shapes(sizes):
+        raise ValueError(f"decoder.head: {path} does not fit {config}")
 
 
 # ---- published heads -------------------------------------------------------------------------------------------------
@@ -134,7 +126,7 @@ class SpeculatorConfig:
 
     @property
     def most_drafts(self) -> int | None:
-        """How many tokens it drafts at most; None if any number."""
+        """The largest number of tokens that it drafts; None without a limit."""
         return None if self.kind == "eagle3" else self.block_size - (not self.from_anchor)
 
     def shapes(self, width_read: int) -> Shapes:
@@ -162,7 +154,7 @@ class SpeculatorConfig:
 
 def read_speculator(folder: Path) -> SpeculatorConfig:
     """Read a head's config.json; ValueError if it is of another format, or has what is not supported."""
-    config = read_json(folder)
+    config = checkpoint.read_config(folder)
 
     def demand(holds: bool, problem: str) -> None:
         if not holds:
@@ -182,14 +174,11 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
     demand(isinstance(vocab, int), f"draft_vocab_size = {vocab!r}; allowed: a number of ids")
     size, mask = config.get("block_size", 8), config.get("mask_token_id")
     is_block = isinstance(size, int) and size >= 2 and isinstance(mask, int)
-    demand(
-        kind == "eagle3" or is_block,
-        f"mask_token_id = {mask!r}, block_size = {size!r}; allowed: an id, and 2 or more",
-    )
-    rank: Any = 0
-    form = "vanilla"
-    if kind == "dspark":
-        rank, form = config.get("markov_rank", 256), config.get("markov_head_type", "vanilla")
+    problem = f"mask_token_id = {mask!r}, block_size = {size!r}; allowed: an id, and 2 or more"
+    demand(kind == "eagle3" or is_block, problem)
+    has_markov = kind == "dspark"
+    rank = config.get("markov_rank", 256) if has_markov else 0
+    form = config.get("markov_head_type", "vanilla") if has_markov else "vanilla"
     demand(isinstance(rank, int) and rank >= 0, f"markov_rank = {rank!r}; allowed: 0 or more")
     demand(form in {"vanilla", "gated"}, f"markov_head_type = {form!r}; allowed: vanilla, gated")
     return SpeculatorConfig(
@@ -200,7 +189,7 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
         flags=frozenset(name for name in _FLAGS if config.get(name)),
         block_size=size,
         mask_id=-1 if mask is None else mask,
-        from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
+        from_anchor=bool(config.get("sample_from_anchor", has_markov)),
         markov_rank=rank,
         is_gated=form == "gated" and rank > 0,
     )
@@ -209,9 +198,9 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
 def check_speculator(folder: Path, target: Path, info: ModelInfo) -> None:
     """Raise ValueError as read_speculator, and where the head does not fit the target model in its folder: its vocabulary, the
     numbers of layers, or the shape of a tensor."""
-    head, model, shapes = read_speculator(folder), read_json(target), header_shapes(folder)
-    num_layers = next((model[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in model), 0)
-    width = next((model[key] for key in ("hidden_size", "n_embd", "d_model") if key in model), 0)
+    head, found, config = read_speculator(folder), checkpoint.header_shapes(folder), checkpoint.read_config(target)
+    shape = find_family(config, info.family).shape(config)
+    num_layers, width = shape.num_hidden_layers, shape.hidden_size
     vocab_size = head.parsed.vocab_size
     if vocab_size != info.vocab_size:
         raise ValueError(f"{_PATH}: {folder} is for {vocab_size} ids; the model has {info.vocab_size}")
@@ -220,9 +209,9 @@ def check_speculator(folder: Path, target: Path, info: ModelInfo) -> None:
     expected = head.shapes(width)
     if head.draft_vocab != vocab_size:
         expected["d2t"] = (head.draft_vocab,)
-    for name, shape in expected.items():
-        found = shapes.get(name)
-        if found != shape and not (found is None and name in {"embed_tokens.weight", "lm_head.weight"}):
+    for name, size in expected.items():
+        is_shared = name not in found and name in {"embed_tokens.weight", "lm_head.weight"}
+        if found.get(name) != size and not is_shared:
             raise ValueError(
-                f"{_PATH}: {folder}: {name} has shape {found}; allowed by its config.json and the model's: {shape}"
+                f"{_PATH}: {folder}: {name} has shape {found.get(name)}; allowed by its config.json and the model's: {size}"
             )

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.heads.files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
 
 
@@ -91,8 +92,6 @@ def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
         return None
     heads, path = DraftHeads(**sizes), folder / WEIGHTS
     weights = {name: tensor.float() for name, tensor in load_file(path).items()}
-    try:
+    with refused(f"decoder.head: {path} does not fit {folder / CONFIG}", RuntimeError):
         heads.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        raise ValueError(f"decoder.head: {path} does not fit {folder / CONFIG}: {error}") from error
     return heads.eval()

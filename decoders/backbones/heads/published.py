@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
+from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.network import RotaryBackbone, Rotation
@@ -204,7 +205,7 @@ class Speculator(NetworkBackbone):
         return final_PD
 
     def embed(self, tokens_R: Tensor) -> Tensor:
-        """What a DSpark head knows of the token before a draft, [R, rank]; else embeddings."""
+        """A DSpark head's vectors of the tokens before drafts, [R, rank]; the token embeddings of other heads."""
         return super().embed(tokens_R) if self.heads is None else self.heads.markov.prev_VR[tokens_R]
 
     @torch.no_grad()
@@ -218,7 +219,7 @@ class Speculator(NetworkBackbone):
 
 
 class MarkovBias(nn.Module):
-    """Puts what is known of the token before a draft beside the draft's state; the output layer reads both. So the logits get a
+    """Appends a vector of the token before a draft to the draft's state, for an output layer that reads both: the logits get a
     bias of low rank, which a gate may weigh."""
 
     def __init__(self, prev_VR: Tensor, gate: nn.Module | None) -> None:
@@ -263,8 +264,8 @@ def _target_ids(weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
 
 
 def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor | None, *, is_dflash: bool) -> None:
-    """Give a head what it shares with its target: embeddings, and the rows of the output layer that it drafts. Of a DFlash head
-    what its file has of them is stale, but for an output layer of fewer ids."""
+    """Give a head the embeddings and the rows of the output layer that it shares with its target. Those in the file of a DFlash
+    head are stale, but for an output layer of fewer ids."""
     for name in [name for name in weights if name.startswith(("verifier_", "rotary_emb.", "confidence_head."))]:
         del weights[name]
     if is_dflash or "embed_tokens.weight" not in weights:
@@ -286,12 +287,8 @@ def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Specul
     head = read_speculator(folder)
     weights = load_weights(folder, device=str(target.device))
     weights = {name: part.to(target.dtype) if part.is_floating_point() else part for name, part in weights.items()}
-    try:
-        with noting() as kernels:
-            speculator = Speculator(head, weights, target, exact=exact)
-            speculator.kernels = kernels
-        return speculator
-    except (RuntimeError, KeyError) as error:
-        raise ValueError(
-            f"decoder.drafter.path: the tensors of {folder} do not fit its config.json: {error}"
-        ) from error
+    problem = f"decoder.drafter.path: the tensors of {folder} do not fit its config.json"
+    with refused(problem, RuntimeError, KeyError), noting() as kernels:
+        speculator = Speculator(head, weights, target, exact=exact)
+        speculator.kernels = kernels
+    return speculator

@@ -188,7 +188,7 @@ def test_a_config_with_a_million_layers_is_refused_before_any_is_built(
     assert key in config
     (folder / "config.json").write_text(json.dumps(config | {key: 1_000_000}))
     monkeypatch.setattr("draftmill.decoders.backbones.checkpoint.describe", lambda *_, **__: pytest.fail("built"))
-    monkeypatch.setattr("draftmill.decoders.backbones.load.check_names", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr("draftmill.decoders.backbones.checkpoint.check_names", lambda *_, **__: pytest.fail("built"))
     for read in (inspect_model, load_backbone):
         with pytest.raises(ValueError, match=rf"config.json says {key} = 1,000,000, but the weights have \d+ tensors"):
             read(folder)

@@ -333,7 +333,7 @@ def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr("draftmill.decoders.backbones.load.check_names", lambda *_: (_ for _ in ()).throw(KeyError))
+    monkeypatch.setattr("draftmill.decoders.backbones.load.pick_dtype", lambda *_: (_ for _ in ()).throw(KeyError))
     for device in ("cuda:1", "cuda", "cpu"):
         with pytest.raises(KeyError):
             load_backbone(fetch_model("builtin:ar-tiny"), device=device)

@@ -216,7 +216,7 @@ def test_a_tied_checkpoint_takes_its_embeddings_as_output_layer(golden, tmp_path
         ("sdar", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("sdar", {"block_size": 0}, "block_size = 0; allowed: whole numbers >= 1"),
         ("sdar", {"mask_token_id": 96}, r"model.mask_id: 96 is outside the vocabulary; allowed: 0 .. 95"),
-        ("sdar", {"mask_token_id": "<|MASK|>"}, "mask_token_id = '<|MASK|>'; allowed: token ids"),
+        ("sdar", {"mask_token_id": "<|MASK|>"}, "mask_token_id = '<|MASK|>'; allowed: whole numbers >= 0"),
         ("sdar", {"num_key_value_heads": 3}, "4 heads and 3 key heads do not divide"),
         ("sdar", {"quantization_config": {"bits": 4}}, "quant_method = None; supported: gptq, awq"),
         ("fast_dllm_v2", {"bd_size": "8"}, "bd_size = '8'; allowed"),

@@ -173,7 +173,7 @@ def test_logits_are_those_of_the_plain_network(tmp_path, family, change):
         ("llada", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = {'type': 'linear'"),
         ("llada", {"clip_qkv": 8.0}, "clip_qkv = 8.0; supported: None"),
         ("llada", {"n_heads": 0}, "family 'llada'"),
-        ("llada", {"mask_token_id": "60"}, "mask_token_id = '60'; allowed: token ids"),
+        ("llada", {"mask_token_id": "60"}, "mask_token_id = '60'; allowed: whole numbers >= 0"),
         (
             "llada2",
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},

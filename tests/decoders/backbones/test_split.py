@@ -21,7 +21,6 @@ from draftmill.decoders.backbones.split import (
     SplitBackbone,
     Summed,
     dismiss,
-    find_meeting,
     follow,
     join,
     open_meeting,
@@ -48,7 +47,7 @@ MODELS = {
 
 def follower(port: int, folders: list[Path], end: bool) -> None:
     """Rank 1: follows the first one for each model; ends itself in the middle of the last one if asked to."""
-    join(find_meeting(port, 2), Share(1, 2))
+    join(open_meeting(2, port), Share(1, 2))
     for folder in folders:
         backbone = load_backbone(folder, device="cpu", share=Share(1, 2))
         assert isinstance(backbone, SplitBackbone)
