@@ -19,7 +19,7 @@ Legend: C slots x heads, T query rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -136,7 +136,7 @@ def find_rules(
         rules = ShapeRules(min_rows or 1, *candidate, exact=True)
         if _attention_exact(attention, rules, _held(longest), least_rows or rules.min_queries):
             return rules
-    return INEXACT_RULES
+    return INEXACT_RULES if min_rows is None else replace(INEXACT_RULES, min_rows=min_rows)
 
 
 def _attention_exact(attention: Attention, rules: ShapeRules, longest: int, least_rows: int) -> bool:

@@ -29,6 +29,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight_MK: Tensor, bias_M: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_MK.shape
+        self.dtype = weight_MK.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.detach().contiguous(), None)
         self.bias_M = bias_M
 
@@ -67,10 +68,12 @@ class UnsetLinear(nn.Linear):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build of torch packs weights of this kind."""
+    """Whether this build of torch packs weights of this kind; bfloat16 needs a CPU with instructions for it."""
     ops: Any = torch.ops.mkldnn
     known = hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")
-    return known and device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if not known or device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(ops._is_mkldnn_bf16_supported()))
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -88,9 +88,7 @@ def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest:
 def products(module: nn.Module) -> Iterator[Product]:
     """Yield the modules at or below `module` that multiply rows by a matrix: the widths of input and output, the dtype."""
     for part in module.modules():
-        if isinstance(part, PackedLinear):
-            yield part, part.in_features, part.out_features, torch.float32
-        elif isinstance(part, SmallLinear):
+        if isinstance(part, PackedLinear | SmallLinear):
             yield part, part.in_features, part.out_features, part.dtype
         elif isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward:
             yield part, part.in_features, part.out_features, part.weight.dtype

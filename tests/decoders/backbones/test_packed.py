@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from draftmill.decoders.backbones.invariance import rows_exact
 from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
 
+PACKED = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, torch.device("cpu"))]
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.float32, torch.device("cpu")), reason="this build of torch does not pack weights"
 )
@@ -21,20 +22,21 @@ def random_layer(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(*shape, generator=generator), torch.randn(shape[0], generator=generator)
 
 
-@needs_packing
+@pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_packed_layer_gives_the_products_of_a_plain_one(biased: bool) -> None:
-    weight, bias = random_layer(24, 40)
-    rows = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1))
+def test_a_packed_layer_gives_the_products_of_a_plain_one(biased: bool, dtype: torch.dtype) -> None:
+    weight, bias = (part.to(dtype) for part in random_layer(24, 40))
+    rows = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = functional.linear(rows, weight, bias if biased else None)
-    torch.testing.assert_close(PackedLinear(weight, bias if biased else None)(rows), expected, atol=1e-5, rtol=1e-5)
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(PackedLinear(weight, bias if biased else None)(rows), expected, atol=close, rtol=close)
 
 
-@needs_packing
-def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+@pytest.mark.parametrize("dtype", PACKED)
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
     weight, _ = random_layer(70, 129)
-    rows = torch.randn(300, 129, generator=torch.Generator().manual_seed(1))
-    assert rows_exact(PackedLinear(weight, None), rows, 1)
+    rows = torch.randn(300, 129, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert rows_exact(PackedLinear(weight.to(dtype), None), rows, 1)
 
 
 @needs_packing
@@ -55,7 +57,8 @@ def test_both_kinds_of_layers_are_replaced_and_nothing_else() -> None:
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
 
 
-def test_only_float32_on_a_cpu_is_packed() -> None:
+def test_only_float32_and_bfloat16_on_a_cpu_are_packed() -> None:
+    assert not can_pack(torch.float16, torch.device("cpu"))
     assert not can_pack(torch.float64, torch.device("cpu"))
     assert not can_pack(torch.float32, torch.device("cuda"))
 
