@@ -1,12 +1,11 @@
 """Attention of flat token rows over the slot cache; transformers' modules call it instead of their own.
 
-A forward's rows run through a model as one flat sequence, so that products compute no padding. Only this module accesses
-the cache: it writes the rows' keys and values, spreads the queries over a rectangle with one line per slot, attends to the
-visible columns, and gathers the results. On a GPU a kernel reads the cache by the rows' intervals instead. The `Layout` or
-`FlatLayout` that it needs is passed through the model's keyword arguments as one object; nothing is kept between forwards.
-
-Under grouped-query attention the queries of a group become further query
-rows of their key head: keys and values are never repeated.
+A forward's rows run through a model as one flat sequence, so that products compute no padding. Without kernels only this
+module accesses the cache: it writes the rows' keys and values, spreads the queries over a rectangle with one line per slot,
+attends to the visible columns, and gathers the results. On a GPU a kernel reads the cache by the rows' intervals instead. The
+`Layout` or `FlatLayout` that it needs is passed through the model's keyword arguments as one object; nothing is kept between
+forwards. Under grouped-query attention the queries of a group become further query rows of their key head: keys and values are
+never repeated.
 
 Legend: N flat rows (padding after the valid ones), K key heads, G = H / K.
 """

@@ -2,18 +2,18 @@
 
     states = embeddings of the tokens
     a layer:  queries, keys, values = qkv_proj(norm(states))         queries and keys are normed (Qwen3, LLaDA2), then rotated
-              states += o_proj(attention(queries, keys, values))
+              states += o_proj(attention(queries, keys, values))     which first writes keys and values to the cache
               gate, up = gate_up_proj(norm(states))
               states += down_proj(act(gate) * up)                    or a mixture of experts (moe.py)
     the result is norm(states)
 
 Families differ in sizes, biases, norms of heads, the rotated part of a head, windows and experts: RotaryShape says which. The
-caller decides what a row sees; attention.py alone knows other rows and the cache.
+caller decides what a row sees; attention.py alone knows other rows, and writes the cache.
 
-On a GPU kernels run all that stands between the products and attention (decoders/kernels/layers.py): nine launches a layer.
+On a GPU kernels run all between products and attention, that write too (decoders/kernels/layers.py): nine launches a layer.
 
 Sources: Touvron et al., "Llama" (2023); Su et al., "RoFormer" (2021), rotations; Peng et al., "YaRN" (2023). Legend: P rows with
-padding, D width, H heads, K key heads, d head width, h = d / 2, J = H + 2 K, I inner width.
+padding, D width, H heads, K key heads, X = 2 K keys and values, d head width, h = d / 2, J = H + X, I inner width.
 """
 
 from __future__ import annotations
