@@ -14,7 +14,14 @@ from torch import Tensor
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.backbones.checkpoint import check_weights, each_tensor, read_config
+from draftmill.decoders.backbones.checkpoint import (
+    bos_id,
+    check_weights,
+    each_tensor,
+    inspect_model,
+    read_config,
+    stop_ids,
+)
 from draftmill.decoders.backbones.ddit import DDiTBackbone
 from draftmill.decoders.backbones.families.any_causal import CausalFacts
 from draftmill.decoders.backbones.families.masked import DDiTShape
@@ -29,6 +36,7 @@ from draftmill.decoders.backbones.split import SplitBackbone, share_of_weight
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.kernels.find import noting
 
+__all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
