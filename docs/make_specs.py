@@ -212,7 +212,9 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def filled(page: str) -> str:
-    """A page with its tables as they should be."""
+    """A page with its tables as they should be; ValueError where a table's region has no end of its own."""
+    if page.count("<!-- table: ") != page.count("<!-- end -->"):
+        raise ValueError("a page has other numbers of `<!-- table: NAME -->` and `<!-- end -->`")
     return REGION.sub(lambda region: region[1] + TABLES[region[2]]() + "\n" + region[3], page)
 
 

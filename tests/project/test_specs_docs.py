@@ -27,6 +27,8 @@ def test_a_changed_description_would_change_the_page():
     page = f"<!-- table: {name} -->\n\n{TABLES[name]()}\n<!-- end -->"
     assert filled(page) == page
     assert filled(page.replace(line, "| block_size | text | 1 | another meaning |")) == page
+    with pytest.raises(ValueError, match="other numbers of"):
+        filled(page.replace("<!-- end -->", "", 1))
 
 
 def test_the_json_schema_of_a_spec_describes_every_key():
