@@ -1,19 +1,21 @@
-"""Linear layers that keep their weights in 8 or 4 bits a number and compute in the model's dtype (`model.weights`).
+"""Linear layers that keep their weights in 8 or 4 bits a number (`model.weights`).
 
-A forward writes a layer's codes into a buffer that all layers share, and multiplies by it as any layer does. Memory holds the
-codes and one matrix, and rows agree by the shape rules of other products. Codes are computed on the CPU: they are the same on
-every device.
-
-    int8    code * scale, one scale a row of the matrix
-    fp8     the same with codes of e4m3
+    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits and multiplied as integers
+    fp8     the same with codes of e4m3, and rows as they are
     int4    code * scale + low, for each 64 (or 32) columns of a row. Numbers that are on such a grid, as those of checkpoints of
             4 bits, stay what they are
 
-Legend: K in, M out, G groups of g columns.
+A sum of integers is the same in any order: a row of int8 has the same bits in any batch, on any processor. The other kinds
+compute in the model's dtype: a forward writes a layer's codes into a buffer that all layers share, and multiplies by it as any
+layer does, so rows agree by the shape rules of other products. Codes of weights are computed on the CPU: they are the same on
+every device.
+
+Legend: R rows, K in, M out, G groups of g columns.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -23,6 +25,9 @@ from torch.nn import functional
 from draftmill.decoders.backbones.packed import replace_products
 
 _LARGEST: Final = {"int8": 127, "int4": 15, "fp8": 448}
+_EXACT: Final = 1024  # columns: 1024 * 128 * 127 is below 2^24
+_AT_ONCE: Final = 256  # rows whose sums stay in a processor's cache
+_STEPS, _TINY = 127 * 256, torch.finfo(torch.float32).tiny
 _TRIED, _ROWS = 64, 1024  # rows by which a grid is looked for, and rows of a step afterwards
 _ROUTERS: Final = ("gate", "router", "shared_expert_gate")
 
@@ -74,12 +79,51 @@ class SmallLinear(nn.Module):
             parts_MGg.add_(self.low_MG1)
         return weight_MK
 
+    def _of_integers(self, rows: Tensor) -> Tensor:
+        """The products of rows whose numbers are rounded to 16 bits of the row's largest one: two codes each, 256 high + low."""
+        wide_RK = rows.reshape(-1, self.in_features).float()
+        out_RM = wide_RK.new_empty(len(wide_RK), self.out_features)
+        for part_RK, sums_RM in zip(wide_RK.split(_AT_ONCE), out_RM.split(_AT_ONCE), strict=True):
+            scale_R1 = (part_RK.abs().amax(1, keepdim=True) / _STEPS).clamp_(min=_TINY)
+            code_RK = (part_RK / scale_R1).round_().to(torch.int16)
+            # The low byte has a sign, so the high one is rounded to the nearest.
+            codes_PK = torch.cat([code_RK, (code_RK + 128).bitwise_right_shift_(8)]).to(torch.int8)
+            low_RM, high_RM = integer_sums(codes_PK, self.code_MK).chunk(2)
+            torch.add(low_RM, high_RM, alpha=256.0, out=sums_RM).mul_(self.scale_MG1.flatten()).mul_(scale_R1)
+        if self.bias is not None:
+            out_RM.add_(self.bias)
+        return out_RM.to(self.dtype).view(*rows.shape[:-1], self.out_features)
+
     def forward(self, rows: Tensor) -> Tensor:
         """Return the products, any number of leading dimensions."""
+        if self.kind == "int8":
+            return self._of_integers(rows)
         if self.low_MG1 is None and self.dtype != torch.float16:  # products of codes would exceed float16's numbers
             out = functional.linear(rows, self._codes()).mul_(self.scale_MG1.flatten())
             return out if self.bias is None else out.add_(self.bias)
         return functional.linear(rows, self.weight_MK(), self.bias)
+
+
+def integer_sums(code_RK: Tensor, code_MK: Tensor) -> Tensor:
+    """The products of rows and a matrix of codes, int8 [R, K] and [M, K], float32 [R, M]: exact sums, rounded once."""
+    (num_rows, width), device = code_RK.shape, code_RK.device
+    if device.type == "cpu" and width > 1 and adds_exactly():  # of one column torch gives something else
+        return torch._int_mm(code_RK, code_MK.T).float()
+    if device.type == "cuda" and width % 8 == 0 == len(code_MK) % 8:
+        # It wants more than 16 rows.
+        padded_PK = functional.pad(code_RK, (0, 0, 0, max(0, 32 - num_rows)))
+        return torch._int_mm(padded_PK, code_MK.T)[:num_rows].float()
+    # Sums of these products are integers up to 2^24, which float32 has.
+    parts = zip(code_RK.split(_EXACT, 1), code_MK.split(_EXACT, 1), strict=True)
+    return sum(((rows.float() @ matrix.float().T).double() for rows, matrix in parts), torch.zeros(())).float()
+
+
+@cache
+def adds_exactly() -> bool:
+    """Whether the CPU's products of codes are right: without VNNI they add two products in 16 bits, which is too narrow."""
+    extreme = torch.tensor([[127], [-128]], dtype=torch.int8).expand(2, 64).contiguous()
+    expected = 64 * torch.tensor([[127 * 127, -127 * 128], [-127 * 128, 128 * 128]], dtype=torch.int32)
+    return torch.equal(torch._int_mm(extreme, extreme.T), expected)
 
 
 def _grouped(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +167,7 @@ def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
                 weight_MK.copy_(rounded.weight_MK())
     replace_products(base, lambda weight, bias: SmallLinear(weight, bias, kind).to(device), but=_ROUTERS)
     layers = [part for part in base.modules() if isinstance(part, SmallLinear)]
-    size = max(part.out_features * part.in_features for part in layers)
+    size = 0 if kind == "int8" else max(part.out_features * part.in_features for part in layers)
     buffer = torch.empty(size, dtype=layers[0].dtype, device=device)
     for part in layers:
         part.buffer = buffer

@@ -28,14 +28,18 @@ _FIRST, _SEVERAL = 2, 4
 _ITERATIONS, _FEWEST, _MOST = 64, 6, 8
 # Another length must be this much faster to be used: rates are noisy.
 _MARGIN: Final = 1.03
+# Below this ratio of rates a trial of fewer drafts is not worth its time.
+_HOPELESS: Final = 0.8
 # The steps from a trial that lost to the next one, and to a trial of the same length that needs not wait.
 _TRY_EVERY, _FORGET_AFTER = 32, 512
 # A change of the batch, as a factor, after which no trial counts and none has lost time.
 _OTHER_BATCH: Final = 2.0
 # The share of the run's time that trials may lose.
 _SHARE: Final = 0.01
-# A busy machine makes any step long: a step counts as at most this many median ones.
+# A busy machine makes any step long: a step counts as at most this many median ones, and one in which a drafting model catches up
+# as more.
 _HELD_UP: Final = 2.0
+_CATCH_UP: Final = 8.0
 
 
 class AutoLength:
@@ -62,6 +66,7 @@ class AutoLength:
         self._settling = self._settling_steps = settling
         self._window = deque[tuple[int, float]](maxlen=2 * _MOST)
         self._trial_tokens, self._lost_s, self._total_s = 0, 0.0, 0.0
+        self._settling_s = self._usual_s = 0.0
 
     def __call__(self) -> int:
         """The number of drafts for an iteration that begins now."""
@@ -82,6 +87,7 @@ class AutoLength:
         self._trial_tokens += tokens
         if self._settling:
             self._settling -= 1
+            self._settling_s += min(seconds, _CATCH_UP * self._usual_s)
             return
         if not 1.0 / _OTHER_BATCH <= num_samples / self._batch <= _OTHER_BATCH:
             self._tried_at, self._batch, self._lost_s, self._total_s = {}, num_samples, 0.0, 0.0
@@ -92,6 +98,7 @@ class AutoLength:
         if self._now == self._best:
             if len(self._window) >= enough:
                 self._rate = self._measured(2 * enough)
+                self._usual_s = median(taken for _, taken in self._window)
                 self._try()
             return
         steps, ratio = len(self._window), self._measured(2 * enough) / self._rate
@@ -130,12 +137,14 @@ class AutoLength:
         if ratio > _MARGIN:
             self._best = self._now
             return
-        self._tried_at[self._now] = self._step
-        self._lost_s += max(self._trial_tokens / self._rate * (1.0 / ratio - 1.0), 0.0)
+        # Where drafts lose by far, fewer of them do not win.
+        tried = range(1, self._now + 1) if self._best == 0 and ratio < _HOPELESS else (self._now,)
+        self._tried_at |= dict.fromkeys(tried, self._step)
+        self._lost_s += max(self._trial_tokens / self._rate * (1.0 / ratio - 1.0), 0.0) + self._settling_s
         self._next_trial = self._step + _TRY_EVERY
         self._use(self._best)
 
     def _use(self, index: int) -> None:
         self._now, self._settling = index, self._settling_steps
         self._window.clear()
-        self._trial_tokens = 0
+        self._trial_tokens, self._settling_s = 0, 0.0

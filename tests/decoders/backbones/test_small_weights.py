@@ -1,5 +1,8 @@
 """Small weights: their numbers, the same rows in any batch, and lossless decoders on them."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import SoftmaxMixture
-from draftmill.decoders.backbones.small_weights import SmallLinear, shrink_products
+from draftmill.decoders.backbones.small_weights import SmallLinear, integer_sums, shrink_products
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
@@ -49,7 +52,10 @@ def test_a_product_is_that_of_the_numbers_of_the_codes(kind, dtype):
     assert ((numbers - weight_MK.double()).abs() <= step * near + rounding).all()
     rows = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = rows.double() @ numbers.T + bias_M.double()
-    assert (layer(rows).double() - expected).abs().max() <= 16 * torch.finfo(dtype).eps * expected.abs().max()
+    # Rows of int8 are rounded to 16 bits of their largest number.
+    rounding = (rows.abs().amax() / 65024).double() * numbers.abs().sum(1).max() if kind == "int8" else 0.0
+    close = 16 * torch.finfo(dtype).eps * expected.abs().max() + rounding
+    assert (layer(rows).double() - expected).abs().max() <= close
 
 
 def test_every_fp8_code_is_read_as_torch_reads_it():
@@ -79,10 +85,57 @@ def test_numbers_on_a_grid_of_four_bits_keep_their_places(dtype, group):
     assert steps.abs().max() < (1e-5 if dtype == torch.float32 else 0.15)
 
 
-def test_large_products_of_codes_do_not_leave_half_precision():
-    layer = SmallLinear(torch.full((4, 4096), 0.001, dtype=torch.float16), None, "int8")
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_large_products_of_codes_do_not_leave_half_precision(kind):
+    layer = SmallLinear(torch.full((4, 4096), 0.001, dtype=torch.float16), None, kind)
     layer.buffer = torch.empty(4 * 4096, dtype=torch.float16)
     assert layer(torch.full((2, 4096), 8.0, dtype=torch.float16)).isfinite().all()
+
+
+def extreme_codes(width):
+    """Rows and a matrix whose sums are the largest, the least, and any."""
+    rows = torch.randint(-128, 128, (6, width), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    matrix = torch.randint(-127, 128, (9, width), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    rows[0], rows[1], matrix[0], matrix[1] = 127, -128, 127, -127
+    return rows, matrix
+
+
+@pytest.mark.parametrize("by_parts", [False, True])
+@pytest.mark.parametrize("width", [1, 64, 1024, 1536, 5000])
+def test_sums_of_codes_are_exact_in_whole_and_by_parts(monkeypatch, width, by_parts):
+    if by_parts:
+        monkeypatch.setattr("draftmill.decoders.backbones.small_weights.adds_exactly", lambda: False)
+    rows, matrix = extreme_codes(width)
+    expected = (rows.double() @ matrix.double().T).float()
+    assert torch.equal(integer_sums(rows, matrix), expected)
+    assert torch.equal(integer_sums(rows[2:3], matrix), expected[2:3])
+
+
+@pytest.mark.slow
+def test_integers_have_the_same_bits_on_a_processor_of_fewer_instructions():
+    """oneDNN's variable takes away the instructions that add products of codes in 32 bits."""
+    work = (
+        "import torch\n"
+        "from draftmill.decoders.backbones.small_weights import SmallLinear, adds_exactly\n"
+        "number = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(0))\n"
+        "print(adds_exactly(), SmallLinear(number(48, 1536), number(48), 'int8')(number(7, 1536)).tolist())\n"
+    )
+    found = []
+    for more in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}):
+        done = subprocess.run(
+            [sys.executable, "-c", work], env=os.environ | more, capture_output=True, text=True, check=True
+        )
+        found.append(done.stdout.split(" ", 1))
+    assert found[0][1] == found[1][1] and found[1][0] == "False"
+
+
+def test_a_row_of_int8_that_is_not_finite_stays_so_alone():
+    layer, _ = small("int8")
+    rows = torch.ones(3, 128)
+    rows[1, 5], rows[2, 7] = torch.nan, torch.inf
+    found = layer(rows)
+    assert torch.equal(found[0], layer(rows[:1])[0]) and found[0].isfinite().all()
+    assert not found[1].isfinite().any() and not found[2].sum().isfinite()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 1.05), ("int4", 0.65), ("fp8", 1.05)])
