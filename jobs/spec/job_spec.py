@@ -133,8 +133,7 @@ class ModelSettings(Settings):
     )
     dtype: Dtype = Field(default="auto", description="auto: float32 on CPU, bfloat16 on GPU")
     weights: Literal["auto", "int8", "int4", "fp8"] = Field(
-        default="auto",
-        description="auto: in dtype; else the layers' matrices are held so; int8 multiplies integers, others in dtype",
+        default="auto", description="auto: in dtype; else the layers' matrices are held so; int8 multiplies integers"
     )
     device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto prefers GPU; cpu; cuda:N")
     trust_remote_code: bool = Field(default=False, description="for tokenizers' loaders; models never run remote code")

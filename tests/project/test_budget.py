@@ -65,4 +65,6 @@ def test_the_project_stays_within_its_budget(what: str) -> None:
     """A commit that raises a number says why in its body; one that shrinks the project lowers it."""
     found = measured()
     assert found.keys() == BUDGET.keys()
-    assert found[what] <= BUDGET[what], f"{what}: {found[what]}; pyproject.toml, tool.draftmill.budget, allows {BUDGET[what]}"
+    assert found[what] <= BUDGET[what], (
+        f"{what}: {found[what]}; pyproject.toml, tool.draftmill.budget, allows {BUDGET[what]}"
+    )
