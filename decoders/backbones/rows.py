@@ -140,8 +140,8 @@ class RowShape:
     """What the host knows of a forward's rows.
 
     `num_lines` is the largest number of rows of a slot. No row sees a column at or beyond `num_columns`. `slots` is a slice where
-    the slots follow each other, else None. With `num_positions` all rows of a slot see the same columns, and these hold each of
-    the positions 0, 1, .. once, up to a number that is at most `num_positions`; None where that may not hold.
+    the slots follow each other, else None. `num_positions` is given where all rows of a slot see the same columns, and where
+    these have the positions 0, 1, .. once each: how many there are in the longest slot, or more.
     """
 
     num_slots: int

@@ -90,7 +90,7 @@ any_subset_model: Final = partial(
 
 
 def no_prompt(sample: Sample) -> bool:
-    """As `has_prompt`: a new sample's forward is no larger than the others', so all run together."""
+    """As `has_prompt`: no. The first forward of a sample has as many rows as its others, so new samples join at once."""
     return False
 
 
