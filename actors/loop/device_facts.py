@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from draftmill.decoders.backbones.gpus import driver_version
-from draftmill.decoders.backbones.packed import PackedLinear
-from draftmill.decoders.backbones.small_weights import SmallLinear
+from draftmill.decoders.backbones.packed import PackedLinear, can_pack
+from draftmill.decoders.backbones.small_weights import SmallLinear, adds_exactly
 from draftmill.decoders.base import Decoder
 from draftmill.decoders.engine.engine import Engine
 
@@ -58,7 +58,10 @@ def small_weights(backbone: Any, num_parameters: int) -> dict[str, Any]:
         return {}
     others = num_parameters - sum(layer.in_features * layer.out_features for layer in layers)
     small = sum(tensor.nbytes for layer in layers for tensor in layer.buffers())
-    return {"weights": layers[0].kind, "weight_bytes": small + others * backbone.dtype.itemsize}
+    kind = layers[0].kind
+    if kind == "int8" and backbone.device.type == "cpu" and not adds_exactly():
+        kind = "int8 by slower float32 products (no VNNI)"
+    return {"weights": kind, "weight_bytes": small + others * backbone.dtype.itemsize}
 
 
 def _price_of_half(decoder: Engine) -> dict[str, float]:
@@ -68,7 +71,8 @@ def _price_of_half(decoder: Engine) -> dict[str, float]:
         return {}
     wide = nn.Linear(width, 4 * width, bias=False)
     half = nn.Linear(width, 4 * width, bias=False, dtype=dtype)
-    half_s = _seconds(half, torch.ones(_ROWS, width, dtype=dtype))
+    packs = can_pack(dtype, decoder.backbone.device)
+    half_s = _seconds(PackedLinear(half.weight, None) if packs else half, torch.ones(_ROWS, width, dtype=dtype))
     times = half_s / _seconds(PackedLinear(wide.weight, None), torch.ones(_ROWS, width))
     return {"times_float32": round(times, 1)} if times > 1 else {}
 

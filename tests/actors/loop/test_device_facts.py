@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from draftmill.actors.loop import device_facts as facts
+from draftmill.decoders.backbones.small_weights import SmallLinear
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.cuda_graphs import Graphs
@@ -87,6 +88,14 @@ def test_the_facts_say_what_runs_the_layers_of_each_model(on_gpu: Engine, monkey
     told = device_text(facts.device_facts(on_gpu))
     assert "; layers by transformers' code (kernels are off); kernels sampling off: fails here" in told
     assert told.endswith("; drafter: layers by own network, kernels attention off: slow")
+
+
+def test_the_facts_say_where_int8_has_no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(SmallLinear(torch.ones(8, 16), None, "int8"))
+    backbone = SimpleNamespace(model=model, device=torch.device("cpu"), dtype=torch.float32)
+    for adds, kind in ((True, "int8"), (False, "int8 by slower float32 products (no VNNI)")):
+        monkeypatch.setattr(facts, "adds_exactly", lambda adds=adds: adds)
+        assert facts.small_weights(backbone, 128)["weights"] == kind
 
 
 HALF, SHORT = torch.bfloat16, torch.float16
