@@ -116,17 +116,17 @@ def test_integers_have_the_same_bits_on_a_processor_of_fewer_instructions():
     """oneDNN's variable takes away the instructions that add products of codes in 32 bits."""
     work = (
         "import torch\n"
-        "from draftmill.decoders.backbones.small_weights import SmallLinear, adds_exactly\n"
+        "from draftmill.decoders.backbones.small_weights import SmallLinear\n"
         "number = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(0))\n"
-        "print(adds_exactly(), SmallLinear(number(48, 1536), number(48), 'int8')(number(7, 1536)).tolist())\n"
+        "print(SmallLinear(number(48, 1536), number(48), 'int8')(number(7, 1536)).tolist())\n"
     )
     found = []
     for more in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}):
         done = subprocess.run(
             [sys.executable, "-c", work], env=os.environ | more, capture_output=True, text=True, check=True
         )
-        found.append(done.stdout.split(" ", 1))
-    assert found[0][1] == found[1][1] and found[1][0] == "False"
+        found.append(done.stdout)
+    assert found[0] == found[1]
 
 
 def test_a_row_of_int8_that_is_not_finite_stays_so_alone():
