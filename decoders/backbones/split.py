@@ -37,7 +37,7 @@ _TORCH: Any = distributed  # its types leave out TCPStore
 _all_gather: Any = getattr(_TORCH, "all_gather_single", None) or _TORCH.all_gather_into_tensor
 _LOST: Final = "the group of processes of this model is lost"
 _CALLS: Final = ("dismiss", "forward", "resize", "reserve", "forget", "copy_prefix", "copy_columns", "clear_slot")
-_HEADER: Final = 32  # integers; a forward, the longest call, needs 25
+_HEADER: Final = 32  # integers; a forward, the longest call, needs 26
 
 
 class GroupLostError(RuntimeError):
