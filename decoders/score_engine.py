@@ -7,8 +7,7 @@ import torch
 
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Offer
-from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.model_runner import Started
+from draftmill.decoders.engine.engine import Engine, Running
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.scheduler import Turn
 from draftmill.decoders.engine.setup import Setup
@@ -75,9 +74,10 @@ class ScoreEngine(Engine):
             self._memory_bound = num_canvases // 2
             return self._resume(turn.samples, [None] * len(turn.samples))  # type: ignore[list-item]
 
-    def _count(self, samples: list[Sample], started: Started, laps: list[float]) -> None:
+    def _count(self, samples: list[Sample], running: Running) -> None:
         """Charge each text for its canvases."""
-        batch, stats = started.batch, self.stats
+        started, stats = running.started, self.stats
+        batch, laps = started.batch, started.seconds
         count_B = np.array([self._counts[text.slot] for text in samples])
         active, seconds = int(count_B.sum()), sum(laps)
         for text, count in zip(samples, count_B.tolist(), strict=True):

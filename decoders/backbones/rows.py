@@ -157,7 +157,9 @@ class Rows(Sent[A]):
 
     `slots_G` are the forward's slots. A row is row number `line_N` (0, 1, ..) of slot number `owner_N` among them; the rows of a
     slot follow each other. All rows write first, then each attends to the columns that it sees, its own among them. No two rows
-    write one column of a slot. An attention kernel reads the tiles `few_T` and `many_U` of `tile_lines` lines (kernels/seen.py).
+    write one column of a slot. `unread_N`: some tokens are on the device alone; each row's is then this one of those noted there
+    and, behind them, `token_N` (engine/batch.py). An attention kernel reads the tiles `few_T` and `many_U` of `tile_lines` lines
+    (kernels/seen.py).
     """
 
     slots_G: A
@@ -165,6 +167,7 @@ class Rows(Sent[A]):
     line_N: A
     token_N: A
     column_N: A
+    unread_N: A | None = None
     few_T: A | None = None
     many_U: A | None = None
     tile_lines: tuple[int, ...] = ()

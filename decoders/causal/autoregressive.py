@@ -39,7 +39,7 @@ def prompt_but_one(s: Sample) -> int:
 
 def algorithm(setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> Algorithm:
     """How the engine runs it; settings do not matter."""
-    return Algorithm(decode=autoregressive, reusable=prompt_but_one)
+    return Algorithm(decode=autoregressive, reusable=prompt_but_one, follows=Sample.causal_next)
 
 
 def scorer(setup: Setup, settings: AutoregressiveSettings, estimate: Estimate) -> Algorithm:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.settings import Note
-from draftmill.decoders.engine.asks import Decoding
+from draftmill.decoders.engine.asks import Ask, Decoding
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import Sample
 
@@ -39,6 +39,9 @@ class Algorithm:
     rule reads, kept in `banks` of a window each; `names_laws`: the decoder names it. `knows_logprob`: the log-probabilities of
     its tokens add up to that of the text. With `scores` the samples have tokens to score where others have holes; `estimates`: by
     several canvases each (score_engine.py).
+
+    `follows` gives the ask after the present one of a sample, before the present one's token is read (asks.UNREAD); None where
+    that token ends the text. With it the host packs a forward while a GPU runs the one before it (engine.py).
 
     `auto` chooses the number of drafts by time (auto.py); None if it is fixed. `probe` makes the generator of a probe
     (Request.probe); None if the decoder answers none. With a `guidance` w the logits of a row are u + (w + 1) (c - u), its own c
@@ -71,6 +74,7 @@ class Algorithm:
     knows_logprob: bool = True
     scores: bool = False
     estimates: bool = False
+    follows: Callable[[Any], Ask | None] | None = None
     auto: AutoLength | None = None
     windows: Literal["short", "full"] | None = None
     reads_states: bool = False

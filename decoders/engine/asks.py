@@ -45,8 +45,8 @@ NO_DRAFT: Final = -1
 """In `Ask.drafts`: the row judges no draft."""
 JUST_ONE: Final = (NO_DRAFT,)
 
-DRAFTED: Final = -2
-"""As a row's token: the one that its model has drafted last in this slot, which the host has not read. -1 is a hole."""
+UNREAD: Final = -2
+"""As a row's token: the one that its model has drawn at this rank, which the host has not read. -1 is a hole."""
 
 
 class Span(NamedTuple):

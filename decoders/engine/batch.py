@@ -30,7 +30,6 @@ from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.settings import MIN_P, TOP_K, Uses
 from draftmill.decoders.engine.asks import (
     DRAFT,
-    DRAFTED,
     FAR,
     JUDGE,
     MOST_STRETCHES,
@@ -40,6 +39,7 @@ from draftmill.decoders.engine.asks import (
     SURE,
     TARGET,
     TARGET_ONCE,
+    UNREAD,
     Answer,
     Ask,
     Ints,
@@ -61,8 +61,8 @@ class Layout(NamedTuple):
     """How the rows of a model stand in its cache. `streams`: it has query rows. With `keeps` the rows of a sample stand in
     its slot; else each canvas has one slot for the time of a forward. `by_node`: a slot is named once for each
     canvas of its sample, whose rows see the same columns. A hole reads as `mask_id`, an id above `most_id` as that one.
-    `family` says which rows count as verified. `has_flags`: the model says which rows are finite. `notes_drafts`: the
-    tokens drawn are kept on the device, where the next rows of their slots find them."""
+    `family` says which rows count as verified. `has_flags`: the model says which rows are finite. The tokens
+    drawn are noted on the device, in `num_notes` cells of which each slot has two; 0 where no forward reads them there."""
 
     family: str
     most_id: int = FAR
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
     by_node: bool = False
     mask_id: int | None = None
     has_flags: bool = False
-    notes_drafts: bool = False
+    num_notes: int = 0
 
 
 class Rule(NamedTuple):
@@ -277,7 +277,7 @@ def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layou
         row_B=row_B,
         rows_B=rows_B,
         when_B=when_B,
-        notes_drafts=layout.notes_drafts,
+        notes=layout.num_notes > 0,
     )
     if any(len(ask.partners) for ask in asks):
         draws.partner_R = np.repeat(row_B, draws.sampled_B) + _join([ask.partners for ask in asks])
@@ -320,13 +320,12 @@ def _pack_rows(
         "token_N": token_N,
         "column_N": column_N,
     }
+    slot_N, position_N, is_unread_N = slots_G[owner_N], rows_NF[:, _POSITION] + step_N, token_N == UNREAD
+    if is_unread_N.any():
+        own_N = layout.num_notes + np.arange(len(token_N))
+        all_rows["unread_N"] = np.where(is_unread_N, note_cells(slot_N, position_N), own_N)
     if layout.streams:
         return _pack_queries(asks, all_rows, high_IN[0], (slots, num_columns, num_lines, longest))
-    slot_N, position_N = slots_G[owner_N], rows_NF[:, _POSITION] + step_N
-    takes_drafts = bool(token_N[0] == DRAFTED)
-    assert ((token_N == DRAFTED) == takes_drafts).all(), "drafts are on the device in all samples, or in none"
-    if takes_drafts:
-        all_rows["token_N"] = note_cells(slot_N, position_N)
     sigmas = [sigma for ask in asks for sigma in ask.sigmas]
     # One for each canvas, or one for all canvases of a sample.
     sigma_G = np.array(sigmas) if len(sigmas) in (0, len(slots_G)) else np.array(sigmas)[sample_G]
@@ -340,7 +339,7 @@ def _pack_rows(
         high_IN=high_IN,
         shape=RowShape(len(slots_G), num_lines, num_columns, slots, num_positions),
         sigma_G=sigma_G if sigmas else None,
-        takes_drafts=takes_drafts,
+        takes_drafts=bool(is_unread_N.all()),
     )
     return rows, sample_G, np.bincount(owner_P, span_PF[:, _COUNT], count).astype(np.int64)
 
@@ -408,7 +407,7 @@ def pack_draws(
     row_B: Ints,
     rows_B: Ints,
     when_B: Ints,
-    notes_drafts: bool = False,
+    notes: bool = False,
 ) -> Draws[Host]:
     """The sampled rows of samples in these slots, whose rows begin at `row_B` and are `rows_B`, and whose draws have the numbers
     `when_B`."""
@@ -428,7 +427,7 @@ def pack_draws(
         draw_R=draw_R,
         settings_4R=slots.settings_4S[:, slot_R],
         scored_R=np.where(kind_R == SCORE, draft_R, NO_DRAFT) if (kind_R == SCORE).any() else None,
-        note_R=note_cells(slot_R, rank_R) if notes_drafts else None,
+        note_R=note_cells(slot_R, rank_R) if notes else None,
         sampled_B=sampled_B,
         kind_R=kind_R,
         slot_R=slot_R,

@@ -72,7 +72,7 @@ class Recorder(Protocol):
         """Returns what repeats the work, and the tensors that it then fills again."""
 
     def drop_pool(self) -> None:
-        """All graphs are gone: what is captured from now on shares no memory with them."""
+        """All graphs are about to go: wait until none runs. What is captured from now on shares no memory with them."""
 
 
 class CudaRecorder:
@@ -122,9 +122,9 @@ _NUMBERS: Final = itertools.count()
 
 def drop_all() -> None:
     """Drop every graph of this process: memory that they read moves, or there are too many."""
-    _LIVING.clear()
     for recorder in _RECORDERS:
         recorder.drop_pool()
+    _LIVING.clear()
     _RECORDERS.clear()
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.backbones.rows import Host, put
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
@@ -41,6 +42,24 @@ from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A forward of the target that nobody has read. Of its samples those in `chunks`, by slot, ran a part of their prompts."""
+
+    samples: Sequence[Sample]
+    chunks: frozenset[int]
+    started: Started
+
+    def answers(self, sample: Sample) -> bool:
+        """Whether the record is for a sample: it has asked for it, or is bad, and has not ended before."""
+        return sample.decoding is not None and (sample.is_bad or sample.slot not in self.chunks)
+
+    @property
+    def asking(self) -> list[Sample]:
+        """The samples that get answers."""
+        return [sample for sample in self.samples if self.answers(sample)]
+
+
 class Engine:
     """Runs an algorithm for up to `max_rows` samples at once; enumerations replace its sampler (`make_sampler`)."""
 
@@ -53,6 +72,8 @@ class Engine:
         self.stops = setup.stops or (Stops() if algorithm.kind != "masked" else None) if has_ends else None
         self.plan = MemoryPlan.default(setup.backbone.device)
         self.slots = SlotTable(setup.sampling, setup.max_rows)
+        self.hides_host = algorithm.follows is not None and hides_host(setup.backbone)
+        """Whether a forward is packed and started before the one before it is read."""
         self.sampler = make_sampler(setup, algorithm, self.slots, self.plan)
         self.models = [self._target(setup)]
         if setup.drafter is not None:
@@ -93,6 +114,7 @@ class Engine:
         self._ran: tuple[Sequence[Sample], Batch[Host], ModelRunner]  # the last forward whose rows a head may read
         self._shape = Shape()
         self._slots: list[Sample | None] = []
+        self._running: Running | None = None
         self._instant: list[Outcome] = []
 
     def _target(self, setup: Setup) -> ModelRunner:
@@ -108,6 +130,7 @@ class Engine:
             by_node=algorithm.nodes and backbone.device.type == "cpu" and not backbone.reads_rows,
             mask_id=setup.info.mask_id if masked else None,
             has_flags=backbone.has_sums,
+            num_notes=len(self.sampler.noted_C) if self.hides_host else 0,
         )
         return ModelRunner(
             backbone,
@@ -128,7 +151,7 @@ class Engine:
             family="drafts",
             most_id=drafter.vocab_size - 1 if drafter.vocab_size < setup.info.vocab_size else FAR,
             has_flags=drafter.has_sums,
-            notes_drafts=windows is None,
+            num_notes=len(self.sampler.noted_C) if windows is None else 0,
         )
         assert windows is None or setup.drafter_info is not None, "a drafting model with a mask"
         return ModelRunner(
@@ -281,7 +304,7 @@ class Engine:
         dropped = [sample.request.index for sample in self.samples] + [outcome.index for outcome in self._instant]
         for slot in range(len(self._slots)):
             self.slots.release(slot)
-        self._slots, self._instant = [], []
+        self._slots, self._instant, self._running = [], [], None
         self.scheduler.line.clear()
         self._allocate(Shape())
         return dropped
@@ -290,7 +313,8 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Outcome]:
-        """Run the target once for the samples whose turn it is; return the outcomes of those that ended."""
+        """Run the target once for the samples whose turn it is; return the outcomes of those that ended. Where the host is hidden
+        these are of the forward before: this one is read in the next step."""
         done, self._instant = self._instant, []
         if not self._slots:
             return done
@@ -301,6 +325,8 @@ class Engine:
         done += [self._finish(sample) for sample in self._evaluate(turn)]
         if self.scheduler.line:
             self.scheduler.finish_prompts(turn)
+        if not turn.samples:
+            return done
         self.stats.steps += 1
         self.stats.slot_steps += len(turn.samples) if turn.prefill_only else self._shape.possible - turn.num_waiting
         if self.algorithm.auto is not None:
@@ -313,10 +339,23 @@ class Engine:
         return done
 
     def _turn(self) -> Turn:
+        samples = self._going()
         if not self.scheduler.line:
-            return Turn(self.samples)
+            return Turn(samples)
         auto = self.algorithm.auto
-        return self.scheduler.next(self.samples, self.plan, alternates=auto is not None and auto.is_measuring)
+        return self.scheduler.next(samples, self.plan, alternates=auto is not None and auto.is_measuring)
+
+    def _going(self) -> list[Sample]:
+        """The samples that ask once more. One whose forward is running has the ask that follows, if its text goes on."""
+        if self._running is None:
+            return self.samples
+        assert self.algorithm.follows is not None, "asks that follow"
+        ending = set[int]()
+        for sample in self._running.asking:
+            sample.ask = self.algorithm.follows(sample)
+            if sample.ask is None:
+                ending.add(sample.slot)
+        return [sample for sample in self.samples if sample.slot not in ending]
 
     def _begin(self, turn: Turn) -> None:
         """Let every sample of the step have its ask, or that of its prompt's chunk."""
@@ -377,7 +416,20 @@ class Engine:
             drafter.wipe(samples[index].slot for index in bad_samples(started.batch, record))
 
     def _evaluate(self, turn: Turn) -> list[Sample]:
-        """The target's forward, and the drafts that a head makes from its rows; returns the samples that ended."""
+        """The target's forward, and the drafts that a head makes from its rows; returns the samples that ended. A forward whose
+        samples' next asks can be formed is left running, and the one before it is read."""
+        before, self._running = self._running, None
+        started = self._launch(turn) if turn.samples else None
+        ended = self._settle(before) if before else []
+        if started is None:
+            return ended
+        going = [sample for sample in started.samples if sample.decoding]
+        if not self.hides_host or not going or any(sample.is_shaped or sample.request.probe for sample in going):
+            return ended + self._settle(started)
+        self._running = started
+        return ended
+
+    def _launch(self, turn: Turn) -> Running:
         samples = turn.samples
         asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
         assert len(asks) == len(samples), "offers and drafts were answered before"
@@ -386,14 +438,25 @@ class Engine:
             add_shape(b, samples, self.sampler.masks)
         b.draws.num_tops = min(max(sample.request.settings.top_logprobs for sample in samples), self.info.vocab_size)
         started = self.target.start(b, comes_again=not (turn.new or turn.chunks))
-        record, batch, laps = started.wait(), started.batch, started.seconds
-        self._count(samples, started, laps)
+        for sample in turn.chunks:
+            sample.cached += sample.chunk
+            sample.ask, sample.chunk = None, 0
+        return Running(samples, frozenset(sample.slot for sample in turn.chunks), started)
+
+    def _settle(self, running: Running) -> list[Sample]:
+        """Read a forward and send the answers; returns the samples that ended. Rows of earlier ended ones are dropped."""
+        record, batch = running.started.wait(), running.started.batch
+        samples = [sample for sample in running.samples if sample.decoding]
+        self._count(samples, running)
         if record is not None:
-            self._fail([samples[index] for index in bad_samples(batch, record)], batch)
+            bad = [running.samples[index] for index in bad_samples(batch, record)]
+            self._fail([sample for sample in bad if sample.decoding], batch)
             if batch.draws.num_tops:
-                for sample, tops in zip(samples, best_tokens(batch, record), strict=True):
+                for sample, tops in zip(running.samples, best_tokens(batch, record), strict=True):
                     sample.tops_at |= tops if sample.tops is not None else {}
-        ended = self._resume(samples, answers(batch, record))
+        replies = zip(running.samples, answers(batch, record), strict=True)
+        asked = [(sample, reply) for sample, reply in replies if running.answers(sample)]
+        ended = self._resume([sample for sample, _ in asked], [reply for _, reply in asked])
         if self.algorithm.nodes:
             self._copy_columns(samples)
         self._ran = samples, batch, self.target
@@ -418,22 +481,26 @@ class Engine:
 
     # ---- after a forward -----------------------------------------------------------------------------------------
 
-    def _count(self, samples: list[Sample], started: Started, laps: list[float]) -> None:
-        """Count a forward of the target: its rows for each sample, of its seconds an equal share. The only place for it."""
-        active, batch, stats = len(samples), started.batch, self.stats
-        seconds, useful, computed = sum(laps), batch.num_rows, started.computed
-        share_s, first_s = seconds / active, laps[0] if laps else 0.0
+    def _count(self, samples: list[Sample], running: Running) -> None:
+        """Count a forward of the target: its rows for each of these samples, of its seconds an equal share. The only place for
+        it. Rows of samples that had ended before count as computed alone."""
+        active, started, stats = len(samples), running.started, self.stats
+        laps, batch, computed = started.seconds, started.batch, started.computed
+        dropped = len(running.samples) - active  # each had one row of each kind
+        seconds, useful = sum(laps), batch.num_rows - dropped * len(batch.rows.lines)
         each = 2 if self.algorithm.guidance else 1  # with and without what was given
         for sample in samples:
-            if not sample.chunk:  # a chunk of a prompt is a part of the evaluation that its rest belongs to
+            if (
+                sample.slot not in running.chunks
+            ):  # a chunk is a part of the evaluation that the prompt's rest belongs to
                 sample.nfe += each
                 sample.batch_rows += active * each
             if sample.nfe <= each:
-                sample.first_s += first_s
-            sample.device_s += share_s
+                sample.first_s += laps[0] if laps else 0.0
+            sample.device_s += seconds / active
             sample.used_rows += useful
             sample.computed_rows += computed
-        stats.verified += batch.num_verified
+        stats.verified += batch.num_verified - dropped
         stats.active_slot_steps += active
         stats.useful_rows += useful
         stats.computed_rows += computed
@@ -448,7 +515,7 @@ class Engine:
     def _fail(self, bad: list[Sample], batch: Batch[Host]) -> None:
         """These samples have NaN or infinity: they end now, and leave nothing of it in their slots."""
         for sample in bad:
-            sample.is_bad, sample.chunk = True, 0
+            sample.is_bad = True
         if bad and self.algorithm.keeps:
             self.scheduler.drop(bad)
             for sample in bad:
@@ -460,17 +527,14 @@ class Engine:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
         ended = []
         for sample, answer in zip(samples, replies, strict=True):
-            if sample.is_bad:
+            assert sample.decoding is not None, "a sample in a slot has a generator"
+            try:
+                sample.ask = None if sample.is_bad else sample.decoding.send(answer)
+            except StopIteration:
                 sample.ask = None
+            if sample.ask is None:
+                sample.decoding = None
                 ended.append(sample)
-            elif sample.chunk:
-                sample.cached += sample.chunk
-                sample.ask, sample.chunk = None, 0
-            else:
-                try:
-                    sample.ask = sample.decoding.send(answer)  # type: ignore[union-attr]
-                except StopIteration:
-                    ended.append(sample)
         return ended
 
     def _finish(self, sample: Sample) -> Outcome:
@@ -485,6 +549,12 @@ class Engine:
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
         return outcome
+
+
+def hides_host(backbone: Model) -> bool:
+    """Whether steps overlap: a GPU runs one while the host packs the next. Rows of samples that have ended meanwhile write
+    columns that nobody sees, which kernels alone never read."""
+    return backbone.device.type != "cpu" and backbone.reads_rows
 
 
 def _source(ask: Wish | None) -> str:

@@ -313,10 +313,12 @@ class ModelRunner:
 
     def rows(self, sent: Batch) -> Rows:
         """The rows of a batch, with the tokens that the host has not read."""
-        rows = sent.rows
-        if isinstance(rows, TokenRows) and rows.takes_drafts:
-            return replace(rows, token_N=self._sampler.noted_C.index_select(0, rows.token_N))
-        return rows
+        rows, noted_C = sent.rows, self._sampler.noted_C
+        if rows.unread_N is None:
+            return rows
+        if not (isinstance(rows, TokenRows) and rows.takes_drafts):
+            noted_C = torch.cat([noted_C, rows.token_N])
+        return replace(rows, token_N=noted_C.index_select(0, rows.unread_N), unread_N=None)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""

@@ -94,7 +94,7 @@ class Sampler:
             width, kept = (info.vocab_size, self._law_dtype) if self._keeps_whole else (drafter.width, drafter.dtype)
             self._states_CD = torch.zeros(1, width, dtype=kept, device=device)
         self.noted_C = torch.zeros(2 * setup.max_rows + 1, dtype=torch.int64, device=device)
-        """The tokens drafted at the last two ranks of each slot, and one for dead rows (batch.note_cells)."""
+        """The tokens drawn at the last two ranks of each slot, and one for dead rows (batch.note_cells)."""
 
     def _drawn_by_torch(self, setup: Setup) -> str:
         """What of a job no kernel draws; empty if nothing."""

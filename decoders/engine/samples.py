@@ -26,7 +26,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.trackers import Tracker
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.draws.settings import Uses, column_of
-from draftmill.decoders.engine.asks import DRAFT, DRAFTED, FAR, JUST_ONE, Ask, Decoding, Ints, Run, Span, Wish
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUST_ONE, TARGET, UNREAD, Ask, Decoding, Ints, Run, Span, Wish
 from draftmill.decoders.engine.ends import FINISHES, LENGTH, Stops
 from draftmill.decoders.engine.penalties import PenaltyTracker
 
@@ -150,10 +150,17 @@ class Sample:
         run = Run(end - start - sampled, sampled, end - sampled + 1, kind)
         return Ask(self.tokens[start:end], Span(end - start, start, start), run, drafts)
 
+    def causal_next(self) -> Ask | None:
+        """The ask after one for the next token, whose token is on the device; None where the text ends with that token."""
+        rank = self.decided
+        if rank + 1 >= self.length:
+            return None
+        return Ask([UNREAD], Span(1, rank, rank), Run(0, 1, rank + 1, TARGET), JUST_ONE)
+
     def draft_next(self, rank: int) -> Ask:
         """Let the drafting model run its columns up to `rank`, and draft there: the decided ones, or its last draft."""
         start, self.cached_draft = self.cached_draft, rank
-        tokens = self.tokens[start:rank] if rank == self.decided else [DRAFTED]
+        tokens = self.tokens[start:rank] if rank == self.decided else [UNREAD]
         return Ask(
             tokens,
             Span(rank - start, start - self.draft_lag, start),
@@ -176,6 +183,14 @@ class Sample:
         start, self.cached = self.cached, end
         content = Span(end - start, start, start, self.prompt) if start < end else ()
         return Ask(self.tokens[start:end], content, Run(0, len(drafts), queries[1], kind), drafts, queries)
+
+    def two_stream_next(self) -> Ask | None:
+        """As `causal_next`, of an any-subset canvas."""
+        rank = self.decided
+        if rank + 1 >= self.length:
+            return None
+        run = Run(0, 1, rank + 1, TARGET)
+        return Ask([UNREAD], Span(1, rank, rank, self.prompt), run, JUST_ONE, fresh_queries(rank + 1, 1))
 
     # ---- what decoders decide ------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
     counts.launches                   operations that would start a kernel
     counts.down, counts.up            transfers to the device, and back
     counts.waits                      places where the host would wait for the device
+    counts.idle                       those of them after which the device has nothing to do
     counts.shapes                     results whose shape depends on data
 
 What it can't show: time, streams, memory, and errors that a GPU reports late. A kernel count is the number of operations of
@@ -53,21 +54,21 @@ class Counts:
 
     def clear(self) -> None:
         """Start from zero."""
-        self.launches = self.down = self.up = self.waits = self.shapes = 0
+        self.launches = self.down = self.up = self.waits = self.shapes = self.idle = 0
         self.places: Counter[tuple[str, str]] = Counter()
         self.num_events = self.num_over = 0
         """Events that were recorded, and how many of them are known to be over."""
 
     def add(self, kind: str, what: str) -> None:
-        """Count one event. A wait is for all that was started before."""
+        """Count one event. A wait is for all that was started before, but for an event."""
         setattr(self, kind, getattr(self, kind) + 1)
         if kind == "waits":
-            self.num_over = self.num_events
+            self.num_over, self.idle = self.num_events, self.idle + 1
         self.places[kind, f"{what} at {_place()}"] += 1
 
     def state(self) -> dict[str, int]:
         """The counts so far."""
-        return {kind: getattr(self, kind) for kind in KINDS}
+        return {kind: getattr(self, kind) for kind in (*KINDS, "idle")}
 
     def __str__(self) -> str:
         """Where events happened, the most frequent first."""
@@ -280,17 +281,18 @@ class _Event:
     """An event of the device. Reading it is a wait, unless the host has already waited for it or for something later."""
 
     def __init__(self, counts: Counts, *, enable_timing: bool = False) -> None:
-        self.counts, self.recorded, self.has_time = counts, -1, enable_timing
+        self.counts, self.recorded, self.has_time, self.launches = counts, -1, enable_timing, 0
 
     def record(self) -> None:
         self.counts.num_events += 1
-        self.recorded = self.counts.num_events
+        self.recorded, self.launches = self.counts.num_events, self.counts.launches
 
     def synchronize(self) -> None:
         over = self.counts.num_over
         if self.recorded > over:
             self.counts.add("waits", "an event")
             self.counts.num_over = self.recorded
+            self.counts.idle -= self.launches < self.counts.launches
 
     def elapsed_time(self, later: _Event) -> float:
         assert self.has_time and later.has_time, "an event that notes no time"

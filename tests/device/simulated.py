@@ -47,6 +47,8 @@ class Simulated:
     variants: dict[str, set[str]] = field(default_factory=dict)
     lost: int = 0
     """Places of samples in steps in which they waited for others' prompts."""
+    hidden: int = 0
+    """Records that were read while the next forward ran."""
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{len(keys)} of {name}" for name, keys in self.variants.items())
@@ -154,11 +156,23 @@ def simulate(decoder: str, requests: list[Request], *, num_weights: int, cells: 
         patch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: _sample)
         drop_all()
         backbone: Any = Hollow(num_weights)
+        patch.setattr("draftmill.decoders.engine.engine.hides_host", lambda backbone: True)
         setup = Setup(backbone=backbone, info=token_info(VOCAB), sampling=Sampling(), max_rows=SLOTS, max_tokens=cells)
         engine: Any = build_decoder(setup, DECODERS[decoder])
         engine.plan = engine._capacity.plan = MemoryPlan(
             1 << 28, 0, slots=cells * backbone.cell_bytes, prompt_rows=1 << 14
         )
+        settle = engine._settle
+
+        def read(running: Any) -> Any:
+            found.hidden += engine.launched is not running
+            return settle(running)
+
+        def launched(turn: Any, launch: Any = engine._launch) -> Any:
+            engine.launched = launch(turn)
+            return engine.launched
+
+        engine._settle, engine._launch = read, launched
         waiting, texts = list(reversed(requests)), Counter[int]()
         while waiting or engine.active:
             while waiting and engine.room(len(waiting[-1].canvas)):

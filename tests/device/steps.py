@@ -73,6 +73,7 @@ class Step:
     up: int
     waits: int
     shapes: int
+    idle: int
 
 
 @dataclass(slots=True)
@@ -174,7 +175,7 @@ def _decode(decoder: Any, waiting: list[Request], counts: Counts, found: Found) 
 
 def _since(before: dict[str, int], counts: Counts) -> list[int]:
     now = counts.state()
-    return [now[kind] - before[kind] for kind in KINDS]
+    return [now[kind] - before[kind] for kind in (*KINDS, "idle")]
 
 
 def toy_canvases(count: int, name: str, *, own: bool = False) -> list[Request]:

@@ -24,6 +24,13 @@ def test_where_launches_decide_four_of_five_steps_are_replays(decoder, ascending
     assert all(len(keys) <= 3 for keys in found.variants.values()), found
 
 
+@pytest.mark.parametrize("num_weights", [SMALL, LARGE])
+@pytest.mark.parametrize("ascending", [False, True])
+def test_nine_of_ten_records_are_read_while_the_next_forward_runs(ascending, num_weights):
+    found = simulate("autoregressive", requests_of(120, ascending=ascending), num_weights=num_weights)
+    assert found.hidden >= 0.9 * found.steps, found
+
+
 def test_a_large_model_runs_prompts_beside_others_at_once():
     """Its rows of prompts take longer than launches, and the others' rows run with them for nothing."""
     small, large = (

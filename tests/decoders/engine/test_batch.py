@@ -13,7 +13,6 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import (
     DRAFT,
-    DRAFTED,
     FAR,
     JUDGE,
     NO_DRAFT,
@@ -198,7 +197,6 @@ def test_a_batch_is_the_same_after_its_way_through_one_buffer() -> None:
         (Ask([1, 2], [*Span(2, 0, 0), *Span(0, 2, 2)], (), ()), "a span without rows"),
         (Ask([1], Span(2, 0, 0), (), ()), "a row without a token"),
         (Ask([1], Span(1, 0, 0), Run(0, 1, 1, TARGET), ()), "one draft entry for each sampled row"),
-        (Ask([1, DRAFTED], Span(2, 0, 0), (), ()), "in all samples, or in none"),
     ],
 )  # fmt: skip
 def test_a_wrong_ask_is_a_mistake(ask: Ask, message: str) -> None:

@@ -1,0 +1,112 @@
+"""A forward that starts before the one before it is read: the same texts and counts, and no wait while the device has nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from draftmill.decoders.base import Outcome, Request, RowSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.engine import Engine, Running
+from draftmill.decoders.engine.penalties import Penalties
+from tests.decoders.engine.test_broken_numbers import ANY, BROKEN, CAUSAL, broken_model, engine_of, request
+from tests.decoders.engine.test_chunks import given, made
+from tests.decoders.engine.test_prefix_cache import said
+from tests.decoders.support import run_all, texts
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """As on a GPU; whether a forward was started between that of each record and its reading."""
+    found, launched = list[bool](), list[Running]()
+    launch, settle = Engine._launch, Engine._settle
+
+    def noted(engine: Engine, turn: Any) -> Running:
+        launched.append(launch(engine, turn))
+        return launched[-1]
+
+    def read(engine: Engine, running: Running) -> Any:
+        found.append(running is not launched[-1])
+        return settle(engine, running)
+
+    monkeypatch.setattr("draftmill.decoders.engine.engine.hides_host", lambda backbone: True)
+    monkeypatch.setattr(Engine, "_launch", noted)
+    monkeypatch.setattr(Engine, "_settle", read)
+    yield found
+
+
+def both_ways(name: str, requests: list[Request], budget: int | None) -> tuple[Any, dict[int, Outcome], Any]:
+    """The decoder whose host is hidden, its outcomes, and the same without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftmill.decoders.engine.engine.hides_host", lambda backbone: False)
+        plain = made(name, 4, budget)
+    expected, decoder = run_all(plain, requests), made(name, 4, budget)
+    return decoder, run_all(decoder, requests), (plain, expected)
+
+
+@pytest.mark.parametrize("budget", [None, 3, 64])
+@pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
+def test_a_hidden_host_changes_no_text_and_no_count(name: str, budget: int | None, hidden: list[bool]) -> None:
+    requests = [
+        replace(one, settings=RowSettings(token_logprobs=True, top_logprobs=one.index % 3)) for one in given(name)
+    ]
+    decoder, found, (plain, expected) = both_ways(name, requests, budget)
+    assert said(found) == said(expected)
+    for index, outcome in expected.items():
+        assert found[index].top_logprobs == outcome.top_logprobs
+        assert found[index].token_logprobs.tolist() == outcome.token_logprobs.tolist()  # type: ignore[union-attr]
+    ours, theirs = decoder.stats, plain.stats
+    assert (ours.committed, ours.verified, ours.prompt_rows) == (theirs.committed, theirs.verified, theirs.prompt_rows)
+    # Another row of a prompt may be shared where others' prompts come in other steps.
+    assert ours.useful_rows + ours.prompt_rows_shared == theirs.useful_rows + theirs.prompt_rows_shared
+    assert decoder._running is None and decoder.active == 0
+    reads = hidden[len(hidden) - decoder.stats.steps :]
+    assert sum(reads) >= 0.9 * len(reads) - 1, "the last record has nothing behind it"
+
+
+def test_a_stop_ends_a_text_where_it_stands_and_its_next_row_is_dropped(hidden: list[bool]) -> None:
+    first = run_all(made("autoregressive", 4, 3), given("autoregressive"))
+    stops = {index: int(outcome.tokens[2]) for index, outcome in first.items()}
+    requests = [replace(one, settings=RowSettings(stop_ids=(stops[one.index],))) for one in given("autoregressive")]
+    decoder, found, (plain, expected) = both_ways("autoregressive", requests, 3)
+    assert said(found) == said(expected) and {len(one.tokens) for one in found.values()} <= {1, 2, 3}
+    ours, theirs = decoder.stats, plain.stats
+    assert ours.useful_rows + ours.prompt_rows_shared == theirs.useful_rows + theirs.prompt_rows_shared
+    assert ours.computed_rows > ours.useful_rows, "the rows that were dropped"
+
+
+@pytest.mark.parametrize("settings", [RowSettings(penalties=Penalties(frequency=1.5)), RowSettings(temperature=0.0)])
+def test_a_row_whose_logits_depend_on_its_text_is_read_first(settings: RowSettings, hidden: list[bool]) -> None:
+    requests = [replace(one, settings=settings) if one.index % 5 == 2 else one for one in given("autoregressive")]
+    decoder, found, (_, expected) = both_ways("autoregressive", requests, 7)
+    assert said(found) == said(expected)
+    reads = hidden[len(hidden) - decoder.stats.steps :]
+    assert (False in reads[:-1]) == (settings.penalties is not None)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("ar-tiny", CAUSAL), ("asarm-tiny", ANY)])
+def test_a_sample_with_nan_ends_alone_while_its_next_row_runs(name: str, settings: Any, hidden: list[bool]) -> None:
+    bad = [request(index, BROKEN - 3, 24, 12) for index in range(2)]
+    good = [request(2 + index, 200 + 20 * index, 20, 6) for index in range(4)]
+    found = run_all(engine_of(*broken_model(name), settings, sampling=GREEDY), [good[0], *bad, *good[1:]])
+    assert [found[one.index].error_kind for one in bad] == ["nan_logits"] * 2
+    assert [found[one.index].error_kind for one in good] == [None] * 4
+    assert texts({one.index: found[one.index] for one in good}) == texts(
+        run_all(engine_of(*broken_model(name), settings, sampling=GREEDY), good)
+    )
+
+
+def test_a_cleared_engine_forgets_the_forward_that_runs(hidden: list[bool]) -> None:
+    decoder, requests = made("autoregressive", 4, 3), given("autoregressive")
+    expected = said(run_all(made("autoregressive", 4, 3), requests))
+    decoder.admit(requests[:4])
+    for _ in range(9):
+        decoder.step()
+    assert decoder._running is not None
+    assert sorted(decoder.clear()) == [0, 1, 2, 3]
+    assert said(run_all(decoder, requests)) == expected
