@@ -78,12 +78,32 @@ class Model(ABC):
         """Whether a resize to this leaves all that a captured forward reads as it is."""
         return False
 
+    @property
+    def spreads(self) -> bool:
+        """Whether the cache is one pool of cells, in which slots have different numbers of columns."""
+        return False
+
+    def spread(self, num_slots: int, num_columns: int) -> bool:
+        """Have this many slots of up to this many columns, which get their cells by `place`; those that are placed stay. False if
+        something that a captured forward reads has moved."""
+        raise NotImplementedError
+
+    def place(self, slot: int, start: int, num_columns: int) -> bool:
+        """Give a slot the cells from `start` on, with what they hold. False as in `spread`."""
+        raise NotImplementedError
+
+    @property
+    def dead_cell(self) -> int:
+        """A cell that is no slot's, where rows write that mean nothing."""
+        raise NotImplementedError
+
     @abstractmethod
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source` onto slot `target`; not its order."""
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy columns of slots onto others of the same slots; none is both read and written. Models whose rows are tokens."""
+        """Copy columns of slots onto others of the same slots; none is both read and written. Of slots that were placed these are
+        cells. Models whose rows are tokens."""
         raise NotImplementedError
 
     def clear_slot(self, slot: int) -> None:  # noqa: B027 - a default

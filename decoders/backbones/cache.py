@@ -4,9 +4,10 @@ Slots are independent and ragged: each forward writes its own rows at columns of
 overwritten, so a rejected column needs no cropping. The cache does not know which columns a row may see. Slots that follow each
 other are read in place; any other selection must be copied out.
 
-Where kernels read it, the cache is one pool of cells a layer, each with all heads, and slot s has the cells from s x W on. Other
-numbers of slots and columns are another view of the pool: while it is large enough its memory stays where it is, and so do graphs
-that read it, which take W from the device.
+Where kernels read it, the cache is one pool of cells a layer, each with all heads. A slot has some cells that follow each other:
+as many as its canvas needs, from where the engine places it (`place`), or equally many in all slots (`resize`). While the pool is
+large enough its memory stays where it is, and so do graphs that read it. Its last cell is no slot's: rows that fill up a forward
+write there.
 
 Legend: B slots read, K key heads, X = 2 K keys and values, C cells.
 """
@@ -23,6 +24,7 @@ from draftmill.decoders.backbones.base import Model
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.invariance import ShapeRules
+    from draftmill.decoders.backbones.rows import TokenRows
     from draftmill.decoders.kernels.find import Attend
 
 
@@ -41,12 +43,16 @@ class SlotCache:
     ) -> None:
         empty = torch.zeros(2, 0, num_heads, 0, head_width, dtype=dtype, device=device)
         self.layers_2SKWd = [empty] * num_layers
+        """Keys and values, [2, S, K, W, d]; of a pooled cache all cells as one slot."""
         self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        self.is_pooled = pooled
+        self.is_pooled, self.num_slots, self.num_columns = pooled, 0, 0
         self.pools_2CKd = [empty.transpose(2, 3).flatten(1, 2)] * num_layers if pooled else []
         """One pool of cells a layer; none where the cache is not pooled."""
-        self._positions_C = self.positions_SW.view(-1)
-        self._width = torch.zeros((), dtype=torch.int64, device=device)
+        self._places = list[
+            tuple[int, int]
+        ]()  # of a pooled cache: the first cell and the number of columns of each slot
+        # The first cells of slots that are equally wide; graphs read it.
+        self._starts_S = torch.zeros(0, dtype=torch.int64, device=device)
         self._note_offsets()
 
     def _note_offsets(self) -> None:
@@ -61,16 +67,6 @@ class SlotCache:
         return self.layers_2SKWd[0].dtype
 
     @property
-    def num_slots(self) -> int:
-        """How many slots there is room for."""
-        return self.positions_SW.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        """How many columns each slot has."""
-        return self.positions_SW.shape[1]
-
-    @property
     def cell_bytes(self) -> int:
         """Bytes of one column of one slot, in all layers."""
         layers = sum(2 * layer.shape[2] * layer.shape[4] * layer.element_size() for layer in self.layers_2SKWd)
@@ -80,11 +76,11 @@ class SlotCache:
         """Resize to exactly this many slots and columns; content within them stays. One layer at a time, so that the old and
         the new cache are never both whole in memory. If memory runs out, the layers that were done are restored; if there is no
         memory even for that, the cache becomes empty."""
-        before = self.positions_SW.shape
+        before = self.num_slots, self.num_columns
         if before == (num_slots, num_columns):
             return
         if self.is_pooled:
-            self._resize_pools(num_slots, num_columns)
+            self._lay_out(num_slots, num_columns)
             return
         positions, num_done = _resize(self.positions_SW, 0, 1, num_slots, num_columns), 0
         try:
@@ -94,66 +90,93 @@ class SlotCache:
         except BaseException:
             self._go_back(num_done, *before)
             raise
-        self.positions_SW = positions
+        self.positions_SW, self.num_slots, self.num_columns = positions, num_slots, num_columns
         self._note_offsets()
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
         """Whether a resize to this leaves its memory where it is."""
         if self.is_pooled and num_slots * num_columns:
-            return num_slots * num_columns <= len(self._positions_C)
-        return self.positions_SW.shape == (num_slots, num_columns)
+            return self.holds(num_slots * num_columns) and num_slots <= len(self._starts_S)
+        return (self.num_slots, self.num_columns) == (num_slots, num_columns)
+
+    # ---- one pool ------------------------------------------------------------------------------------------------
+
+    def holds(self, num_cells: int) -> bool:
+        """Whether the pool has this many cells for slots."""
+        return num_cells < self.positions_SW.shape[1]
+
+    @property
+    def dead_cell(self) -> int:
+        """The cell that is no slot's."""
+        return self.positions_SW.shape[1] - 1
 
     def reserve(self, num_cells: int) -> None:
-        """Give an empty pool `num_cells` cells, or none if memory runs out: it then grows by need. A pool with content
-        stays, and so does a cache that is not pooled."""
-        if self.is_pooled and not self.positions_SW.numel() and num_cells > len(self._positions_C):
+        """Give an empty pool `num_cells` cells, or none if memory runs out: it then grows by need."""
+        if self.is_pooled and not self.num_slots:
             try:
-                self._allocate_pools(num_cells)
+                self._grow(num_cells)
             except torch.OutOfMemoryError:
-                self._allocate_pools(0)
+                self._free()
 
-    def _allocate_pools(self, num_cells: int) -> None:
-        for index, pool in enumerate(self.pools_2CKd):
-            self.pools_2CKd[index] = pool.new_zeros(2, num_cells, *pool.shape[2:])
-        self._positions_C = self._positions_C.new_zeros(num_cells)
+    def spread(self, num_slots: int, num_columns: int) -> None:
+        """Have this many slots of up to this many columns, which `place` gives their cells; those that are placed stay."""
+        self._places += [(0, 0)] * (num_slots - len(self._places))
+        self.num_slots, self.num_columns = num_slots, num_columns
 
-    def _resize_pools(self, num_slots: int, num_columns: int) -> None:
-        """Move what stays to where its slots are now, one layer at a time. If memory runs out, the cache becomes empty."""
+    def place(self, slot: int, start: int, num_columns: int) -> bool:
+        """Give a slot the cells from `start` on, with what they hold; False if the pool had to grow, and has moved."""
+        self._places[slot] = start, num_columns
+        stays = self.holds(start + num_columns)
+        if not stays:
+            self._grow(max(start + num_columns, self.dead_cell * 3 // 2))
+        return stays
+
+    def _lay_out(self, num_slots: int, num_columns: int) -> None:
+        """Give each slot equally many cells, one behind the other. If memory runs out, the cache becomes empty."""
+        if not num_slots * num_columns:
+            self._free()
+            return
+        self._grow(num_slots * num_columns)
+        old, self._places = self._places, [(slot * num_columns, num_columns) for slot in range(num_slots)]
+        moves = [
+            (start, now, min(count, num_columns))
+            for (start, count), (now, _) in zip(old, self._places, strict=False)
+            if start != now
+        ]
+        for pool in [*self.pools_2CKd, self.positions_SW]:
+            kept = [pool[:, start : start + count].clone() for start, _, count in moves]
+            for part, (_, now, count) in zip(kept, moves, strict=True):
+                pool[:, now : now + count] = part
+        if num_slots > len(self._starts_S):
+            self._starts_S = self._starts_S.new_zeros(num_slots)
+        self._starts_S.copy_(torch.arange(len(self._starts_S), device=self._starts_S.device) * num_columns)
+        self.num_slots, self.num_columns = num_slots, num_columns
+
+    def _grow(self, num_cells: int) -> None:
+        """Have at least this many cells and one more; what they hold stays. If memory runs out, the cache becomes empty."""
+        if self.holds(num_cells):
+            return
         try:
-            self._move(num_slots, num_columns)
+            for index, held in enumerate(self.pools_2CKd):
+                pool = self.pools_2CKd[index] = _resize(held, 1, 2, num_cells + 1, held.shape[2])
+                self.layers_2SKWd[index] = pool.unsqueeze(1).transpose(2, 3)
+            self.positions_SW = _resize(self.positions_SW, 0, 1, 1, num_cells + 1)
         except BaseException:
-            self._allocate_pools(0)
-            self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
-            self.positions_SW = self.positions_SW[:0, :0].clone()
+            self._free()
             raise
 
-    def _move(self, num_slots: int, num_columns: int) -> None:
-        needed, before = num_slots * num_columns, self.positions_SW.shape
-        grown = needed > len(self._positions_C) or not needed
-        both = slice(0, min(num_slots, before[0])), slice(0, min(num_columns, before[1]))
-        is_moved = before[1] != num_columns or grown
-        positions = self.positions_SW[both].clone()
-        if grown:
-            self._positions_C = self._positions_C.new_zeros(needed)
-        self.positions_SW = self._positions_C[:needed].view(num_slots, num_columns)
-        for index, held in enumerate(self.layers_2SKWd):
-            kept = held[:, both[0], :, both[1]].clone() if is_moved else None
-            if grown:
-                self.layers_2SKWd[index] = held[:, :0]
-                pool = self.pools_2CKd[index]
-                self.pools_2CKd[index] = pool[:, :0].clone()
-                self.pools_2CKd[index] = pool.new_zeros(2, needed, *pool.shape[2:])
-            pool = self.pools_2CKd[index]
-            view = pool[:, :needed].unflatten(1, (num_slots, num_columns)).transpose(2, 3)
-            if kept is not None:
-                view[:, both[0], :, both[1]] = kept
-            self.layers_2SKWd[index] = view
-        self.positions_SW[both] = positions
-        self._width.fill_(num_columns)
+    def _free(self) -> None:
+        self.pools_2CKd = [pool[:, :0].clone() for pool in self.pools_2CKd]
+        self.layers_2SKWd = [pool.unsqueeze(1).transpose(2, 3) for pool in self.pools_2CKd]
+        self.positions_SW = self.positions_SW[:0, :0].clone()
+        self.num_slots = self.num_columns = 0
+        self._places, self._starts_S = [], self._starts_S[:0].clone()
 
-    def cells(self, slots_N: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a pooled cache: the cell at which each row's slot begins, and that of its column, int64 [N] each."""
-        starts_N = slots_N * self._width
+    def cells(self, slots_N: Tensor, columns_N: Tensor, starts_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of a pooled cache: the cell at which each row's slot begins, and that of its column; int64 [N] each. Who places slots
+        gives the first ones."""
+        if starts_N is None:
+            starts_N = self._starts_S.index_select(0, slots_N)
         return starts_N, starts_N + columns_N
 
     def _go_back(self, num_done: int, num_slots: int, num_columns: int) -> None:
@@ -162,24 +185,41 @@ class SlotCache:
                 self.layers_2SKWd[index] = _resize(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
         except (RuntimeError, MemoryError):
             self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
-            self.positions_SW = self.positions_SW[:0, :0].clone()
+            self.positions_SW, self.num_slots, self.num_columns = self.positions_SW[:0, :0].clone(), 0, 0
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source` onto those of slot `target`; its others stay."""
+        if self.is_pooled:
+            (first, _), (now, _) = self._places[source], self._places[target]
+            for pool in [*self.pools_2CKd, self.positions_SW]:
+                pool[:, now : now + num_columns] = pool[:, first : first + num_columns]
+            return
         for layer in self.layers_2SKWd:
             layer[:, target, :, :num_columns] = layer[:, source, :, :num_columns]
         self.positions_SW[target, :num_columns] = self.positions_SW[source, :num_columns]
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy columns of slots onto others of the same slots; none is both read and written."""
+        """Copy columns of slots onto others of the same slots; none is both read and written. Where slots are placed these are
+        cells, and slots do not count."""
+        if self.is_pooled:
+            starts_R = self._starts_S.index_select(0, slots_R) if len(self._starts_S) else 0
+            slots_R, from_R, to_R = torch.zeros_like(slots_R), starts_R + from_R, starts_R + to_R
         for layer in self.layers_2SKWd:
             layer[:, slots_R, :, to_R] = layer[:, slots_R, :, from_R]
         self.positions_SW[slots_R, to_R] = self.positions_SW[slots_R, from_R]
 
     def clear_slot(self, slot: int) -> None:
         """Put zeros into a slot."""
-        for layer in self.layers_2SKWd:
+        start, count = self._places[slot] if self.is_pooled else (0, 0)
+        for pool in self.pools_2CKd:
+            pool[:, start : start + count] = 0
+        for layer in self.layers_2SKWd if not self.is_pooled else []:
             layer[:, slot] = 0
+
+    def set_positions(self, slot: int, positions_L: Tensor) -> None:
+        """Note the positions of a slot's first columns."""
+        start, slot = (self._places[slot][0], 0) if self.is_pooled else (0, slot)
+        self.positions_SW[slot, start : start + len(positions_L)] = positions_L
 
     def places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
         """Return the cells for each row's keys and values, for `write`; int64 [N * 2 K], for any layer."""
@@ -195,11 +235,11 @@ class SlotCache:
 
     def note_cells(self, cells_N: Tensor, positions_N: Tensor) -> None:
         """The same in a pooled cache."""
-        self._positions_C.index_copy_(0, cells_N, positions_N)
+        self.positions_SW[0].index_copy_(0, cells_N, positions_N)
 
     def positions_of(self, cells_N: Tensor) -> Tensor:
         """The positions of cells of a pooled cache, [N]."""
-        return self._positions_C.index_select(0, cells_N)
+        return self.positions_SW[0].index_select(0, cells_N)
 
     def add_layer(self, width: int) -> None:
         """Give an empty cache one more layer, which holds `width` numbers a column."""
@@ -209,24 +249,26 @@ class SlotCache:
         if self.is_pooled:
             self.pools_2CKd.append(empty.transpose(2, 3).flatten(1, 2))
 
-    def any_places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
-        """Where `write` puts rows, in a pooled cache or another one."""
-        return self.cells(slots_N, columns_N)[1] if self.is_pooled else self.places(slots_N, columns_N)
+    def places_of(self, rows: TokenRows, columns_N: Tensor) -> Tensor:
+        """Where `write` puts rows at these columns, in a pooled cache or another one."""
+        if self.is_pooled:
+            return self.cells(rows.slot_N, columns_N, rows.start_N)[1]
+        return self.places(rows.slot_N, columns_N)
 
-    def write_rows(self, layer: int, slots_N: Tensor, columns_N: Tensor, rows_ND: Tensor) -> None:
-        """Store rows of a layer that was added."""
+    def write_rows(self, layer: int, rows: TokenRows, rows_ND: Tensor) -> None:
+        """Store states of rows in a layer that was added."""
         _, _, num_heads, _, width = self.layers_2SKWd[layer].shape
         full_NF = functional.pad(rows_ND, (0, 2 * num_heads * width - rows_ND.shape[1]))
-        self.write(layer, self.any_places(slots_N, columns_N), full_NF.view(-1, 2 * num_heads, width))
+        self.write(layer, self.places_of(rows, rows.column_N), full_NF.view(-1, 2 * num_heads, width))
 
-    def read_rows(self, layer: int, slots_N: Tensor, columns_N: Tensor, width: int) -> Tensor:
-        """Rows of a layer that was added, [N, width]."""
-        places = self.any_places(slots_N, columns_N)
+    def read_rows(self, layer: int, rows: TokenRows, columns_N: Tensor, width: int) -> Tensor:
+        """What a layer that was added holds at these columns, [N, width]."""
+        places = self.places_of(rows, columns_N)
         if self.is_pooled:
             rows_NF = self.pools_2CKd[layer].index_select(1, places).transpose(0, 1).flatten(1)
         else:
             held = self.layers_2SKWd[layer]
-            rows_NF = held.view(-1, held.shape[4]).index_select(0, places).view(len(slots_N), -1)
+            rows_NF = held.view(-1, held.shape[4]).index_select(0, places).view(len(columns_N), -1)
         return rows_NF[:, :width]
 
     def write(self, layer: int, places: Tensor, key_value_NXd: Tensor) -> None:
@@ -290,9 +332,28 @@ class OnSlots(Model):
         """See Model."""
         self.cache.resize(num_slots, rounded(num_columns, self.column_multiple))
 
+    @property
+    def spreads(self) -> bool:
+        """See Model."""
+        return self.cache.is_pooled
+
     def reserve(self, num_cells: int) -> None:
         """See Model."""
         self.cache.reserve(num_cells)
+
+    def spread(self, num_slots: int, num_columns: int) -> bool:
+        """See Model."""
+        self.cache.spread(num_slots, rounded(num_columns, self.column_multiple))
+        return True
+
+    def place(self, slot: int, start: int, num_columns: int) -> bool:
+        """See Model."""
+        return self.cache.place(slot, start, num_columns)
+
+    @property
+    def dead_cell(self) -> int:
+        """See Model."""
+        return self.cache.dead_cell
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
         """See Model."""

@@ -158,8 +158,8 @@ class Rows(Sent[A]):
     `slots_G` are the forward's slots. A row is row number `line_N` (0, 1, ..) of slot number `owner_N` among them; the rows of a
     slot follow each other. All rows write first, then each attends to the columns that it sees, its own among them. No two rows
     write one column of a slot. `unread_N`: some tokens are on the device alone; each row's is then this one of those noted there
-    and, behind them, `token_N` (engine/batch.py). An attention kernel reads the tiles `few_T` and `many_U` of `tile_lines` lines
-    (kernels/seen.py).
+    and, behind them, `token_N` (engine/batch.py). In a cache of one pool each row's slot begins at cell `start_N`. An attention
+    kernel reads the tiles `few_T` and `many_U` of `tile_lines` lines (kernels/seen.py).
     """
 
     slots_G: A
@@ -168,6 +168,7 @@ class Rows(Sent[A]):
     token_N: A
     column_N: A
     unread_N: A | None = None
+    start_N: A | None = None
     few_T: A | None = None
     many_U: A | None = None
     tile_lines: tuple[int, ...] = ()
@@ -284,6 +285,7 @@ class StreamRows(Rows[A]):
     rank_Q: A
     limit_Q: A
     shape: StreamShape
+    start_Q: A | None = None
 
     @property
     def lines(self) -> tuple[A, ...]:

@@ -36,8 +36,19 @@ _TORCH: Any = distributed  # its types leave out TCPStore
 # Its second name is the one before torch 2.13.
 _all_gather: Any = getattr(_TORCH, "all_gather_single", None) or _TORCH.all_gather_into_tensor
 _LOST: Final = "the group of processes of this model is lost"
-_CALLS: Final = ("dismiss", "forward", "resize", "reserve", "forget", "copy_prefix", "copy_columns", "clear_slot")
-_HEADER: Final = 32  # integers; a forward, the longest call, needs 26
+_CALLS: Final = (
+    "dismiss",
+    "forward",
+    "resize",
+    "reserve",
+    "spread",
+    "place",
+    "forget",
+    "copy_prefix",
+    "copy_columns",
+    "clear_slot",
+)
+_HEADER: Final = 32  # integers; a forward, the longest call, needs 28
 
 
 class GroupLostError(RuntimeError):
@@ -142,14 +153,14 @@ class SplitBackbone(RotaryBackbone):
             raise GroupLostError(f"{_LOST}: {type(error).__name__}: {error}") from None
 
 
-def _leading(name: str) -> Callable[..., None]:
+def _leading(name: str) -> Callable[..., Any]:
     """A method of the backbone that the leader first sends to the other ranks."""
-    plain: Callable[..., None] = getattr(RotaryBackbone, name)
+    plain: Callable[..., Any] = getattr(RotaryBackbone, name)
 
-    def method(self: SplitBackbone, *arguments: Any) -> None:
+    def method(self: SplitBackbone, *arguments: Any) -> Any:
         if self._leads:
             tell(name, *arguments)
-        plain(self, *arguments)
+        return plain(self, *arguments)
 
     return method
 

@@ -219,13 +219,9 @@ class ModuleBackbone(OnSlots):
         )
 
     def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
-        if self.cache.is_pooled:
-            starts_N, places = self.cache.cells(rows.slot_N, rows.column_N)
-            if any(self.windows):
-                self.cache.note_cells(places, rows.position_N)
-        else:
-            starts_N, places = None, self.cache.places(rows.slot_N, rows.column_N)
-            self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
+        start_N, places = self.cache.cells(rows.slot_N, rows.column_N, rows.start_N)
+        if any(self.windows):
+            self.cache.note_cells(places, rows.position_N)
         seen = Seen(
             rows.slot_N,
             rows.low_IN,
@@ -233,7 +229,8 @@ class ModuleBackbone(OnSlots):
             position_N=rows.position_N,
             positions_SW=self.cache.positions_SW,
             tables=rows.tables or self.tiling.tables(rows.line_N),
-            start_N=starts_N,
+            start_N=start_N,
+            num_columns=self.cache.num_columns,
         )
         return FlatLayout(self.cache, rows.num_rows, places, self.windows, seen, attend)
 

@@ -254,12 +254,22 @@ class XLNetBackbone(OnSlots):
 
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Resize to exactly this many slots and columns; content within them stays. The table of distances only grows."""
-        num_columns = rounded(num_columns, self.column_multiple)
-        relative = self.relative
-        if num_columns > self._num_distances:
-            relative = [self._relative_keys(layer, num_columns) for layer in self.layers]
-        self.cache.resize(num_slots, num_columns)
+        relative = self._relative_to(num_columns)
+        super().resize(num_slots, num_columns)
         self.relative = relative
+
+    def spread(self, num_slots: int, num_columns: int) -> bool:
+        """See OnSlots."""
+        before, self.relative = self.cache.num_columns, self._relative_to(num_columns)
+        super().spread(num_slots, num_columns)
+        return before == self.cache.num_columns
+
+    def _relative_to(self, num_columns: int) -> list[Tensor]:
+        """The keys of all distances between this many columns, or more."""
+        num_columns = rounded(num_columns, self.column_multiple)
+        if num_columns <= self._num_distances:
+            return self.relative
+        return [self._relative_keys(layer, num_columns) for layer in self.layers]
 
     @property
     def _num_distances(self) -> int:
@@ -283,7 +293,7 @@ class XLNetBackbone(OnSlots):
 
     def set_order(self, slot: int, order_L: Tensor) -> None:
         """Set the positions of a slot's columns, int64 [L]."""
-        self.order_SW[slot, : len(order_L)] = order_L
+        self.cache.set_positions(slot, order_L)
 
     # ---- the forward ---------------------------------------------------------------------------------------------
 
@@ -345,12 +355,11 @@ class XLNetBackbone(OnSlots):
         limit_N = torch.cat([rows.limit_N, rows.limit_Q])
         column_N = torch.cat([rows.column_N, rows.rank_Q])
         slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
-        if self.cache.is_pooled:
-            starts_N, cells_N = self.cache.cells(slot_N, column_N)
-            position_N, places = self.cache.positions_of(cells_N), cells_N[:num_content]
-        else:
-            starts_N, position_N = None, self.order_SW[slot_N, column_N]
-            places = self.cache.places(slot_N[:num_content], rows.column_N)
+        start_N = None
+        if rows.start_N is not None and rows.start_Q is not None:
+            start_N = torch.cat([rows.start_N, rows.start_Q])
+        start_N, cells_N = self.cache.cells(slot_N, column_N, start_N)
+        position_N, places = self.cache.positions_of(cells_N), cells_N[:num_content]
         seen = Seen(
             slot_N,
             torch.zeros_like(limit_N).unsqueeze(0),
@@ -358,9 +367,10 @@ class XLNetBackbone(OnSlots):
             position_N=position_N,
             positions_SW=self.order_SW,
             tables=rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q])),
-            start_N=starts_N,
+            start_N=start_N,
+            num_columns=self.cache.num_columns,
         )
-        span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
+        span = self.rules.columns(shape.num_positions, self.cache.num_columns)
         return _FlatLayout(
             num_content=num_content,
             span=span,

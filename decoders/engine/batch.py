@@ -238,12 +238,13 @@ class Batch(Sent[A]):
             "R": self.draws.num_sampled + (judging is not None),
         }
 
-    def fill_up(self, sizes: dict[str, int], *, dead_column: int, dead_note: int, dead_cell: int) -> None:
-        """Fill every array up to the size of its axis. What fills up means nothing: dead rows are token 0 of slot 0, see
-        nothing, and write a column that no row sees; dead sampled rows leave what is kept of them where nobody reads it. At
-        least one sampled row is dead, for dead drafts."""
+    def fill_up(
+        self, sizes: dict[str, int], *, dead_column: int, num_positions: int, dead_note: int, dead_cell: int
+    ) -> None:
+        """Fill every array up to the size of its axis. What fills up means nothing: dead rows are token 0 of a slot at the pool's
+        begin, see nothing, and write a column that no row sees; dead sampled rows leave what is kept of them where nobody reads
+        it. At least one sampled row is dead, for dead drafts. No canvas has more than `num_positions`."""
         rows = self.rows
-        assert rows.shape.num_columns <= dead_column, "a row sees the column of dead rows"
         dead = {
             "line_N": -1, "line_Q": -1, "column_N": dead_column, "settings_4R": 1, "scored_R": NO_DRAFT, "note_R": dead_note,
             "cell_R": dead_cell, "row_D": self.draws.num_sampled,
@@ -251,7 +252,7 @@ class Batch(Sent[A]):
         self.pad(sizes, dead)
         self.is_padded, self.draws.reads_all = True, False
         if isinstance(rows, StreamRows):
-            rows.shape = replace(rows.shape, num_slots=sizes["G"], num_positions=dead_column + 1)
+            rows.shape = replace(rows.shape, num_slots=sizes["G"], num_positions=num_positions)
         else:
             rows.shape = replace(rows.shape, num_slots=sizes["G"])
 
@@ -262,7 +263,7 @@ class Batch(Sent[A]):
 def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layout: Layout, rule: Rule) -> Batch[Host]:
     """The batch of what these samples ask one model."""
     slot_B = np.array([sample.slot for sample in samples])
-    rows, sample_G, rows_B = _pack_rows(samples, asks, layout, slot_B)
+    rows, sample_G, rows_B = _pack_rows(samples, asks, layout, slot_B, slots.start_S)
     num_rows = sum(map(len, rows.lines))
     runs_UF, owner_U = _table([ask.runs for ask in asks], _RUN)
     when_B = np.array([sample.decided if ask.when < 0 else ask.when for sample, ask in zip(samples, asks, strict=True)])
@@ -285,7 +286,7 @@ def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layou
 
 
 def _pack_rows(
-    samples: Sequence[Sample], asks: Sequence[Ask], layout: Layout, slot_B: Ints
+    samples: Sequence[Sample], asks: Sequence[Ask], layout: Layout, slot_B: Ints, start_S: Ints | None
 ) -> tuple[TokenRows[Host] | StreamRows[Host], Ints, Ints]:
     """The rows; the sample of each group; how many rows (query rows) each sample has, [B]."""
     count = len(asks)
@@ -324,8 +325,10 @@ def _pack_rows(
     if is_unread_N.any():
         own_N = layout.num_notes + np.arange(len(token_N))
         all_rows["unread_N"] = np.where(is_unread_N, note_cells(slot_N, position_N), own_N)
+    if start_S is not None:
+        all_rows["start_N"] = start_S[slot_N]
     if layout.streams:
-        return _pack_queries(asks, all_rows, high_IN[0], (slots, num_columns, num_lines, longest))
+        return _pack_queries(asks, all_rows, high_IN[0], (slots, num_columns, num_lines, longest), start_S)
     sigmas = [sigma for ask in asks for sigma in ask.sigmas]
     # One for each canvas, or one for all canvases of a sample.
     sigma_G = np.array(sigmas) if len(sigmas) in (0, len(slots_G)) else np.array(sigmas)[sample_G]
@@ -372,7 +375,11 @@ def _with_stretches(
 
 
 def _pack_queries(
-    asks: Sequence[Ask], all_rows: dict[str, Any], limit_N: Ints, known: tuple[slice | None, int, int, int]
+    asks: Sequence[Ask],
+    all_rows: dict[str, Any],
+    limit_N: Ints,
+    known: tuple[slice | None, int, int, int],
+    start_S: Ints | None,
 ) -> tuple[StreamRows[Host], Ints, Ints]:
     """The same of an any-subset model, by its query rows; `known` of the others are the slots, the columns and lines, and of all
     the length of the longest canvas."""
@@ -392,6 +399,8 @@ def _pack_queries(
         some_blind=bool((limit_Q == 0).any()),  # queries of an empty prompt
     )
     of_queries: dict[str, Any] = {"owner_Q": owner_Q, "line_Q": line_Q, "rank_Q": rank_Q, "limit_Q": limit_Q}
+    if start_S is not None:
+        of_queries["start_Q"] = start_S[all_rows["slots_G"][owner_Q]]
     rows = StreamRows(**all_rows, **of_queries, limit_N=limit_N, shape=shape)
     return rows, np.arange(len(asks)), np.bincount(owner_P, span_PF[:, _COUNT], len(asks)).astype(np.int64)
 

@@ -31,7 +31,7 @@ from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, Sample
 from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, steps
 from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.memory import Capacity, MemoryPlan, Shape
+from draftmill.decoders.engine.memory import Capacity, Extents, MemoryPlan, Shape
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.penalties import PenaltyTracker
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
@@ -112,7 +112,9 @@ class Engine:
             "windows": self._draft_windows,
         }
         self._ran: tuple[Sequence[Sample], Batch[Host], ModelRunner]  # the last forward whose rows a head may read
+        self._spreads = all(runner.spreads for runner in self.models)
         self._shape = Shape()
+        self._extents: Extents | None = None  # where each sample has as many columns as its canvas needs
         self._slots: list[Sample | None] = []
         self._running: Running | None = None
         self._instant: list[Outcome] = []
@@ -188,11 +190,9 @@ class Engine:
         return next((f"off: {reason}" for reason in reasons if reason), "on")
 
     def columns(self, length: int) -> int:
-        """How many cached columns a canvas of this length takes; with graphs one more, for rows that fill up a forward."""
+        """How many cached columns a canvas of this length takes."""
         count = self.algorithm.columns(length)
-        if not self.algorithm.keeps:
-            return self.algorithm.num_slots * rounded(count, self._multiple)
-        return count + any(runner.graphs is not None for runner in self.models)
+        return count if self.algorithm.keeps else self.algorithm.num_slots * rounded(count, self._multiple)
 
     def slot_bytes(self, num_columns: int) -> int:
         """Bytes of a sample with this many columns in its slot of each model's cache."""
@@ -200,7 +200,10 @@ class Engine:
 
     def room(self, length: int) -> int:
         """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
-        inside, most = self._inside, self._capacity.most_rows(self._capacity.columns(self._longest_with(length)))
+        inside = self._inside
+        if self._extents is not None and inside:
+            return min(self.max_rows - inside, self._extents.room(self._capacity.columns(length)))
+        most = self._capacity.most_rows(self._capacity.columns(self._longest_with(length)))
         if inside == 0:
             return max(most, 1)
         # A longer canvas may leave fewer slots than the highest one that is in use; then it waits for that sample.
@@ -268,13 +271,37 @@ class Engine:
 
     def _make_room(self, needed: int, length: int) -> None:
         """Give the caches at least `needed` slots, for canvases of this length too."""
+        if self._spreads:
+            self._spread(needed, self._longest_with(length))
+            return
         shape = self._capacity.shape(self._shape, needed=needed, longest=self._longest_with(length))
         if shape[:2] != self._shape[:2]:
             self._allocate(shape)
         self._shape = shape
 
+    def _spread(self, needed: int, longest: int) -> None:
+        """Have all slots in one pool, each as wide as its canvas. A pool that is smaller than a canvas is made anew."""
+        shape, least = (
+            self._capacity.spread(self._shape, needed=needed, longest=longest),
+            self._capacity.columns(longest),
+        )
+        if self._extents is not None and self._extents.num_cells < least:
+            self._allocate(Shape())
+        if self._extents is None:
+            for runner in reversed(self.models):
+                runner.reserve(self._capacity.cells)
+            self._extents = Extents(max(least, self._capacity.cells or self.max_tokens))
+            self.slots.start_S = np.zeros(self.max_rows, dtype=np.int64)
+        if shape[:2] != self._shape[:2]:
+            self._shape = Shape()
+            if not all([self.sampler.stays(shape.slots), *(runner.spread(shape) for runner in self.models)]):
+                drop_all()
+            self.sampler.resize(shape.slots)
+            self.scheduler.prefixes.resize(shape.slots, shape.columns)
+        self._shape = shape
+
     def _allocate(self, shape: Shape) -> None:
-        self._shape = Shape()  # until the resize has succeeded
+        self._shape, self._extents = Shape(), None  # until the resize has succeeded
         has_graphs, slots = any(runner.graphs is not None for runner in self.models), min(shape.slots, self.max_rows)
         if has_graphs and not all([self.sampler.stays(slots), *(runner.stays(shape) for runner in self.models)]):
             drop_all()
@@ -290,6 +317,14 @@ class Engine:
         slot = sample.slot = self._slots.index(None) if None in self._slots else len(self._slots)
         assert slot < self.max_rows, "admit called without room"
         self._slots[slot : slot + 1] = [sample]
+        if self._extents is not None and self.slots.start_S is not None:
+            columns = self._capacity.columns(sample.length)
+            self.slots.start_S[slot], lost = self._extents.take(slot, columns)
+            for other in lost:
+                self.scheduler.prefixes.forget(other)
+            stays = [runner.place(slot, int(self.slots.start_S[slot]), columns) for runner in self.models]
+            if not all(stays):
+                drop_all()
         if sample.order is not None:
             self.backbone.set_order(slot, put(np.array(sample.order, dtype=np.int64), self.backbone.device))
         self.slots.start(sample)
@@ -473,6 +508,8 @@ class Engine:
         for sample in copying:
             sample.copies = ()
         source_P, target_P, count_P = copies_P3.T
+        if self.slots.start_S is not None:
+            source_P, target_P = source_P + self.slots.start_S[slot_P], target_P + self.slots.start_S[slot_P]
         step = steps(count_P)
         copied = np.stack(
             [np.repeat(slot_P, count_P), np.repeat(source_P, count_P) + step, np.repeat(target_P, count_P) + step]
@@ -545,6 +582,8 @@ class Engine:
         if not (self.algorithm.knows_logprob or sample.request.probe):
             outcome.logprob = None
         self.slots.release(sample.slot)
+        if self._extents is not None:
+            self._extents.give_back(sample.slot)
         self._slots[sample.slot] = None
         while self._slots and self._slots[-1] is None:
             self._slots.pop()

@@ -10,12 +10,13 @@ The memory that is free after all models are loaded is divided once:
     a tenth             fragmentation, kernels' workspaces, and layers that exist twice while the cache grows
 
 A cache has no more slots than samples were inside at one time (and a few ahead), of no more columns than they need. Columns that
-are no longer needed are freed when slots need their memory. Where a cache is one pool of cells (SlotCache) and memory was
-measured, its cells are allocated once, and it has all slots that there can be: other slots and columns are another view of them.
+are no longer needed are freed when slots need their memory. Where a cache is one pool of cells (SlotCache) each slot has as many
+of them as its canvas needs (`Extents`), and where memory was measured all are allocated at once.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -68,6 +69,45 @@ class Shape(NamedTuple):
     possible: int = 0
 
 
+class Extents:
+    """The cells of a pool that each slot has, and those that a free slot had and nobody has taken since."""
+
+    def __init__(self, num_cells: int) -> None:
+        self.num_cells = num_cells
+        self._taken = list[tuple[int, int]]()  # [first, end) in ascending order
+        self._places = dict[int, tuple[int, int]]()
+
+    def room(self, columns: int) -> int:
+        """How many slots of this many columns fit into what is free."""
+        return sum((end - first) // columns for first, end in self._gaps())
+
+    def take(self, slot: int, columns: int) -> tuple[int, list[int]]:
+        """Where a slot gets its cells: those it had last, if they are free, else the smallest gap that is large enough. Also
+        which slots have lost what they held: free ones whose cells it takes, and itself where it moves."""
+        gaps = [(first, end) for first, end in self._gaps() if end - first >= columns]
+        assert gaps, "admit called without room"
+        last = self._places.pop(slot, (-1, -1))[0]
+        start = min((end - first, first) for first, end in gaps)[1]
+        if any(first <= last and last + columns <= end for first, end in gaps):
+            start = last
+        mine = start, start + columns
+        # What overlaps with a gap is not taken.
+        lost = [other for other, (first, end) in self._places.items() if first < mine[1] and start < end]
+        for other in lost:
+            del self._places[other]
+        insort(self._taken, mine)
+        self._places[slot] = mine
+        return start, lost if start == last else [slot, *lost]
+
+    def give_back(self, slot: int) -> None:
+        """A slot has become free; what it holds stays until another one takes its cells."""
+        self._taken.remove(self._places[slot])
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        ends = [0, *(end for _, end in self._taken)]
+        return list(zip(ends, [*(first for first, _ in self._taken), self.num_cells], strict=True))
+
+
 class Capacity:
     """At most `max_rows` samples and `max_tokens` cached columns, and what the `plan` allows. `columns` gives the columns of a
     canvas length, which a cache rounds up to a `multiple`; `slot_bytes` the bytes of a slot with that many columns."""
@@ -113,6 +153,25 @@ class Capacity:
 
     def shape(self, now: Shape, *, needed: int, longest: int) -> Shape:
         """What `needed` samples get; `now` is the present shape. MemoryError for a sample that does not fit even alone."""
+        least = self._least(needed, longest)
+        slots, columns = now.slots, max(now.columns, rounded(least, _COLUMN_STEP))
+        if self.most_rows(columns) < max(needed, min(slots, self.most_rows(least))):
+            columns = least
+        possible = max(self.most_rows(columns), needed)
+        if slots < needed:
+            slots = max(needed, _FEWEST_SLOTS, slots * 3 // 2)
+        return Shape(min(slots, possible), columns, possible)
+
+    def spread(self, now: Shape, *, needed: int, longest: int) -> Shape:
+        """The same where each slot has columns of its own: all slots, and the columns of the longest one. Where graphs depend on
+        these they grow by an eighth or more."""
+        least = self._least(1, longest)
+        step = max(_COLUMN_STEP, (1 << least.bit_length()) // 8)
+        columns = now.columns if least <= now.columns else rounded(least, step)
+        return Shape(self.max_rows, columns, max(now.possible, needed))
+
+    def _least(self, needed: int, longest: int) -> int:
+        """The columns of the longest canvas; MemoryError if `needed` of them don't fit."""
         least = self.columns(longest)
         if not self.fits(needed, least):
             asked, free = needed * self._slot_bytes(least), max(self.plan.slots or 0, 0)
@@ -120,14 +179,4 @@ class Capacity:
                 f"a canvas of {longest} tokens does not fit into memory: its batch of {needed} would take {asked:,} bytes, "
                 f"and {free:,} are free"
             )
-        # Where all slots are there, another number of columns moves the content of each: it grows by an eighth or more.
-        step = max(_COLUMN_STEP, (1 << least.bit_length()) // 8) if self.cells else _COLUMN_STEP
-        slots, columns = now.slots, max(now.columns, rounded(least, step))
-        if self.most_rows(columns) < max(needed, min(slots, self.most_rows(least))):
-            columns = least
-        possible = max(self.most_rows(columns), needed)
-        if self.cells:
-            slots = possible
-        if slots < needed:
-            slots = max(needed, _FEWEST_SLOTS, slots * 3 // 2)
-        return Shape(min(slots, possible), columns, possible)
+        return least

@@ -160,6 +160,11 @@ class ModelRunner:
         """Bytes of a column of a slot; where whole canvases run, with the activations of a row."""
         return self.backbone.cell_bytes + (self.backbone.row_bytes if self._whole else 0)
 
+    @property
+    def spreads(self) -> bool:
+        """Whether slots of different widths stand in one pool."""
+        return self.backbone.spreads and self.layout.keeps and self._info is None
+
     def stays(self, shape: Shape) -> bool:
         """Whether a resize to this leaves all that its graphs read as it is."""
         return self.graphs is None or bool(self.backbone.stays(shape.slots, shape.columns))
@@ -180,6 +185,15 @@ class ModelRunner:
             num_columns = longest if self._is_full and num_slots else min(num_columns, longest)
         self.backbone.resize(num_slots, num_columns)
         self._columns = num_columns
+
+    def spread(self, shape: Shape) -> bool:
+        """Have slots of up to this many columns in one pool; whether all that graphs read is where it was."""
+        self._columns = shape.columns
+        return self.backbone.spread(shape.slots, shape.columns) or self.graphs is None
+
+    def place(self, slot: int, start: int, num_columns: int) -> bool:
+        """Give a slot its cells of the pool; as `spread`."""
+        return self.backbone.place(slot, start, num_columns) or self.graphs is None
 
     def wipe(self, slots: Iterable[int]) -> None:
         """Clear slots that hold NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN."""
@@ -294,7 +308,15 @@ class ModelRunner:
         if len(self.parts(sizes["R"])) > 1:
             return False
         dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
-        b.fill_up(sizes, dead_column=self._columns - 1, dead_note=dead_note, dead_cell=dead_cell)
+        # Without `start_N` slot 0, where dead rows are, begins at the pool's first cell, too.
+        assert b.rows.start_N is not None or not self.layout.streams, "dead rows are of the first slot of the forward"
+        b.fill_up(
+            sizes,
+            dead_column=self.backbone.dead_cell,
+            num_positions=self._columns,
+            dead_note=dead_note,
+            dead_cell=dead_cell,
+        )
         return True
 
     def more(self, key: Hashable, draws: Draws[Host], work: Drawing) -> NDArray[np.float64]:

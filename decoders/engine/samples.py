@@ -349,7 +349,8 @@ class Sample:
 
 class SlotTable:
     """What the host knows of the sample in each slot: its key, its decoding order, and its sampling settings. `key_S2` are
-    words of keys (noise.key_words). `order_SW` gives the position of each rank; None where that is the rank itself.
+    words of keys (noise.key_words). `order_SW` gives the position of each rank; None where that is the rank itself. `start_S`
+    says where each slot begins in a cache that is one pool of cells; None where the cache knows.
     `settings_4S` as in draws/settings.py, the job's in free slots; `uses` says which of them matter in any slot."""
 
     def __init__(self, sampling: Sampling, num_slots: int) -> None:
@@ -357,6 +358,7 @@ class SlotTable:
         self.key_S2: Ints = np.zeros((num_slots, 2), dtype=np.int64)
         self.length_S: Ints = np.zeros(num_slots, dtype=np.int64)
         self.order_SW: Ints | None = None
+        self.start_S: Ints | None = None
         self._usual = column_of(sampling)
         self.settings_4S = np.repeat(np.array([self._usual]).T, num_slots, axis=1)
         self.uses = Uses.of(self.settings_4S)

@@ -215,7 +215,7 @@ def attend(
     assert seen.tables is not None, "the host cuts rows into tiles"
     query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
     num_rows, num_heads, width = query_NHd.shape
-    _, _, key_heads, num_columns, _ = layer_2SKWd.shape
+    key_heads, num_columns = layer_2SKWd.shape[2], seen.num_columns or layer_2SKWd.shape[3]
     slot_s, head_s, cell_s = layer_2SKWd.stride()[1:4]
     group, padded = num_heads // key_heads, max(_LEAST_WIDTH, power_of_two(width))
     # Each kind of tile has as many shares as it is worth; where any has several, all rows are added up at the end, once.

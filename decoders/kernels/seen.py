@@ -148,8 +148,8 @@ def power_of_two(number: int) -> int:
 class Seen:
     """`slot_N`, `low_IN` and `high_IN` are integers: row n sees the columns [low, high) of each interval, none if low >= high.
     `position_N` and `positions_SW` are the positions of rows and of columns; windows and relative scores read them. Kernels read
-    `tables`, whose row numbers count from `skip` rows before the first one here, and `start_N`, where each row's slot begins in a
-    cache that is one pool of cells (SlotCache); references ignore them."""
+    `tables`, whose row numbers count from `skip` rows before the first one here. In a cache that is one pool of cells (SlotCache)
+    each row's slot begins at `start_N`, and no slot has more than `num_columns`."""
 
     slot_N: Tensor
     low_IN: Tensor
@@ -158,6 +158,7 @@ class Seen:
     positions_SW: Tensor | None = None
     tables: Tables | None = None
     start_N: Tensor | None = None
+    num_columns: int | None = None
     skip: int = 0
 
     def after(self, count: int) -> Seen:

@@ -143,7 +143,7 @@ class ModelSettings(Settings):
 class BatchingSettings(Settings):
     """How much a worker decodes at once, and how many rows are sorted together."""
 
-    max_tokens: Auto | Positive = Field(default="auto", description="most slots times cache columns")
+    max_tokens: Auto | Positive = Field(default="auto", description="most cache columns of all slots")
     max_rows: Auto | Positive = Field(default="auto", description="most slots of a worker")
     prompt_rows: Auto | Positive = Field(default="auto", description="most rows of prompts in a forward")
     window: Positive = Field(default=65536, description="rows that are sorted and cut into units together")

@@ -7,6 +7,7 @@ another result here too, and memory that has moved is found. References stand in
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -106,6 +107,17 @@ def as_a_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
     return launched
 
 
+def by_slots(layer_2SKWd: Tensor, seen: Seen) -> tuple[Tensor, Seen]:
+    """As `rows_of_pool`, but rows of a slot share its copy."""
+    if seen.start_N is None:
+        return layer_2SKWd, seen
+    start_S, slot_N = seen.start_N.unique(return_inverse=True)
+    low_IS = high_IS = seen.low_IN[:, : len(start_S)]
+    slots = replace(seen, start_N=start_S, slot_N=start_S, low_IN=low_IS, high_IN=high_IS)
+    layer_2SKWd, slots = reference.rows_of_pool(layer_2SKWd, slots)
+    return layer_2SKWd, replace(seen, slot_N=slot_N, positions_SW=slots.positions_SW)
+
+
 def attend_by_slots(
     query_NHd: Tensor,
     layer_2SKWd: Tensor,
@@ -120,6 +132,7 @@ def attend_by_slots(
     """What reference_attend gives, but for rounding: it computes each row for all slots, where the reference copies a slot's
     keys and values for each row. The tests of captured forwards take a third of the time with it."""
     assert cap is None and sink_H is None, "no model of these tests caps scores"
+    layer_2SKWd, seen = by_slots(layer_2SKWd, seen)
     num_groups, num_columns = layer_2SKWd.shape[2:4]
     num_rows, num_heads = query_NHd.shape[:2]
     wide = torch.promote_types(query_NHd.dtype, torch.float32)

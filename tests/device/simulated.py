@@ -76,8 +76,9 @@ class Hollow(OnSlots):
     def forward(self, rows: TokenRows) -> Tensor:
         """States of zeros, [N, 4]."""
         self.num_rows_computed = rows.num_rows
-        starts_N, _ = self.cache.cells(rows.slot_N, rows.column_N)
-        seen = Seen(rows.slot_N, rows.low_IN, rows.high_IN, tables=rows.tables, start_N=starts_N)
+        start_N, _ = self.cache.cells(rows.slot_N, rows.column_N, rows.start_N)
+        widest = self.cache.num_columns
+        seen = Seen(rows.slot_N, rows.low_IN, rows.high_IN, tables=rows.tables, start_N=start_N, num_columns=widest)
         query_NHd = torch.empty(rows.num_rows, HEADS, WIDTH, dtype=self.dtype)
         self._attend(query_NHd, self.cache.layers_2SKWd[0], seen, scaling=1.0)
         return torch.zeros(rows.num_rows, 4)

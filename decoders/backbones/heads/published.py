@@ -183,10 +183,10 @@ class Speculator(NetworkBackbone):
         padded = [0, 0, 0, self._padded(count) - count]
         joined_PD = stack.join(nn.functional.pad(states_NF, padded))
         if self.speculator.kind == "eagle3":
-            self.cache.write_rows(-2, rows.slot_N, rows.column_N, joined_PD[:count])
+            self.cache.write_rows(-2, rows, joined_PD[:count])
             return
         turn_2P1d = self._rotation.at(nn.functional.pad(rows.position_N, padded[2:])).unsqueeze(2)
-        places = self.cache.any_places(rows.slot_N, rows.column_N)
+        places = self.cache.places_of(rows, rows.column_N)
         for layer in stack.layers:
             self.cache.write(layer.index, places, layer.held(joined_PD, turn_2P1d)[:count])
 
@@ -195,12 +195,12 @@ class Speculator(NetworkBackbone):
         if is_eagle:
             # A draft's row continues from what the head made of the row before it.
             held, columns_N = (-1, rows.column_N - 1) if rows.takes_drafts else (-2, rows.column_N)
-            states_ND = self.cache.read_rows(held, rows.slot_N, columns_N, self.width)
+            states_ND = self.cache.read_rows(held, rows, columns_N, self.width)
             states_PD = nn.functional.pad(states_ND, (0, 0, 0, len(tokens_P) - len(states_ND)))
         turn_2P1d = self._rotation.at(positions_P).unsqueeze(2)
         normed_PD, own_PD = self.base(tokens_P, states_PD, turn_2P1d, partial(attend_rows, layout=layout))
         if is_eagle:
-            self.cache.write_rows(-1, rows.slot_N, rows.column_N, own_PD[: rows.num_rows])
+            self.cache.write_rows(-1, rows, own_PD[: rows.num_rows])
         final_PD: Tensor = normed_PD
         return final_PD
 

@@ -240,8 +240,9 @@ def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name: str, 
     engine.admit(requests)
     assert not engine.step() and not engine.step()
     before, bad = engine.target.graphs.num_replayed, engine.samples[1]
-    for layer in engine.backbone.cache.layers_2SKWd:
-        layer[:, bad.slot] = torch.nan
+    start, count = engine.backbone.cache._places[bad.slot]
+    for pool in engine.backbone.cache.pools_2CKd:
+        pool[:, start : start + count] = torch.nan
     (found,) = engine.step()
     assert engine.target.graphs.num_replayed == before + 1
     assert (found.index, found.error_kind) == (bad.request.index, "nan_logits")

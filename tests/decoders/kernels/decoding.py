@@ -96,6 +96,7 @@ def made_usual(folder, attend):
     backbone: Any = load_backbone(folder, dtype="float32", device="cpu")
     # Only now: the interpreter would take long for the tests that a model passes when it is loaded.
     backbone._attend = attend
+    backbone.forget()
     return backbone
 
 

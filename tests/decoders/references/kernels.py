@@ -8,6 +8,7 @@ fixed products: K numbers in, M numbers out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Final
 
@@ -16,6 +17,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftmill.decoders.kernels.seen import Seen
+
+
+def rows_of_pool(layer_2SKWd: Tensor, seen: Seen) -> tuple[Tensor, Seen]:
+    """Keys and values of a pool as if each row had a slot of its own; copies. Cells behind a slot's own are those of others, as a
+    kernel would read them."""
+    if seen.start_N is None:
+        return layer_2SKWd, seen
+    assert seen.num_columns is not None, "slots of a pool have a width"
+    start_N, num_cells = seen.start_N, layer_2SKWd.shape[3]
+    column_W = torch.arange(seen.num_columns, device=start_N.device)
+    cell_NW = (start_N.unsqueeze(1) + column_W).clamp(max=num_cells - 1)
+    positions_NW = None if seen.positions_SW is None else seen.positions_SW[0][cell_NW]
+    row_N = torch.arange(len(start_N), device=start_N.device)
+    cells_2NKWd = layer_2SKWd[:, 0][:, :, cell_NW].transpose(1, 2)
+    return cells_2NKWd, replace(seen, slot_N=row_N, positions_SW=positions_NW)
 
 
 def attend(
@@ -33,6 +49,7 @@ def attend(
     A score is scaling x (query . key); with `cap`, cap x tanh(that / cap). With `relative_NHP` the row's number for the distance
     of the two positions is added, as it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A head's
     sink is one more score, of a place that every row sees and that holds nothing. A row that sees nothing gets zeros."""
+    layer_2SKWd, seen = rows_of_pool(layer_2SKWd, seen)
     num_columns = layer_2SKWd.shape[3]
     group = query_NHd.shape[1] // layer_2SKWd.shape[2]
     wide = torch.promote_types(query_NHd.dtype, torch.float32)
