@@ -364,17 +364,6 @@ def _rerun(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "compact",
-    "gone: use export --format parquet --file-mb N",
-    option("words", help=argparse.SUPPRESS, nargs=argparse.REMAINDER),
-)
-def _compact(_: argparse.Namespace) -> int:
-    raise UserError(
-        "is gone; use `draftmill export RUN_DIR --format parquet --file-mb 128 --out FOLDER`", field="draftmill compact"
-    )
-
-
-@command(
     "export",
     "write a finished run's results to files",
     *RUN_DIR,
