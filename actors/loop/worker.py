@@ -299,10 +299,6 @@ class LocalPool:
         self._workers: dict[str, Here] = {}
         self._events: list[PoolEvent] = []
 
-    def kind_of(self, name: str) -> int:
-        """There is one kind of worker."""
-        return 0
-
     def resize(self, allocation: Allocation) -> None:
         """Workers of this process take no room of others."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from draftmill.jobs.driving.cost import cost_rows
+from draftmill.jobs.driving.cost import device_time_rows
 from draftmill.jobs.driving.run_log import Sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
@@ -55,7 +55,7 @@ def table_lines(
         *_sample_rows(results, done),
         ("exact", exactness(manifest.exact)),
         *_machine_rows(results, sessions),
-        *_cost_rows(results, sessions),
+        *([] if sessions.wall_s < MIN_S else device_time_rows(sessions.devices)),
         *error_rows(results),
     ]
     rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
@@ -107,12 +107,6 @@ def _machine_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
             ("makespan ratio", f"{sessions.wall_s / bound_s:.2f}  (1 is the optimum for {workers:.0f} workers)")
         )
     return rows
-
-
-def _cost_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
-    if sessions.wall_s < MIN_S and not sessions.devices.priced_s:
-        return []
-    return cost_rows(sessions.devices, results.new_tokens)
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:

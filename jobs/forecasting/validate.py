@@ -1,7 +1,7 @@
 """`draftmill validate`: a dry run. Reads a few rows, shows the first canvas and the job's size, and decodes a few samples.
 
 Writes nothing. Figures estimated from the sampled rows are marked with ~; rates and memory are measured in a short trial.
-These are the only estimates of device hours and cost in draftmill; each names its source, or is `unknown`.
+These are the only estimates of device hours in draftmill; each names its source, or is `unknown`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
-from draftmill.jobs.driving.cost import HOUR_S, MILLION, DeviceSums, hours_text, money_text, purposes_text
+from draftmill.jobs.driving.cost import DeviceSums, hours_text, purposes_text
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import exactness
 from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
@@ -237,27 +237,17 @@ NEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The worker seconds that a run will take, from a `source` in words; `tokens` of ok samples are expected, None if unknown."""
+    """The worker seconds that a run will take, from a `source` in words."""
 
     sums: DeviceSums
     source: str
-    tokens: float | None = None
-
-    def cost_text(self, *prices: float) -> str:
-        """What the run and a million of its tokens cost, at one price of an hour, or from one to another."""
-        costs = [self.sums.up_s / HOUR_S * price for price in prices]
-        text = f"~{' to '.join(map(money_text, costs))}"
-        if not self.tokens:
-            return text
-        each = " to ".join(money_text(cost * MILLION / self.tokens) for cost in costs)
-        return f"{text} ({each} per million tokens of ok samples)"
 
 
-def estimate_from(sums: DeviceSums, size: int, wanted: int, source: str, *, tokens: int) -> Estimate | None:
-    """The estimate for `wanted` samples or planned tokens, where `size` of them took `sums` and made `tokens`; None for none."""
+def estimate_from(sums: DeviceSums, size: int, wanted: int, source: str) -> Estimate | None:
+    """The estimate for `wanted` samples or planned tokens, where `size` of them took `sums`; None for none."""
     if not size or not sums.up_s:
         return None
-    return Estimate(sums * (wanted / size), source, tokens * wanted / size or None)
+    return Estimate(sums * (wanted / size), source)
 
 
 def forecast_lines(
@@ -270,21 +260,6 @@ def forecast_lines(
     else:
         purposes = "" if estimate.source == TRIAL else f" ({purposes_text(estimate.sums)})"
         yield f"devices   ~{hours_text(estimate.sums.up_s)} of device time{purposes}; from {estimate.source}"
-    if money := price_text(prepared.spec, estimate):
-        yield f"cost      {money}"
-
-
-def price_text(spec: JobSpec, estimate: Estimate | None) -> str:
-    """What an estimate costs, if the spec has prices; with several kinds of workers the cheapest and the dearest one's."""
-    prices = [shape.price_per_hour for shape in spec.shapes]
-    known = sorted({price for price in prices if price is not None})
-    if not known:
-        return ""
-    if estimate is None or None in prices:
-        return "unknown" + ("" if estimate is None else ": some kinds of workers have no price")
-    if len(known) == 1:
-        return estimate.cost_text(known[0])
-    return f"{estimate.cost_text(known[0], known[-1])}, by the kind of worker"
 
 
 def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
@@ -293,7 +268,7 @@ def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
         return None
     sessions = read_sessions(store)
     rows, source = sessions.committed.rows, f"{sessions.committed.rows:,} samples that this run has decoded"
-    return estimate_from(sessions.devices, rows, prepared.plan.rows, source, tokens=sessions.committed.new_tokens)
+    return estimate_from(sessions.devices, rows, prepared.plan.rows, source)
 
 
 def earlier_run(prepared: Prepared, sample: TrialSample, path: str | None) -> Estimate | None:
@@ -309,9 +284,7 @@ def earlier_run(prepared: Prepared, sample: TrialSample, path: str | None) -> Es
             plan = load_plan(run.store)
             if plan is not None and _without_files(plan.results) == _without_files(results):
                 took = read_sessions(run.store)
-                estimate = estimate_from(
-                    took.devices, plan.tokens, tokens, f"the run {run.name}", tokens=took.committed.new_tokens
-                )
+                estimate = estimate_from(took.devices, plan.tokens, tokens, f"the run {run.name}")
                 if estimate is not None:
                     return estimate
     except (StoreError, UserError):  # another run's directory must not stop this command
@@ -329,7 +302,7 @@ def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
     if trial is None or not trial.tokens or not trial.took_s:
         return None
     decoding_s = sample.new_tokens * trial.took_s / trial.tokens
-    return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL, sample.new_tokens)
+    return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL)
 
 
 def validate(spec: JobSpec) -> int:
