@@ -18,7 +18,7 @@ from draftmill.jobs.finished.summary import error_rows, metric_lines, read_summa
 from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
+from draftmill.jobs.watching.notify import TIMEOUT_S, StallWatcher, check_receivers, send
 from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.secrets import presentable
@@ -91,9 +91,9 @@ class RunOutcome:
             sys.stderr.emit("ended", message, level=level, exit_code=code, path=self.store.url, summary=facts)
         self.log.flush()
         if self.log.is_attached or is_error:
-            most_s = INTERRUPTED_S if event == "interrupt" else 300.0
+            timeout_s = INTERRUPTED_S if event == "interrupt" else TIMEOUT_S
             notice = {**self._head(_with_figures(message, facts), code), **facts}
-            send(self.spec.notify, event, notice, self.warn, most_s=most_s)
+            send(self.spec.notify, event, notice, self.warn, timeout_s=timeout_s)
         self.log.flush()
 
 

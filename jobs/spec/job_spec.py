@@ -249,7 +249,7 @@ class JobSpec(Settings):
     output: OutputSettings
     s3: S3Settings = S3Settings()
     metrics: Metrics = Field(default=(), description="what is measured after the last unit")
-    notify: Receivers = Field(default=(), description="commands and webhooks that get notices")
+    notify: Receivers = Field(default=(), description="commands that get notices")
 
     @property
     def shapes(self) -> tuple[WorkerShape, ...]:

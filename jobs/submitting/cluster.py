@@ -32,7 +32,6 @@ from draftmill.actors.ray.ray_inside import DO_REQUEST, authentication_error, in
 from draftmill.jobs.driving.ray_session import check_reachable
 from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.notify import NoRedirect
 from draftmill.storage.errors import StoreError, UserError
 
 FIELD = "--address"
@@ -83,6 +82,13 @@ def reach(address: str, headers: dict[str, str]) -> Cluster:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise UserError(f"the cluster at {url} runs Ray {version}; {oldest} or newer is needed", field=FIELD)
     return Cluster(url, version)
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it might hand the headers to another host."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
 
 
 def _fetch(query: str, url: str, headers: dict[str, str]) -> Any:
