@@ -248,13 +248,8 @@ def _run(arguments: argparse.Namespace) -> int:
     flag("--no-wait", "print the job's name and return"),
     option("--code", help="ship draftmill's code, or use the cluster's (ship)", choices=["ship", "installed"]),
     option("--working-dir", "FOLDER", "a folder that the job needs: rows, models, metrics"),
-    repeatable("--exclude", "PATTERN", "leave out files, as in .gitignore"),
     repeatable("--shared", "FOLDER", "a folder that all nodes have under this name"),
-    option("--image", "IMAGE", "container image with draftmill; the nodes need podman"),
-    repeatable("--pip", "REQUIREMENT", "install with pip first"),
-    repeatable("--requirements", "FILE", "a file of requirements"),
-    repeatable("--env", "NAME[=VALUE]", "a variable for the job; no secrets"),
-    option("--driver-cpus", "N", "run the driver on any node", type=_seconds, default=0.0),
+    option("--runtime-env", "FILE", "YAML or JSON for Ray's job API: image_uri, pip, env_vars, ..."),
     option(
         "--grace-seconds",
         "S",
@@ -264,19 +259,15 @@ def _run(arguments: argparse.Namespace) -> int:
     follows=True,
 )
 def _submit(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.submitting.request import SubmitOptions, requirements
+    from draftmill.jobs.submitting.request import SubmitOptions
     from draftmill.jobs.submitting.submit import submit
 
     options = SubmitOptions(
         code=arguments.code,
         working_dir=arguments.working_dir,
-        excludes=tuple(arguments.exclude),
+        runtime_env=arguments.runtime_env,
         shared=tuple(arguments.shared),
-        image=arguments.image,
-        pip=(*arguments.pip, *requirements(arguments.requirements)),
-        env=tuple(arguments.env),
         grace_s=arguments.grace_seconds,
-        driver_cpus=arguments.driver_cpus,
         run=("--if-running", arguments.if_running),
     )
     date, wait = arguments.logical_date, not arguments.no_wait

@@ -23,6 +23,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,9 @@ class RayJobs:
     def submit(self, name: str, entrypoint: str, environment: Mapping[str, Any], **rest: Any) -> None:
         """Start a job; Exists if the name is taken, NotReady if the cluster can't take jobs yet."""
         with self._in_words():
-            self._client.submit_job(entrypoint=entrypoint, submission_id=name, runtime_env=dict(environment), **rest)
+            self._client.submit_job(
+                entrypoint=entrypoint, submission_id=name, runtime_env=deepcopy(dict(environment)), **rest
+            )
 
     def jobs(self) -> list[Any]:
         """All jobs of the cluster (ray.job_submission.JobDetails)."""
@@ -213,7 +216,7 @@ class RayJobs:
             if "does not exist" in str(error):
                 raise NoSuchJob(_last_line(error)) from None
             raise StoreError(f"the cluster at {self.cluster.url} refused: {_last_line(error)}") from None
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise UserError(_last_line(error)) from None
 
 
