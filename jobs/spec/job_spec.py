@@ -22,7 +22,6 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
 from draftmill.jobs.spec.places import place_problem
-from draftmill.jobs.spec.presets import PRESETS, with_preset
 from draftmill.jobs.spec.rules import (
     kept_names,
     metric_problem,
@@ -218,12 +217,6 @@ NEWER_SECTIONS = ("prompt", "chat")
 """Later sections of a job, likewise; their defaults are not in the fingerprint either."""
 
 
-def _preset(name: str) -> str:
-    if name not in PRESETS:
-        raise ValueError(f"{name!r} is not a preset; allowed: {', '.join(PRESETS)}")
-    return name
-
-
 class JobSpec(Settings):
     """A whole job."""
 
@@ -232,9 +225,6 @@ class JobSpec(Settings):
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
         default=0, description="gives, with a sample's id, the sample's key and so all its randomness"
-    )
-    preset: Annotated[str, AfterValidator(_preset)] | None = Field(
-        default=None, description="published settings by name, for the keys that the spec leaves out"
     )
     task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings
@@ -499,7 +489,6 @@ def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
 
 def check_spec(data: dict[str, Any]) -> JobSpec:
     """Return the spec for a mapping; raises UserError as `load_spec` does."""
-    data = with_preset(data)
     try:
         return JobSpec.model_validate(data, strict=True)
     except ValidationError as error:

@@ -180,9 +180,9 @@ def map_paths(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
 
 
 def _put(data: Any, keys: Sequence[str | int], value: str) -> None:
-    """Set a value in a spec's mapping, in which a metric may be written as its path alone, and a preset's keys are missing."""
+    """Set a value in a spec's mapping, in which a metric may be written as its path alone."""
     for key in keys[:-1]:
-        inner: Any = data.setdefault(key, {}) if isinstance(data, dict) else data[key]
+        inner = data[key]
         if isinstance(inner, str):
             break
         data = inner
