@@ -336,7 +336,7 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     yield "fingerprint", plan.fingerprint
     yield "task", _settings(spec.task.model_dump(mode="json"))
     model = results["model"]
-    weights = (model.get("weights") or "unknown")[:12]
+    weights = (model.get("checkpoint") or "unknown")[:12]
     yield "model", f"{spec.model.path} ({model.get('family', 'unknown family')}, weights {weights})"
     yield "decoder", _settings(spec.decoder.model_dump(mode="json"))
     yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling.model_dump(mode='json'))}"

@@ -35,7 +35,7 @@ Its efficiency figures would reflect the job's size rather than the machine, so 
 
 
 def read_summary(store: Store, manifest: Manifest) -> Sums:
-    """The sums over a finished pass: its manifest has them; for one of an earlier version the results are read."""
+    """The sums over a finished pass: its manifest has them, unless those of a unit were too long: then the results are read."""
     if manifest.sums is not None:
         return manifest.sums
     return sum_up(read_results(store, objects=(unit.object for unit in manifest.units), columns=SUMMED))
