@@ -38,9 +38,6 @@ class DeviceSums:
     def __add__(self, other: DeviceSums) -> DeviceSums:
         return DeviceSums(*(getattr(self, name) + getattr(other, name) for name in DeviceSums.__slots__))
 
-    def __mul__(self, factor: float) -> DeviceSums:
-        return DeviceSums(*(factor * getattr(self, name) for name in DeviceSums.__slots__))
-
     @property
     def idle_s(self) -> float:
         """Seconds in which workers were up and held no unit."""
