@@ -231,11 +231,34 @@ def _s3_options(arguments: argparse.Namespace) -> S3Options:
 # ---- a job
 
 
-@command("run", "run a job, or resume it; idempotent", *SPEC, *DRIVER, LOGICAL_DATE, IF_RUNNING, resumes=True)
+@command(
+    "run",
+    "run a job, or resume it; idempotent",
+    *SPEC,
+    *DRIVER,
+    group(
+        None,
+        LOGICAL_DATE,
+        option(
+            "--catch-up",
+            "D",
+            "run each whole day or hour from D on (default: the earliest run's) that lacks a finished run, oldest first",
+            nargs="?",
+            const=True,
+            type=_date,
+        ),
+    ),
+    IF_RUNNING,
+    resumes=True,
+)
 def _run(arguments: argparse.Namespace) -> int:
+    from draftmill.jobs.running.catch_up import catch_up
     from draftmill.jobs.running.run import run_job
 
-    return run_job(_dated_spec(arguments), _run_options(arguments))
+    options = _run_options(arguments)
+    if arguments.catch_up is None:
+        return run_job(_dated_spec(arguments), options)
+    return catch_up(_dated_spec(arguments), options, None if arguments.catch_up is True else arguments.catch_up)
 
 
 @command(
@@ -569,26 +592,6 @@ def _list(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.running.status import list_runs
 
     return list_runs(arguments.folder, as_json=arguments.as_json, s3=_s3_options(arguments))
-
-
-@command(
-    "catchup",
-    "list, or run, the dates of a recurring job that lack a finished run",
-    *SPEC,
-    *DRIVER,
-    option("--from", "D", "first date (default: the earliest run's)", dest="first", type=_date),
-    option("--to", "D", "last date (default: the last whole period)", dest="last", type=_date),
-    option("--every", "N", "every Nth day, hour, ... of the path's date (1)", type=_whole(1), default=1),
-    flag("--run", "run these dates, oldest first"),
-    IF_RUNNING,
-    resumes=True,
-)
-def _catchup(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.catchup import catchup
-    from draftmill.jobs.spec.job_spec import load_spec
-
-    spec, dates = load_spec(arguments.spec, arguments.set), {"first": arguments.first, "last": arguments.last}
-    return catchup(spec, _run_options(arguments), **dates, every=arguments.every, run=arguments.run)
 
 
 @command(
