@@ -111,16 +111,6 @@ class Sampling(Settings):
     )
     n: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="samples of each row, each with its own result row")
 
-    def key(self) -> dict[str, Any]:
-        """What enters a fingerprint, as JSON data: runs of earlier versions lack the later keys."""
-        full = self.model_dump(mode="json")
-        return {name: value for name, value in full.items() if name in _FIRST_KEYS or value != _default(name)}
-
-    def defaults_left_out(self) -> dict[str, Any]:
-        """The defaults that a fingerprint lacks, but for those of lists and mappings."""
-        left = {name: _default(name) for name in type(self).model_fields if name not in _FIRST_KEYS}
-        return {name: value for name, value in left.items() if not isinstance(value, list | dict)}
-
     @property
     def bans(self) -> tuple[str, ...]:
         """The keys that ban tokens: beside a constraint they could leave none."""
@@ -144,14 +134,6 @@ class Sampling(Settings):
 
 
 _TEXT_BANS: Final = ("no_repeat_ngram_size", "bad_words", "min_new_tokens")
-_FIRST_KEYS: Final = ("temperature", "top_k", "top_p", "acceptance")
-
-
-def _default(name: str) -> Any:
-    """A key's default, as JSON data."""
-    default = Sampling.model_fields[name].default
-    return list(default) if isinstance(default, tuple) else default
-
 
 Tasks = tuple[Literal["infill", "complete", "score"], ...]
 

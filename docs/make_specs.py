@@ -36,7 +36,6 @@ from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.settings import DECODERS, decoders_for
 from draftmill.jobs.spec import job_spec
 from draftmill.jobs.spec.notify_settings import NotifySettings
-from draftmill.jobs.spec.presets import PRESETS
 from draftmill.jobs.spec.worker_shape import WorkerShape
 
 PAGES: Final = tuple(Path(__file__).resolve().parent / name for name in ("specs.md", "metrics.md", "watching.md"))
@@ -161,25 +160,6 @@ def limits(shape: Mapping[str, Any]) -> Sequence[str]:
     return [", ".join(bounds)] if bounds else []
 
 
-def presets() -> str:
-    """A row for each preset, with what it sets and its source."""
-    head = "| preset | tokens | decoder | sampling | source |\n|---|---|---|---|---|\n"
-    return head + "".join(
-        row(
-            name,
-            str(one.settings["task"]["max_new_tokens"]),
-            _said(one.settings["decoder"]),
-            _said(one.settings["sampling"]),
-            one.source,
-        )
-        for name, one in PRESETS.items()
-    )
-
-
-def _said(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}: {json.dumps(value)}" for key, value in settings.items()).replace('"', "")
-
-
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "job": partial(keys, job_spec.JobSpec),
     "task": partial(tasks),
@@ -207,7 +187,6 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "decoder.s2d2.router": partial(kinds, DECODERS["s2d2"].model_fields["router"].annotation),
     "decoder.s2d2.estimator": partial(kinds, DECODERS["s2d2"].model_fields["estimator"].annotation),
     "metrics.pass_at_k": partial(keys, PassAtK),
-    "presets": partial(presets),
 } | {f"decoder.{kind}": partial(decoder, kind) for kind, one in DECODERS.items() if len(one.model_fields) > 1}
 
 

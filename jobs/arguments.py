@@ -231,11 +231,34 @@ def _s3_options(arguments: argparse.Namespace) -> S3Options:
 # ---- a job
 
 
-@command("run", "run a job, or resume it; idempotent", *SPEC, *DRIVER, LOGICAL_DATE, IF_RUNNING, resumes=True)
+@command(
+    "run",
+    "run a job, or resume it; idempotent",
+    *SPEC,
+    *DRIVER,
+    group(
+        None,
+        LOGICAL_DATE,
+        option(
+            "--catch-up",
+            "D",
+            "run each whole day or hour from D on (default: the earliest run's) that lacks a finished run, oldest first",
+            nargs="?",
+            const=True,
+            type=_date,
+        ),
+    ),
+    IF_RUNNING,
+    resumes=True,
+)
 def _run(arguments: argparse.Namespace) -> int:
+    from draftmill.jobs.running.catch_up import catch_up
     from draftmill.jobs.running.run import run_job
 
-    return run_job(_dated_spec(arguments), _run_options(arguments))
+    options = _run_options(arguments)
+    if arguments.catch_up is None:
+        return run_job(_dated_spec(arguments), options)
+    return catch_up(_dated_spec(arguments), options, None if arguments.catch_up is True else arguments.catch_up)
 
 
 @command(
@@ -248,13 +271,8 @@ def _run(arguments: argparse.Namespace) -> int:
     flag("--no-wait", "print the job's name and return"),
     option("--code", help="ship draftmill's code, or use the cluster's (ship)", choices=["ship", "installed"]),
     option("--working-dir", "FOLDER", "a folder that the job needs: rows, models, metrics"),
-    repeatable("--exclude", "PATTERN", "leave out files, as in .gitignore"),
     repeatable("--shared", "FOLDER", "a folder that all nodes have under this name"),
-    option("--image", "IMAGE", "container image with draftmill; the nodes need podman"),
-    repeatable("--pip", "REQUIREMENT", "install with pip first"),
-    repeatable("--requirements", "FILE", "a file of requirements"),
-    repeatable("--env", "NAME[=VALUE]", "a variable for the job; no secrets"),
-    option("--driver-cpus", "N", "run the driver on any node", type=_seconds, default=0.0),
+    option("--runtime-env", "FILE", "YAML or JSON for Ray's job API: image_uri, pip, env_vars, ..."),
     option(
         "--grace-seconds",
         "S",
@@ -264,19 +282,15 @@ def _run(arguments: argparse.Namespace) -> int:
     follows=True,
 )
 def _submit(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.submitting.request import SubmitOptions, requirements
+    from draftmill.jobs.submitting.request import SubmitOptions
     from draftmill.jobs.submitting.submit import submit
 
     options = SubmitOptions(
         code=arguments.code,
         working_dir=arguments.working_dir,
-        excludes=tuple(arguments.exclude),
+        runtime_env=arguments.runtime_env,
         shared=tuple(arguments.shared),
-        image=arguments.image,
-        pip=(*arguments.pip, *requirements(arguments.requirements)),
-        env=tuple(arguments.env),
         grace_s=arguments.grace_seconds,
-        driver_cpus=arguments.driver_cpus,
         run=("--if-running", arguments.if_running),
     )
     date, wait = arguments.logical_date, not arguments.no_wait
@@ -361,17 +375,6 @@ def _rerun(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.running.run import rerun
 
     return rerun(arguments.run_dir, _run_options(arguments), overrides=arguments.set, s3=_s3_options(arguments))
-
-
-@command(
-    "compact",
-    "gone: use export --format parquet --file-mb N",
-    option("words", help=argparse.SUPPRESS, nargs=argparse.REMAINDER),
-)
-def _compact(_: argparse.Namespace) -> int:
-    raise UserError(
-        "is gone; use `draftmill export RUN_DIR --format parquet --file-mb 128 --out FOLDER`", field="draftmill compact"
-    )
 
 
 @command(
@@ -466,7 +469,7 @@ def _show(arguments: argparse.Namespace) -> int:
     "sweep",
     "run several variants of a job on the same workers, or resume them; idempotent",
     option("sweep", "SWEEP.yaml"),
-    flag("--dry-run", "show the cases, their tokens and time; write nothing"),
+    flag("--dry-run", "show the cases, what a worker loads, samples and tokens; write nothing"),
     SET,
     *DRIVER,
     resumes=True,
@@ -592,26 +595,6 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "catchup",
-    "list, or run, the dates of a recurring job that lack a finished run",
-    *SPEC,
-    *DRIVER,
-    option("--from", "D", "first date (default: the earliest run's)", dest="first", type=_date),
-    option("--to", "D", "last date (default: the last whole period)", dest="last", type=_date),
-    option("--every", "N", "every Nth day, hour, ... of the path's date (1)", type=_whole(1), default=1),
-    flag("--run", "run these dates, oldest first"),
-    IF_RUNNING,
-    resumes=True,
-)
-def _catchup(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.catchup import catchup
-    from draftmill.jobs.spec.job_spec import load_spec
-
-    spec, dates = load_spec(arguments.spec, arguments.set), {"first": arguments.first, "last": arguments.last}
-    return catchup(spec, _run_options(arguments), **dates, every=arguments.every, run=arguments.run)
-
-
-@command(
     "prune",
     "delete the results of old runs of a recurring job",
     option("base", "BASE", "the folder before the date in output.path, or s3://bucket/prefix"),
@@ -644,36 +627,36 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 @command(
     "manifest",
-    "write a file that runs the job on Kubernetes, Slurm, cron, systemd or Ray's launcher",
+    "write a file that runs the job on Kubernetes, Slurm or cron",
     *SPEC,
     option(
         "--for",
         help="who runs the job",
         dest="kind",
         required=True,
-        choices=("rayjob", "raycronjob", "raycluster", "cronjob", "slurm", "cron", "systemd", "ray-up"),
+        choices=("rayjob", "raycluster", "cronjob", "slurm", "cron"),
     ),
     option("--out", "FILE", "write to a file, or to a folder; default: print"),
     flag("--overwrite", "replace an existing file"),
     option("--name", help="name of the job there; default: from the spec's name"),
     option("--logical-date", "DATE", "rayjob with a date in output.path; default: when it starts (UTC)"),
     option("--schedule", "CRON", "'minute hour day month weekday'; default: '0 3 * * *'"),
-    option("--time-zone", "ZONE", "raycronjob, cronjob, systemd: for example Europe/Berlin"),
-    option("--time-limit", "TIME", "of one run, like 12h; default: 24h. Not for ray-up"),
+    option("--time-zone", "ZONE", "cronjob: for example Europe/Berlin"),
+    option("--time-limit", "TIME", "of one run, like 12h; default: 24h"),
     option("--retries", "N", "starts after a run that did not finish; default: 3", type=_whole(0)),
     option("--auth", "MODE", "RAY_AUTH_MODE: token (the default) or disabled"),
     option("--secret", "NAME", "credentials by reference: a Kubernetes Secret; elsewhere a file of KEY=VALUE lines"),
     group(
-        "nodes (rayjob, raycronjob, raycluster, slurm; default: from the spec's workers)",
-        option("--nodes", "N", "nodes with workers; also ray-up", type=_whole(0)),
-        option("--max-nodes", "N", "let the autoscaler add nodes; also ray-up, not slurm", type=_whole(0)),
+        "nodes (rayjob, raycluster, slurm; default: from the spec's workers)",
+        option("--nodes", "N", "nodes with workers", type=_whole(0)),
+        option("--max-nodes", "N", "let the autoscaler add nodes; not slurm", type=_whole(0)),
         option("--cpus-per-node", "N", type=_whole(0)),
         option("--gpus-per-node", "N", type=_whole(0)),
         option("--memory-per-node", "SIZE", "default: 8Gi"),
     ),
     group(
-        "Kubernetes (rayjob, raycronjob, raycluster, cronjob)",
-        option("--image", help="image of draftmill; also ray-up; default: draftmill:0.1.0"),
+        "Kubernetes (rayjob, raycluster, cronjob)",
+        option("--image", help="image of draftmill; default: draftmill:0.1.0"),
         option("--namespace", "NAME"),
         option("--service-account", "NAME", "with the right to S3, so that no Secret is needed"),
         repeatable("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere"),
@@ -682,16 +665,12 @@ def _prune(arguments: argparse.Namespace) -> int:
     group(
         "machines",
         repeatable("--shared-path", "FOLDER", "a folder that all nodes see, so that specs may use it"),
-        option("--head-address", "ADDR", "cronjob, cron, systemd: a Ray cluster's address; ray-up: the head machine"),
-        repeatable("--worker-address", "ADDR", "ray-up: a worker machine"),
-        option("--ssh-user", "USER", "ray-up; default: ubuntu"),
-        option("--region", help="ray-up on AWS; default: us-west-2"),
-        option("--instance-type", "TYPE", "ray-up on AWS: machines of the workers"),
+        option("--head-address", "ADDR", "cronjob, cron: a Ray cluster's address"),
         option("--account", help="slurm"),
         option("--partition", help="slurm"),
-        option("--user", help="cron: write an entry for /etc/cron.d; systemd: who runs the job"),
-        option("--program", "PATH", "slurm, cron, systemd: draftmill's path; default: this one"),
-        option("--directory", "PATH", "slurm, cron, systemd: working directory; default: this one"),
+        option("--user", help="cron: write an entry for /etc/cron.d"),
+        option("--program", "PATH", "slurm, cron: draftmill's path; default: this one"),
+        option("--directory", "PATH", "slurm, cron: working directory; default: this one"),
     ),
     description="Prints a file that runs the job elsewhere or on a schedule. Each option says to which kinds it applies.",
 )

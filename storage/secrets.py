@@ -17,12 +17,7 @@ MIN_CHARS = 8
 """Shorter values are not treated as secrets: they would match ordinary words."""
 
 _VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|PRIVATE_KEY", re.IGNORECASE)
-_PARAMETERS = re.compile(r"auth|token|key|secret|cookie|password|signature", re.IGNORECASE)
 _AUTHORIZATION = re.compile(r"\b(?:bearer|basic)\s+(?!\$)\S{8,}", re.IGNORECASE)
-_SECRET_PATHS = re.compile(
-    r"(^|\.)(hooks\.slack\.com|discord(app)?\.com|webhook\.office\.com|logic\.azure\.com|hooks\.zapier\.com|"
-    r"api\.telegram\.org|maker\.ifttt\.com)$"
-)
 _USER_INFO = re.compile(
     r"(?<=://)[^/\s@'\"]+@"
 )  # without the scheme: to look for its beginning takes the square of a word's length
@@ -57,16 +52,6 @@ def is_secret_variable(name: str) -> bool:
     return _VARIABLES.search(name) is not None
 
 
-def is_secret_parameter(name: str) -> bool:
-    """Whether a header, or a parameter of a URL, of this name may hold a credential."""
-    return _PARAMETERS.search(name) is not None
-
-
 def has_authorization(text: str) -> bool:
     """Whether a text holds the credential of a header `Authorization`, spelled out."""
     return _AUTHORIZATION.search(text) is not None
-
-
-def has_secret_paths(host: str) -> bool:
-    """Whether webhooks at a host need no other credential than the path of their URL."""
-    return _SECRET_PATHS.search(host) is not None

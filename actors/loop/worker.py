@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from draftmill.actors.checkpoints.models import FIELD, fetch_model, user_error
 from draftmill.actors.faults import DeviceLostError
 from draftmill.actors.job import Allocation, Job, WorkerResources
-from draftmill.actors.loop.loading import ModelCache, build, load_networks, most_canvases
+from draftmill.actors.loop.loading import ModelCache, Networks, build, load_networks, most_canvases
 from draftmill.actors.loop.memory import fit, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import (
@@ -210,7 +210,6 @@ def build_parts(
     import torch
 
     from draftmill.decoders.backbones.checkpoint import inspect_model
-    from draftmill.decoders.engine.cuda_graphs import rows_of_launches
 
     torch.set_num_threads(threads)
     place = job.model
@@ -219,9 +218,7 @@ def build_parts(
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
     networks = load_networks(folder, place, job.decoder, job.s3, model_cache=model_cache)
     on_gpu = networks.backbone.device.type != "cpu"
-    most = most_canvases(job.task, job.decoder, job.unit_rows)
-    gpu_rows = rows_of_launches(networks.backbone.num_weights) if on_gpu else None
-    max_rows = job.max_rows or auto_rows(most, gpu_rows=gpu_rows)
+    max_rows = job.max_rows or slots_of(networks, most_canvases(job.task, job.decoder, job.unit_rows))
     stops = stops_of(job.task, job.sampling, folder, tokenizer, info)
     decoder = build(
         networks,
@@ -248,6 +245,14 @@ def build_parts(
         ends=stops.ids if stops else (),
     )
     return decoder, unit_io
+
+
+def slots_of(networks: Networks, most: int) -> int:
+    """Slots of a worker for `max_rows: auto` on the device of its networks; `most` are the canvases of its largest unit."""
+    from draftmill.decoders.engine.cuda_graphs import rows_of_launches
+
+    on_gpu = networks.backbone.device.type != "cpu"
+    return auto_rows(most, gpu_rows=rows_of_launches(networks.backbone.num_weights) if on_gpu else None)
 
 
 def auto_rows(unit_rows: int, *, gpu_rows: int | None) -> int:
@@ -298,10 +303,6 @@ class LocalPool:
         self._node = socket.gethostname()
         self._workers: dict[str, Here] = {}
         self._events: list[PoolEvent] = []
-
-    def kind_of(self, name: str) -> int:
-        """There is one kind of worker."""
-        return 0
 
     def resize(self, allocation: Allocation) -> None:
         """Workers of this process take no room of others."""

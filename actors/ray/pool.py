@@ -86,14 +86,12 @@ class RayPool:
         self._notices = Notices()
         self._early = list(early)
         self._actors = [actor_class(worker_class, resources) for resources in allocation.kinds]
-        self._kinds: dict[str, int] = {}
 
     def start(self, name: str) -> None:
         """Ask Ray for a worker, of the kind that lacks most; `Up` or `Died` follows."""
         kind = self._lacking()
         resources = self._allocation.kinds[kind]
         share = {"gpus": resources.gpus} if 0 < resources.gpus < 1 else {}
-        self._kinds[name] = kind
         if resources.processes > 1:
             group, actor = _open_group(name, self._jobs[kind], resources)
             self._members[name] = Member(actor, actor.where.remote(), kind=kind, group=group)
@@ -117,10 +115,6 @@ class RayPool:
     def resize(self, allocation: Allocation) -> None:
         """There is room for so many workers now; kinds that have lost room keep their number: it may come back."""
         self._allocation = self._allocation.at_least(allocation)
-
-    def kind_of(self, name: str) -> int:
-        """The kind of a worker that was started, as an index into the spec's `workers`."""
-        return self._kinds[name]
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         """Send a unit to a worker that is up; ignores unknown workers, whose death is reported separately.

@@ -41,7 +41,6 @@ WORKER_LOGS = Inside("ray._private.worker", "_worker_logs_enabled", "Ray prints 
 DO_REQUEST = Inside("ray.job_submission", "JobSubmissionClient._do_request", "requests to a cluster may wait for ever")
 ACCELERATORS = Inside("ray._private.accelerators", "get_accelerator_manager_for_resource", "GPUs can't be counted")
 NUM_CPUS = Inside("ray._private.utils", "get_num_cpus", "CPUs can't be counted")
-PATHSPEC = Inside("ray._private.thirdparty.pathspec.pathspec", "PathSpec", "ignored files can't be told from others")
 
 _missed: set[Inside] = set()
 

@@ -42,7 +42,7 @@ from draftmill.storage.inputs.kept import KEEP, kept_values, names_read, schema_
 from draftmill.storage.inputs.reader import fetch_ahead, read_rows
 from draftmill.storage.inputs.rows import Row, default_id
 from draftmill.storage.runs.commit import commit_unit
-from draftmill.storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
+from draftmill.storage.runs.records import TRACE_SCHEMA, schema_of, table_from_rows
 from draftmill.storage.runs.unit_table import PlannedRow, PlanTable
 from draftmill.storage.secrets import redacted
 from draftmill.storage.stores.store import open_store
@@ -227,7 +227,7 @@ class RowUnitIO:
         self._node = node
         self._drafter = drafter_of(job, has_head)
         self._keep = None if job.keep is None else schema_from_bytes(job.keep)
-        self._schema = schema_of(SCHEMA_VERSION, self._keep)
+        self._schema = schema_of(self._keep)
         kept = names_read(self._keep.names if self._keep is not None else ())
         self._columns = read_columns(job.columns, job.task, job.prompt) | kept
         self._exact = exact

@@ -21,7 +21,7 @@ from draftmill.jobs.analysis.comparison import Comparisons, baselines_of, compar
 from draftmill.jobs.analysis.run_statistics import RunStatistics, read_statistics
 from draftmill.jobs.analysis.runs import FinishedRun, check_same_work, find_runs
 from draftmill.jobs.analysis.statistics import LEVEL
-from draftmill.jobs.driving.cost import PURPOSES, cost_rows, hours_text, money_cells, purposes_of
+from draftmill.jobs.driving.cost import PURPOSES, device_time_rows, hours_text, purposes_of
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.finished.summary import is_small
@@ -188,7 +188,7 @@ def _is_same_work(run: FinishedRun, other: FinishedRun) -> bool:
 
 def _sections(cases: Sequence[RunStatistics], compared: Sequence[Comparisons]) -> Iterator[dict[str, Any]]:
     for name, title, parts in (
-        ("results", "Results", [_results(cases), *_costs(cases), *_metrics(cases)]),
+        ("results", "Results", [_results(cases), *_device_times(cases), *_metrics(cases)]),
         ("quality", "Quality against cost", _figures("quality", plots.quality_plot(cases))),
         ("pairs", "Paired comparison", [part for group in compared for part in _comparison(group)]),
         ("acceptance", "Acceptance", _figures("acceptance", plots.acceptance_plot(cases))),
@@ -250,18 +250,17 @@ def _run_figures(case: RunStatistics) -> Iterator[tuple[str, str]]:
             length = number(1 + sums["accepted"] / sums["iterations"])
             yield "mean acceptance length", f"{length} (1 + accepted / iterations)"
     yield from _machine_figures(case)
-    yield from cost_rows(case.spent, figures.tokens)
+    yield from device_time_rows(case.spent)
 
 
-def _costs(cases: Sequence[RunStatistics]) -> list[Part]:
-    """Device time by purpose, and its price, if any case has them."""
+def _device_times(cases: Sequence[RunStatistics]) -> list[Part]:
+    """Device time by purpose, if it is known of any case."""
     if len(cases) == 1 or not any(case.spent.up_s for case in cases):
         return []
-    rows = [["run", "device time", *PURPOSES, "cost", "per million tokens"]]
+    rows = [["run", "device time", *PURPOSES]]
     for case in cases:
-        hours = map(hours_text, [case.spent.up_s, *purposes_of(case.spent).values()])
-        rows.append([case.figures.name, *hours, *money_cells(case.spent, case.figures.tokens)])
-    return [_table("Device time and cost", rows)]
+        rows.append([case.figures.name, *map(hours_text, [case.spent.up_s, *purposes_of(case.spent).values()])])
+    return [_table("Device time", rows)]
 
 
 def commits_one_more(case: RunStatistics) -> bool:
@@ -337,7 +336,7 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     yield "fingerprint", plan.fingerprint
     yield "task", _settings(spec.task.model_dump(mode="json"))
     model = results["model"]
-    weights = (model.get("weights") or "unknown")[:12]
+    weights = (model.get("checkpoint") or "unknown")[:12]
     yield "model", f"{spec.model.path} ({model.get('family', 'unknown family')}, weights {weights})"
     yield "decoder", _settings(spec.decoder.model_dump(mode="json"))
     yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling.model_dump(mode='json'))}"

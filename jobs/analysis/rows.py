@@ -102,24 +102,13 @@ def _part(table: pa.Table, by: By, scores: Sequence[str]) -> dict[str, Any]:
 
 
 def numbers(table: pa.Table, name: str, kind: Any) -> NDArray[Any]:
-    """A column with 0 in the place of nulls; zeros for a column that runs of earlier versions lack."""
-    if name not in table.column_names:
-        return np.zeros(table.num_rows, kind)
+    """A column with 0 in the place of nulls."""
     return np.asarray(table[name].fill_null(0).to_numpy(), dtype=kind)
 
 
-def columns_in(column: pa.MapArray | pa.StructArray) -> dict[str, NDArray[np.float64]]:
-    """The values of a column of structs, or of maps (before result schema 6): one array per name, NaN where a row lacks it."""
-    if pa.types.is_struct(column.type):
-        return {field.name: _array_of(pc.struct_field(column, field.name)) for field in column.type}
-    offsets = column.offsets.to_numpy()
-    keys, items = column.keys[offsets[0] : offsets[-1]], column.items[offsets[0] : offsets[-1]]
-    owner = np.repeat(np.arange(len(column)), np.diff(offsets))
-    columns = {name: np.full(len(column), np.nan) for name in pc.unique(keys).to_pylist()}
-    for name, values in columns.items():
-        here = np.asarray(pc.equal(keys, name))
-        values[owner[here]] = _array_of(items)[here]
-    return columns
+def columns_in(column: pa.StructArray) -> dict[str, NDArray[np.float64]]:
+    """The values of a column of structs: one array per name, NaN where a row lacks it."""
+    return {field.name: _array_of(pc.struct_field(column, field.name)) for field in column.type}
 
 
 def _array_of(values: pa.Array) -> NDArray[np.float64]:

@@ -55,10 +55,6 @@ class WorkerPool(Workers, Protocol):
         """End all workers."""
         ...
 
-    def kind_of(self, name: str) -> int:
-        """The kind of a worker that was started, as an index into the spec's `workers`."""
-        ...
-
     def resize(self, allocation: Allocation) -> None:
         """There is room for so many workers now."""
         ...

@@ -1,8 +1,8 @@
-"""What a run costs: the seconds for which workers held their devices, by purpose, and hours times price. All of it is measured.
+"""What a run costs: the seconds for which workers held their devices, by purpose. All of it is measured.
 
 A worker's device is held from the start of loading to the worker's end. The worker measures how long it loaded and decoded, and
 how much of that each unit took; the driver measures the rest. A start that never came up is not counted: waiting for a machine
-and loading can't be told apart there. Money has no currency: it is in whatever unit `workers.price_per_hour` is.
+and loading can't be told apart there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HOUR_S = 3600.0
-MILLION = 1_000_000
-
-UNPRICED_S = 1.0
-"""Seconds without a price that do not hide the price of the rest: sums are rounded."""
 
 PURPOSES = ("decoding", "loading", "idle", "wasted")
 """What worker seconds go to; in a session that still runs, also to units in progress."""
@@ -28,9 +24,8 @@ class DeviceSums:
     """Sums of worker seconds, of one session or of several.
 
     `up_s` is all of it, including `loading_s`. In `busy_s` workers held units; `counted_s` of these went to units that they
-    committed. `lost_s` lies between the last report of workers that died with units and their deaths. `cost` is the price of
-    `priced_s` worker seconds; the other seconds had no price. `unended` counts sessions that have not said the end of these sums:
-    but for one that still runs, their drivers were lost, and what their workers did last is in no sum.
+    committed. `lost_s` lies between the last report of workers that died with units and their deaths. `unended` counts sessions
+    without a final record: but for one that still runs, their drivers were lost, with the last seconds of their workers.
     """
 
     up_s: float = 0.0
@@ -38,15 +33,10 @@ class DeviceSums:
     busy_s: float = 0.0
     counted_s: float = 0.0
     lost_s: float = 0.0
-    priced_s: float = 0.0
-    cost: float = 0.0
     unended: float = 0.0
 
     def __add__(self, other: DeviceSums) -> DeviceSums:
         return DeviceSums(*(getattr(self, name) + getattr(other, name) for name in DeviceSums.__slots__))
-
-    def __mul__(self, factor: float) -> DeviceSums:
-        return DeviceSums(*(factor * getattr(self, name) for name in DeviceSums.__slots__))
 
     @property
     def idle_s(self) -> float:
@@ -65,31 +55,29 @@ class DeviceSums:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> DeviceSums:
         """The sums in a session's record; raises KeyError, TypeError or ValueError if it has none."""
-        return cls(**{name: float(record[name]) for name in cls.__slots__ if name in record or name != "unended"})
+        return cls(**{name: float(record[name]) for name in cls.__slots__})
 
 
 @dataclass(slots=True)
 class _Life:
-    """A worker that is up: when it began to load and when it last reported (seconds of the clock), its price, and its load."""
+    """A worker that is up: when it began to load and when it last reported, in seconds of the clock."""
 
     began_s: float
     heard_s: float
-    price: float | None
 
 
 @dataclass(slots=True)
 class DeviceTime:
-    """Counts the device time of one session. `price_of` gives a worker's price per hour, None if it has none."""
+    """Counts the device time of one session."""
 
     clock: Callable[[], float] = time.monotonic
-    price_of: Callable[[str], float | None] = lambda worker: None
     _ended: DeviceSums = DeviceSums()
     _lives: dict[str, _Life] = field(default_factory=dict)
 
     def up(self, worker: str, load_s: float = 0.0) -> None:
         """A worker is up, after loading for `load_s`."""
         now_s = self.clock()
-        self._lives[worker] = _Life(now_s - load_s, now_s, self.price_of(worker))
+        self._lives[worker] = _Life(now_s - load_s, now_s)
         self._ended += DeviceSums(loading_s=load_s)
 
     def heard(self, worker: str, busy_s: float) -> None:
@@ -106,8 +94,8 @@ class DeviceTime:
         """A worker has ended; `lost` if it died with units, so that what it did since its last report is lost."""
         life = self._lives.pop(worker, None)
         if life is not None:
-            since_s = self.clock() - life.heard_s if lost else 0.0
-            self._ended += self._price(life) + DeviceSums(lost_s=since_s)
+            now_s = self.clock()
+            self._ended += DeviceSums(up_s=now_s - life.began_s, lost_s=now_s - life.heard_s if lost else 0.0)
 
     def stop(self) -> None:
         """The session is over: all workers have ended."""
@@ -117,43 +105,16 @@ class DeviceTime:
     @property
     def sums(self) -> DeviceSums:
         """The sums up to now."""
-        now = self._ended
-        for life in self._lives.values():
-            now += self._price(life)
-        return now
-
-    def _price(self, life: _Life) -> DeviceSums:
-        up_s = self.clock() - life.began_s
-        if life.price is None:
-            return DeviceSums(up_s=up_s)
-        return DeviceSums(up_s=up_s, priced_s=up_s, cost=up_s / HOUR_S * life.price)
+        return self._ended + DeviceSums(up_s=sum(self.clock() - life.began_s for life in self._lives.values()))
 
 
-def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tuple[str, str]]:
-    """Labels and figures of what these worker seconds were and what they cost; `tokens` are the tokens of ok samples.
+def device_time_rows(sums: DeviceSums, *, open_s: float = 0.0) -> list[tuple[str, str]]:
+    """The label and the text of this device time, as a row of a table; no row if there is none.
 
     `open_s` are seconds of a session that still runs, on units that it has not committed yet.
     """
-    if not sums.up_s:
-        return []
     least = "at least " if sums.unended else ""
-    rows = [("device time", f"{least}{hours_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
-    if not sums.priced_s:
-        return rows
-    money = f"{least}{money_text(sums.cost)}"
-    unpriced_s = sums.up_s - sums.priced_s
-    if unpriced_s > UNPRICED_S:
-        money += f" for {hours_text(sums.priced_s)}; {hours_text(unpriced_s)} had no price"
-    elif tokens:
-        money += f"  ({money_text(sums.cost * MILLION / tokens)} per million tokens of ok samples)"
-    return [*rows, ("cost", money)]
-
-
-def money_cells(sums: DeviceSums, tokens: int) -> tuple[str, str]:
-    """What these seconds cost, and a million of the tokens that they made; "-" where there is no price for all of them."""
-    if not sums.priced_s or sums.up_s - sums.priced_s > UNPRICED_S:
-        return "-", "-"
-    return money_text(sums.cost), money_text(sums.cost * MILLION / tokens) if tokens else "-"
+    return [("device time", f"{least}{hours_text(sums.up_s)}  ({purposes_text(sums, open_s)})")] if sums.up_s else []
 
 
 def purposes_text(sums: DeviceSums, open_s: float = 0.0) -> str:
@@ -173,11 +134,6 @@ def hours_text(seconds: float) -> str:
     if seconds < HOUR_S:
         return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds / HOUR_S)} h"
-
-
-def money_text(amount: float) -> str:
-    """An amount, with two decimals, and three significant digits below one."""
-    return f"{amount:,.2f}" if amount >= 1 or amount == 0 else _three_digits(amount)
 
 
 def _three_digits(value: float) -> str:

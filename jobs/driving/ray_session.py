@@ -206,12 +206,12 @@ def _connect(address: str) -> None:
 
 
 def _code_is_there() -> bool:
-    """Whether this process is a submitted job whose workers get its folder or image, with our package; Ray refuses a second."""
+    """Whether this process is a submitted job whose workers get its package, folder or image; Ray refuses a second folder."""
     try:
         mine = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
     except (ValueError, AttributeError):
         return False
-    return bool(mine.get("working_dir") or mine.get("image_uri") or mine.get("container"))
+    return any(mine.get(key) for key in ("py_modules", "working_dir", "image_uri", "container"))
 
 
 def check_reachable(address: str | None, *, field: str = "--ray-address") -> bool:

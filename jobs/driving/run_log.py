@@ -244,7 +244,7 @@ def logged_units(store: Store) -> Iterator[CommittedUnit]:
 
 def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
     effort = record["effort"]
-    devices = DeviceSums.from_json(record["devices"]) if "devices" in record else DeviceSums()
+    devices = DeviceSums.from_json(record["devices"])
     spent = Effort(EngineStats(**effort["engine"]), effort["wall_s"], effort["tail_s"])
     return Sessions(
         total.wall_s + record["wall_s"],

@@ -39,6 +39,7 @@ from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.spec.places import is_inside, path_problem
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
+from draftmill.storage.runs.records import SCHEMA_VERSION
 from draftmill.storage.stores.interface import AlreadyExists, S3Options, is_local
 from draftmill.storage.stores.local import link_new, sync_folder
 from draftmill.storage.stores.store import open_store
@@ -193,7 +194,7 @@ def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sin
 def parquet_format(plan: Plan, columns: Sequence[str]) -> tuple[pa.Schema, dict[str, str]]:
     """The schema of these columns, and what a file says of itself."""
     known = {field.name: field for field in [*(plan.keep or ()), *plan.schema]}
-    metadata = {"fingerprint": plan.fingerprint, "schema_version": str(plan.results["schema_version"])}
+    metadata = {"fingerprint": plan.fingerprint, "schema_version": str(SCHEMA_VERSION)}
     return pa.schema([known[name] for name in columns]), metadata
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from draftmill.jobs.driving.cost import cost_rows
+from draftmill.jobs.driving.cost import device_time_rows
 from draftmill.jobs.driving.run_log import Sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
@@ -35,7 +35,7 @@ Its efficiency figures would reflect the job's size rather than the machine, so 
 
 
 def read_summary(store: Store, manifest: Manifest) -> Sums:
-    """The sums over a finished pass: its manifest has them; for one of an earlier version the results are read."""
+    """The sums over a finished pass: its manifest has them, unless those of a unit were too long: then the results are read."""
     if manifest.sums is not None:
         return manifest.sums
     return sum_up(read_results(store, objects=(unit.object for unit in manifest.units), columns=SUMMED))
@@ -55,7 +55,7 @@ def table_lines(
         *_sample_rows(results, done),
         ("exact", exactness(manifest.exact)),
         *_machine_rows(results, sessions),
-        *_cost_rows(results, sessions),
+        *([] if sessions.wall_s < MIN_S else device_time_rows(sessions.devices)),
         *error_rows(results),
     ]
     rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
@@ -107,12 +107,6 @@ def _machine_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
             ("makespan ratio", f"{sessions.wall_s / bound_s:.2f}  (1 is the optimum for {workers:.0f} workers)")
         )
     return rows
-
-
-def _cost_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
-    if sessions.wall_s < MIN_S and not sessions.devices.priced_s:
-        return []
-    return cost_rows(sessions.devices, results.new_tokens)
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:

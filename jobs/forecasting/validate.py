@@ -1,13 +1,11 @@
-"""`draftmill validate`: a dry run. Reads a few rows, shows the first canvas and the job's size, and decodes a few samples.
+"""`draftmill validate`: a dry run. Reads a few rows, shows the first canvas and the job's size, and loads the model.
 
-Writes nothing. Figures estimated from the sampled rows are marked with ~; rates and memory are measured in a short trial.
-These are the only estimates of device hours and cost in draftmill; each names its source, or is `unknown`.
+Writes nothing. Figures estimated from the sampled rows are marked with ~; memory is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -23,40 +21,33 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
-from draftmill.jobs.driving.cost import HOUR_S, MILLION, DeviceSums, hours_text, money_text, purposes_text
-from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import exactness
 from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
 from draftmill.jobs.finished.summary import error_rows
-from draftmill.jobs.forecasting.trial import (
-    TRIAL_ROWS,
-    TRIAL_S,
-    Trial,
-    TrialRow,
-    TrialSample,
+from draftmill.jobs.forecasting.first_rows import (
+    SHOWN_ROWS,
+    LoadedModel,
+    RowCanvas,
+    RowSample,
     canvas_of,
     first_canvases,
+    load,
     maker_of,
     take_sample,
-    try_out,
 )
-from draftmill.jobs.formatting import counted, device_text, duration, size_text
-from draftmill.jobs.plan.fingerprint import results_key
+from draftmill.jobs.formatting import counted, device_text, size_text
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
-from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.prepare import Prepared, length_note, prepare, weight_bytes
 from draftmill.jobs.recurring.new_inputs import new_files
 from draftmill.jobs.recurring.run_input import source_of, with_run_rows
-from draftmill.jobs.recurring.runs import runs_of
 from draftmill.jobs.running.run import ready_for
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places
 from draftmill.jobs.watching.notify import check_receivers
-from draftmill.storage.errors import MOST_NAMES, RowError, StoreError, UserError, printable
+from draftmill.storage.errors import MOST_NAMES, RowError, printable
 from draftmill.storage.inputs.reader import read_rows
 from draftmill.storage.runs.sums import EXAMPLES, Sums
-from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 
 SHOWN_CHARS = 4000
@@ -110,7 +101,7 @@ def generation_lines(prepared: Prepared) -> Iterator[str]:
         yield f"sampling  {GENERATION_FILE}: {', '.join(f'{key} {value}' for key, value in given.items())} ({use})"
 
 
-def canvas_lines(prepared: Prepared, canvases: Sequence[TrialRow]) -> Iterator[str]:
+def canvas_lines(prepared: Prepared, canvases: Sequence[RowCanvas]) -> Iterator[str]:
     """The first canvas; each hole is shown as its number of tokens, in brackets."""
     if not canvases:
         yield "canvas    none: every sampled row fails"
@@ -170,7 +161,7 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
     return "".join([*parts, tokenizer.decode(canvas.tokens[shown:].tolist())])
 
 
-def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
+def size_lines(prepared: Prepared, sample: RowSample) -> Iterator[str]:
     """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
     lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
     scale = sample.total / len(lengths)
@@ -199,137 +190,20 @@ def rows_per_unit(spec: JobSpec, rows: int) -> int:
     return auto_unit_rows(min(rows, spec.batching.window))
 
 
-def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterator[str]:
-    """Memory and time, measured and extrapolated."""
-    if trial.device:
-        yield f"device    {device_text(trial.device)}"
-        if (times := trial.device.get("times_float32", 0.0)) > 1:
-            slower = f"{trial.device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
+def model_lines(loaded: LoadedModel) -> Iterator[str]:
+    """What the model computes with on this machine, and its memory."""
+    if loaded.device:
+        yield f"device    {device_text(loaded.device)}"
+        if (times := loaded.device.get("times_float32", 0.0)) > 1:
+            slower = f"{loaded.device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
             yield f"  dtype   {slower}; auto and float32 are faster"
-    yield f"exact     {exactness(trial.exact)}"
-    yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"
-    if trial.room is not None:
-        room = trial.room
+    yield f"exact     {exactness(loaded.exact)}"
+    yield f"memory    {loaded.memory_bytes / 2**30:.2f} GiB of {loaded.where} at its peak, with the model loaded"
+    if (room := loaded.room) is not None:
         yield (
-            f"  room    {room.free_bytes / 2**30:.2f} GiB free on {room.device} with the model loaded: "
-            f"{room.rows:,} samples of {room.length} tokens at once"
+            f"  room    {room.free_bytes / 2**30:.2f} GiB free on {room.device}: {room.rows:,} samples of {room.length} "
+            "tokens at once"
         )
-    rate = trial.tokens / trial.took_s if trial.took_s else 0.0
-    cut = "" if trial.longest is None else f"; longer samples cut to {trial.longest:,} tokens, so the job takes longer"
-    if not rate:
-        yield f"rate      unknown: {TRIAL_S:.0f} s sufficed for prompts only; a run with `--set input.limit=N` measures it"
-    else:
-        yield f"rate      {rate:,.{0 if rate >= 10 else 1}f} tokens/s on one worker, by the trial{cut}"
-        counts = [shape.count for shape in prepared.spec.shapes]
-        known = [count for count in counts if count != "auto"]
-        workers = sum(known) if len(known) == len(counts) else 1
-        several = sample.total > rows_per_unit(prepared.spec, sample.total)  # a single unit is one worker's
-        divided = "; divide by the number of workers" if several else ""
-        shared = f" on {workers} workers" if len(known) == len(counts) else divided
-        yield f"time      ~{duration(sample.new_tokens / rate / workers)}{shared}"
-
-
-TRIAL = "the trial on this machine, without loading and idle time"
-
-NEWEST = 3
-"""Finished runs that are looked at, from the newest on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """The worker seconds that a run will take, from a `source` in words; `tokens` of ok samples are expected, None if unknown."""
-
-    sums: DeviceSums
-    source: str
-    tokens: float | None = None
-
-    def cost_text(self, *prices: float) -> str:
-        """What the run and a million of its tokens cost, at one price of an hour, or from one to another."""
-        costs = [self.sums.up_s / HOUR_S * price for price in prices]
-        text = f"~{' to '.join(map(money_text, costs))}"
-        if not self.tokens:
-            return text
-        each = " to ".join(money_text(cost * MILLION / self.tokens) for cost in costs)
-        return f"{text} ({each} per million tokens of ok samples)"
-
-
-def estimate_from(sums: DeviceSums, size: int, wanted: int, source: str, *, tokens: int) -> Estimate | None:
-    """The estimate for `wanted` samples or planned tokens, where `size` of them took `sums` and made `tokens`; None for none."""
-    if not size or not sums.up_s:
-        return None
-    return Estimate(sums * (wanted / size), source, tokens * wanted / size or None)
-
-
-def forecast_lines(
-    prepared: Prepared, store: Store, sample: TrialSample, trial: Trial | None, path: str | None
-) -> Iterator[str]:
-    """The lines of the dry run; `path` is the output path with the date, if it has one."""
-    estimate = earlier_sessions(prepared, store) or earlier_run(prepared, sample, path) or from_trial(sample, trial)
-    if estimate is None:
-        yield "devices   unknown: there is no earlier run of this job, and nothing was decoded here"
-    else:
-        purposes = "" if estimate.source == TRIAL else f" ({purposes_text(estimate.sums)})"
-        yield f"devices   ~{hours_text(estimate.sums.up_s)} of device time{purposes}; from {estimate.source}"
-    if money := price_text(prepared.spec, estimate):
-        yield f"cost      {money}"
-
-
-def price_text(spec: JobSpec, estimate: Estimate | None) -> str:
-    """What an estimate costs, if the spec has prices; with several kinds of workers the cheapest and the dearest one's."""
-    prices = [shape.price_per_hour for shape in spec.shapes]
-    known = sorted({price for price in prices if price is not None})
-    if not known:
-        return ""
-    if estimate is None or None in prices:
-        return "unknown" + ("" if estimate is None else ": some kinds of workers have no price")
-    if len(known) == 1:
-        return estimate.cost_text(known[0])
-    return f"{estimate.cost_text(known[0], known[-1])}, by the kind of worker"
-
-
-def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
-    """From what the sessions of this run directory took for the samples that they committed."""
-    if prepared.plan is None:
-        return None
-    sessions = read_sessions(store)
-    rows, source = sessions.committed.rows, f"{sessions.committed.rows:,} samples that this run has decoded"
-    return estimate_from(sessions.devices, rows, prepared.plan.rows, source, tokens=sessions.committed.new_tokens)
-
-
-def earlier_run(prepared: Prepared, sample: TrialSample, path: str | None) -> Estimate | None:
-    """From the newest finished run of a recurring job that did the same with other rows, by planned tokens."""
-    if path is None:
-        return None
-    results = results_key(prepared.spec, prepared.info, prepared.hashes, prepared.inputs)
-    tokens = round(float(sample.lengths().mean()) * sample.total)
-    try:
-        runs = runs_of(path, s3=prepared.spec.s3.options()).values()
-        finished = [run for run in runs if run.success is not None]
-        for run in reversed(finished[-NEWEST:]):
-            plan = load_plan(run.store)
-            if plan is not None and _without_files(plan.results) == _without_files(results):
-                took = read_sessions(run.store)
-                estimate = estimate_from(
-                    took.devices, plan.tokens, tokens, f"the run {run.name}", tokens=took.committed.new_tokens
-                )
-                if estimate is not None:
-                    return estimate
-    except (StoreError, UserError):  # another run's directory must not stop this command
-        return None
-    return None
-
-
-def _without_files(results: dict[str, Any]) -> dict[str, Any]:
-    rows = {name: value for name, value in results.get("input", {}).items() if name != "files"}
-    return results | {"input": rows}
-
-
-def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
-    """From the rate of the trial; for completions of at most their maximum length."""
-    if trial is None or not trial.tokens or not trial.took_s:
-        return None
-    decoding_s = sample.new_tokens * trial.took_s / trial.tokens
-    return Estimate(DeviceSums(up_s=decoding_s, busy_s=decoding_s, counted_s=decoding_s), TRIAL, sample.new_tokens)
 
 
 def validate(spec: JobSpec) -> int:
@@ -354,25 +228,22 @@ def validate(spec: JobSpec) -> int:
         prepared = with_run_rows(prepared, copied)
         if source := source_of(spec, prepared.inputs, copied):
             print(f"rows      {source['kept']:,} of the {source['rows']:,} rows of {source['run']}")
-        _print_forecast(prepared, store, path)
+        _print_lines(prepared)
     return OK
 
 
-def _print_forecast(prepared: Prepared, store: Store, path: str | None) -> None:
+def _print_lines(prepared: Prepared) -> None:
     sample = take_sample(prepared)
-    canvases = first_canvases(prepared, TRIAL_ROWS)
+    canvases = first_canvases(prepared, SHOWN_ROWS)
     for line in chain(header(prepared), canvas_lines(prepared, canvases), size_lines(prepared, sample)):
         print(line)
-    trial = None
     if canvases:
-        print(f"trial     loading the model, then decoding for about {TRIAL_S:.0f} s", flush=True)
-        trial = try_out(prepared, canvases)
-    figures = () if trial is None else trial_lines(prepared, sample, trial)
-    for line in chain(figures, forecast_lines(prepared, store, sample, trial, path)):
-        print(line)
+        print("loading the model", flush=True)
+        for line in model_lines(load(prepared, rows_per_unit(prepared.spec, sample.total))):
+            print(line)
 
 
-def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
+def failure_lines(prepared: Prepared, sample: RowSample) -> Iterator[str]:
     """The first failures of each kind, as a run's table has them, and whether there are more than `errors` allows."""
     spec = prepared.spec
     results = Sums()

@@ -21,7 +21,6 @@ from draftmill.decoders.settings import DECODERS, scorer_of
 from draftmill.jobs.harness.requests import Generation
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
-from draftmill.jobs.spec.presets import with_preset
 from draftmill.jobs.spec.spec_errors import kind_changed, spec_error
 from draftmill.jobs.spec.spec_file import apply_override, read_mapping
 from draftmill.storage.errors import UserError
@@ -113,7 +112,6 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
     data = deepcopy(before)
     for override in overrides:
         apply_override(data, override)
-    data = with_preset(data)
     task = data.pop("task", None)
     _check_task(task)
     chat = _chat_of(data.pop("chat", None) or {})

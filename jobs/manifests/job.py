@@ -32,7 +32,7 @@ GRACE_S = 45
 KILL_S = 60
 """Seconds between SIGTERM and SIGKILL in the programs that start the driver."""
 
-LONGEST_NAMES = {"rayjob": 47, "raycronjob": 36, "raycluster": 53, "cronjob": 52}
+LONGEST_NAMES = {"rayjob": 47, "raycluster": 53, "cronjob": 52}
 """KubeRay 1.7's and Kubernetes' limits: names of pods, jobs and services are made from these names."""
 
 MAX_NAME = 47
@@ -103,7 +103,7 @@ def _name(spec: JobSpec, options: Options) -> str:
 
 
 def slug(name: str, longest: int) -> str:
-    """A name that Kubernetes, Slurm, cron and systemd allow; names that had to be cut end with a hash of the whole."""
+    """A name that Kubernetes, Slurm and cron allow; names that had to be cut end with a hash of the whole."""
     safe = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     safe = safe if re.match("[a-z]", safe) else f"job-{safe}".rstrip("-")
     if len(safe) <= longest and re.search("[a-z0-9]", name.lower()):

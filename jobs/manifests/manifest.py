@@ -1,7 +1,7 @@
 """`draftmill manifest`: a file that runs the job elsewhere or on a schedule, printed, or written to a file or folder.
 
-Kubernetes (KubeRay's RayJob, RayCronJob and RayCluster, Kubernetes' own CronJob), a Slurm script, cron, systemd, and a file for
-`ray up`. The templates are in infra/manifests; here is what they are filled with.
+Kubernetes (KubeRay's RayJob and RayCluster, Kubernetes' own CronJob), a Slurm script and a crontab entry. The templates are in
+infra/manifests; here is what they are filled with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-import pwd
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,52 +33,30 @@ from draftmill.jobs.manifests.job import (
     spec_text,
 )
 from draftmill.jobs.manifests.options import OWN_CLUSTER, Options, option_name, size_bytes
-from draftmill.jobs.manifests.templates import check_printable, crontab, fill_template, systemd, systemd_path
+from draftmill.jobs.manifests.templates import crontab, fill_template
 from draftmill.jobs.spec.dated_path import format_date, read_date
 from draftmill.storage.errors import UserError
 
 USR1_S = 120
 """Seconds before the time limit at which Slurm tells the script; the driver needs GRACE_S of them."""
-RESTART_S = 60
-"""Seconds between a failure and the next try, by systemd."""
-SPREAD_S = 60
-"""Seconds by which systemd's timer may be late, so that many machines do not start at once."""
 MAX_CRON_COMMAND = 990
 """Bytes of a command in the crontab of Debian's cron: 1000 with its end."""
 
 ON_ALL_NODES = "a folder that all nodes of the cluster share, as an absolute path (--shared-path FOLDER)"
-ON_ALL_MACHINES = "a folder that all machines share, as an absolute path (--shared-path FOLDER)"
 
 
 def manifest(spec: str, overrides: Sequence[str], options: Options, out: str | None, *, overwrite: bool = False) -> int:
     """Print or write the manifest; returns 0. UserError if the spec, an option or the place to write is unusable."""
-    files = manifest_files(read_job(spec, overrides, options))
+    job = read_job(spec, overrides, options)
+    text = MAKERS[options.kind](job)
     if out is None:
-        # One file as it is; several one after the other, each after a line with its name.
-        headed = [f"# ==> {name} <==\n{text}" for name, text in files.items()]
-        sys.stdout.write("\n".join(files.values() if len(files) == 1 else headed))
+        sys.stdout.write(text)
         return OK
-    for name, text in files.items():
-        _write(_target(out, name, files), text, overwrite=overwrite)
-    return OK
-
-
-def manifest_files(job: Job) -> dict[str, str]:
-    """The manifest's files by name."""
-    if job.options.kind == "systemd":
-        return {f"{job.name}.service": service(job), f"{job.name}.timer": timer(job)}
-    ending = {"slurm": "sh", "cron": "cron"}.get(job.options.kind, "yaml")
-    return {f"{job.name}.{ending}": MAKERS[job.options.kind](job)}
-
-
-def _target(out: str, name: str, files: Mapping[str, str]) -> Path:
-    """The file to write: `out` itself, or a file in it if it is a folder or there are several files."""
     path = Path(out)
-    if len(files) == 1 and not path.is_dir() and not out.endswith("/"):
-        return path
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{out!r} is a file; allowed: a folder, for the files {', '.join(files)}", field="--out")
-    return path / name
+    if path.is_dir() or out.endswith("/"):
+        path /= f"{job.name}.{ENDINGS.get(options.kind, 'yaml')}"
+    _write(path, text, overwrite=overwrite)
+    return OK
 
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
@@ -120,8 +97,8 @@ IN_A_VOLUME = (
 
 
 def with_cluster(job: Job) -> str:
-    """A RayJob, RayCronJob or RayCluster."""
-    facts, shapes, kind = _facts(job, IN_A_VOLUME), shapes_of(job), job.options.kind
+    """A RayJob or RayCluster."""
+    facts, shapes = _facts(job, IN_A_VOLUME), shapes_of(job)
     names = ["decode"] if len(shapes) == 1 else [f"decode-{index}" for index in range(len(shapes))]
     groups = [
         {"name": name, "shape": shape, "resources": _resources(shape)}
@@ -136,9 +113,7 @@ def with_cluster(job: Job) -> str:
         "grows": any(shape.most_nodes > shape.nodes for shape in shapes),
         "command": [*RUN_COMMAND, *date],
     }
-    if kind == "raycronjob" and job.dated:
-        facts["script"] = fill_template("raycronjob-run.sh.j2", command=RUN_COMMAND)
-    return _fill(f"{kind}.yaml.j2", job, **facts)
+    return _fill(f"{job.options.kind}.yaml.j2", job, **facts)
 
 
 def cronjob(job: Job) -> str:
@@ -236,7 +211,7 @@ def slurm(job: Job) -> str:
     )
 
 
-# ---- one machine -----------------------------------------------------------------------------------------------------
+# ---- cron ------------------------------------------------------------------------------------------------------------
 
 
 def cron(job: Job) -> str:
@@ -254,40 +229,6 @@ def cron(job: Job) -> str:
             field="SPEC.yaml",
         )
     return _fill("cron.j2", job, command=command, grace_s=GRACE_S, kill_s=KILL_S)
-
-
-def service(job: Job) -> str:
-    """NAME.service for systemd: a run that never overlaps itself."""
-    _check_places(job)
-    options, secret = job.options, None
-    if options.secret is not None:
-        secret = systemd_path(check_folder(check_printable(options.secret, "--secret"), "--secret"), "--secret")
-    # Starts are counted in less than the time between two of the timer's; None if that leaves no time to restart.
-    interval_s = options.times.gap_s - SPREAD_S - RESTART_S
-    return _fill(
-        "service.j2",
-        job,
-        interval_s=interval_s if interval_s > RESTART_S and options.tries_again > 0 else None,
-        user=options.user or _this_user(),
-        directory=systemd_path(job.directory, "--directory"),
-        secret=secret,
-        command=systemd([*_run_words(job), "--quiet", "--grace-seconds", str(GRACE_S)]),
-        restart_s=RESTART_S,
-        kill_s=KILL_S,
-        final=FINAL,
-    )
-
-
-def timer(job: Job) -> str:
-    """NAME.timer for systemd."""
-    return _fill("timer.j2", job, spread_s=SPREAD_S)
-
-
-def _this_user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 def _check_places(job: Job) -> None:
@@ -308,44 +249,12 @@ def _run_words(job: Job) -> list[str]:
     return [*words, "--ray-address", address]
 
 
-# ---- Ray's launcher --------------------------------------------------------------------------------------------------
-
-
-def ray_up(job: Job) -> str:
-    """A cluster file: machines of one's own that are reached by SSH, or machines on AWS."""
-    shared = _shared_folders(job)
-    refuse_unseen(job.spec, shared, allowed=ON_ALL_MACHINES)
-    shape = one_shape(job)
-    _check_machines(job.options)
-    image = job.options.image or DEFAULT_IMAGE
-    return _fill("ray-up.yaml.j2", job, shape=shape, shared=shared, image=image)
-
-
-def _check_machines(options: Options) -> None:
-    own = options.head_address is not None
-    for field in ("region", "instance_type", "nodes", "max_nodes") if own else ("worker_address",):
-        if getattr(options, field) not in (None, ()):
-            why = "with --head-address the machines are given" if own else "the head's address is missing"
-            raise UserError(
-                f"{why}; allowed: --head-address and --worker-address for machines of your own, or --region, "
-                "--instance-type, --nodes and --max-nodes for AWS",
-                field=option_name(field),
-            )
-    for field, address in (
-        ("--head-address", options.head_address),
-        *(("--worker-address", address) for address in options.worker_address),
-    ):
-        if address is not None and not address.replace("-", "").replace(".", "").replace(":", "").isalnum():
-            raise UserError(f"{address!r} is not allowed; allowed: the name or address of a machine", field=field)
-
-
 MAKERS: Mapping[str, Callable[[Job], str]] = {
     "rayjob": with_cluster,
-    "raycronjob": with_cluster,
     "raycluster": with_cluster,
     "cronjob": cronjob,
     "slurm": slurm,
     "cron": cron,
-    "ray-up": ray_up,
 }
-"""The kinds of one file; systemd has two."""
+ENDINGS = {"slurm": "sh", "cron": "cron"}
+"""Of the files' names; else yaml."""

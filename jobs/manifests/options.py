@@ -16,42 +16,39 @@ from draftmill.jobs.manifests.templates import check_printable
 from draftmill.jobs.spec.dated_path import read_date
 from draftmill.storage.errors import UserError
 
-KINDS = ("rayjob", "raycronjob", "raycluster", "cronjob", "slurm", "cron", "systemd", "ray-up")
+KINDS = ("rayjob", "raycluster", "cronjob", "slurm", "cron")
 
-OWN_CLUSTER = frozenset({"rayjob", "raycronjob", "raycluster"})
+OWN_CLUSTER = frozenset({"rayjob", "raycluster"})
 KUBERNETES = OWN_CLUSTER | {"cronjob"}
-ONE_MACHINE = frozenset({"cron", "systemd"})
+NODES = OWN_CLUSTER | {"slurm"}
+HERE = frozenset({"slurm", "cron"})
 EVERY = frozenset(KINDS)
 
 APPLIES = {
     "logical_date": frozenset({"rayjob"}),
-    "schedule": frozenset({"raycronjob", "cronjob", "slurm", "cron", "systemd"}),
-    "time_zone": frozenset({"raycronjob", "cronjob", "systemd"}),
-    "nodes": OWN_CLUSTER | {"slurm", "ray-up"},
-    "max_nodes": OWN_CLUSTER | {"ray-up"},
-    "cpus_per_node": OWN_CLUSTER | {"slurm"},
-    "gpus_per_node": OWN_CLUSTER | {"slurm", "ray-up"},
-    "memory_per_node": OWN_CLUSTER | {"slurm"},
-    "time_limit": EVERY - {"raycluster", "ray-up"},
-    "retries": EVERY - {"raycluster", "ray-up", "cron"},
-    "image": KUBERNETES | {"ray-up"},
+    "schedule": frozenset({"cronjob", "slurm", "cron"}),
+    "time_zone": frozenset({"cronjob"}),
+    "nodes": NODES,
+    "max_nodes": OWN_CLUSTER,
+    "cpus_per_node": NODES,
+    "gpus_per_node": NODES,
+    "memory_per_node": NODES,
+    "time_limit": EVERY - {"raycluster"},
+    "retries": EVERY - {"raycluster", "cron"},
+    "image": KUBERNETES,
     "namespace": KUBERNETES,
     "service_account": KUBERNETES,
     "volume": OWN_CLUSTER,
     "secret": EVERY,
     "auth": EVERY,
     "shared_path": EVERY,
-    "head_address": ONE_MACHINE | {"cronjob", "ray-up"},
-    "worker_address": frozenset({"ray-up"}),
-    "region": frozenset({"ray-up"}),
-    "instance_type": frozenset({"ray-up"}),
-    "ssh_user": frozenset({"ray-up"}),
+    "head_address": frozenset({"cronjob", "cron"}),
     "ray_cluster": frozenset({"cronjob"}),
     "account": frozenset({"slurm"}),
     "partition": frozenset({"slurm"}),
-    "user": ONE_MACHINE,
-    "program": ONE_MACHINE | {"slurm"},
-    "directory": ONE_MACHINE | {"slurm"},
+    "user": frozenset({"cron"}),
+    "program": HERE,
+    "directory": HERE,
 }
 """The kinds that each option applies to. An option that would do nothing is refused."""
 
@@ -83,10 +80,6 @@ class Options:
     auth: str | None = None
     shared_path: tuple[str, ...] = ()
     head_address: str | None = None
-    worker_address: tuple[str, ...] = ()
-    region: str | None = None
-    instance_type: str | None = None
-    ssh_user: str | None = None
     ray_cluster: str | None = None
     account: str | None = None
     partition: str | None = None
@@ -95,8 +88,8 @@ class Options:
     directory: str | None = None
 
     @property
-    def times(self) -> Schedule:
-        """The schedule; without one each day at 03:00."""
+    def times(self) -> str:
+        """The schedule, as every cron program reads it; without one each day at 03:00."""
         return parse_schedule("0 3 * * *" if self.schedule is None else self.schedule)
 
     @property
@@ -133,9 +126,6 @@ PATTERNS = {
     "account": (r"[A-Za-z0-9._,+-]+", "letters, digits and . _ , + -"),
     "partition": (r"[A-Za-z0-9._,+-]+", "letters, digits and . _ , + -"),
     "user": (r"[a-z_][a-z0-9_.-]{0,31}", "the name of a user"),
-    "ssh_user": (r"[a-z_][a-z0-9_.-]{0,31}", "the name of a user"),
-    "region": (r"[a-z]{2}(-[a-z]+)+-\d+", "a region like us-west-2"),
-    "instance_type": (r"[a-z0-9-]+\.[a-z0-9-]+", "an instance type like g5.xlarge"),
     "memory_per_node": (rf"[1-9]\d{{0,8}}({'|'.join(BYTES)})", "a whole number with a unit, like 16Gi"),
     "auth": (r"token|disabled", "token, disabled"),
 }
@@ -237,43 +227,8 @@ FIELDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A cron expression: the values of each field, and its text. A day field that is `*` restricts nothing."""
-
-    text: str
-    minutes: tuple[int, ...]
-    hours: tuple[int, ...]
-    days: tuple[int, ...]
-    months: tuple[int, ...]
-    weekdays: tuple[int, ...]
-    any_day: bool
-    any_weekday: bool
-
-    @property
-    def gap_s(self) -> int:
-        """The least number of seconds between two starts."""
-        times = sorted(hour * 60 + minute for hour in self.hours for minute in self.minutes)
-        return 60 * min(later - earlier for earlier, later in zip(times, [*times[1:], times[0] + 1440], strict=True))
-
-    def calendars(self, time_zone: str | None) -> list[str]:
-        """The same times as systemd's OnCalendar values: two if cron matches days of the month or days of the week."""
-        zone = f" {time_zone}" if time_zone else ""
-        clock = f"{_values(self.hours, 24)}:{_values(self.minutes, 60)}:00{zone}"
-        months = _values(self.months, 12)
-        by_day = f"*-{months}-{_values(self.days, 31)} {clock}"
-        by_weekday = f"{','.join(DAYS[day].title() for day in self.weekdays)} *-{months}-* {clock}"
-        if self.any_weekday:
-            return [by_day]
-        return [by_weekday] if self.any_day else [by_day, by_weekday]
-
-
-def _values(values: tuple[int, ...], all_of_them: int) -> str:
-    return "*" if len(values) == all_of_them else ",".join(f"{value:02d}" for value in values)
-
-
-def parse_schedule(text: str) -> Schedule:
-    """Return a checked schedule; UserError if the text is not one that all cron programs read alike."""
+def parse_schedule(text: str) -> str:
+    """Return a schedule without names and day 7; UserError if the text is not one that all cron programs read alike."""
     fields = MACROS.get(text.strip().lower(), text).split()
     if len(fields) != len(FIELDS):
         raise _wrong(
@@ -287,8 +242,7 @@ def parse_schedule(text: str) -> Schedule:
     _check_days(text, fields, values, any_day=any_day, any_weekday=any_weekday)
     rewritten = [*fields[:4], "*" if any_weekday else ",".join(map(str, values[4]))]
     rewritten[3] = fields[3] if not re.search("[A-Za-z]", fields[3]) else ",".join(map(str, values[3]))
-    minutes, hours, days, months, weekdays = values
-    return Schedule(" ".join(rewritten), minutes, hours, days, months, weekdays, any_day, any_weekday)
+    return " ".join(rewritten)
 
 
 def _check_days(

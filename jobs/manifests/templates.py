@@ -1,6 +1,6 @@
 """Fills the templates of infra/manifests, each of which reads like the file that it becomes. Quoting is done by filters.
 
-A word is written so that a shell, a crontab, a systemd unit and YAML read it back: the same word, whatever characters it has.
+A word is written so that a shell, a crontab and YAML read it back: the same word, whatever characters it has.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -16,13 +16,6 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from draftmill.storage.errors import UserError
-
-PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
-"""Words that all of these programs read as they are."""
-
-
-BY_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
-"""Before a command: a shell that becomes the command's program."""
 
 
 def check_printable(text: str, field: str) -> str:
@@ -50,34 +43,6 @@ def _for_cron(word: str) -> str:
     if not re.search(r"[%\\]", word):
         return shlex.quote(word)
     return "$'" + re.sub(r"[%\\']", lambda special: f"\\x{ord(special[0]):02x}", word) + "'"
-
-
-def systemd(words: Sequence[str]) -> str:
-    """A command for ExecStart=: `%` and `$` are doubled, and what is not plain is in double quotes.
-
-    systemd refuses a program with quotes or backslashes in its path, and does not read `$$` there as `$`. A shell starts
-    such a program.
-    """
-    if re.search(r"""["'\\$]""", words[0]):
-        words = [*BY_SHELL, *words]
-    return " ".join(_for_systemd(word) for word in words)
-
-
-def _for_systemd(word: str) -> str:
-    if PLAIN.fullmatch(word):
-        return word
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return f'"{escaped}"'
-
-
-def systemd_path(path: str, field: str) -> str:
-    """A path as the whole value of a setting, where `%` is special and nothing is quoted."""
-    if path != path.strip() or path.endswith("\\") or re.search(r"""["'\\]""", path):
-        raise UserError(
-            f"{path!r} is not allowed in a systemd unit; allowed: a path without quotes, backslashes and outer spaces",
-            field=field,
-        )
-    return path.replace("%", "%%")
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------

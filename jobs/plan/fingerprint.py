@@ -6,12 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.common_settings import Sampling
-from draftmill.jobs.spec.job_spec import NEWER_DECODER_KEYS, JobSpec
+from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import SCHEMA_VERSION
 
@@ -54,7 +53,7 @@ def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence
     if hashes.adapter is not None:
         key["model"] |= {"adapter": hashes.adapter}
     key["model"] |= {
-        "weights": hashes.model,
+        "checkpoint": hashes.model,
         "tokenizer": hashes.tokenizer,
         "head": hashes.head,
         "family": info.family,
@@ -84,35 +83,16 @@ def identity(file: InputFile) -> dict[str, Any]:
     return known
 
 
-LEFT_OUT: Final = {
-    **{f"sampling.{name}": value for name, value in Sampling().defaults_left_out().items()},
-    **{f"decoder.{name}": value for name, value in NEWER_DECODER_KEYS},
-}
-"""Defaults that a plan does not have, so that plans of earlier versions stay the same."""
-
-
-_OF_THE_SPEC: Final = {"model.small_weights": "model.weights"}
-"""Keys of the spec that are in the fingerprint under other names: there `model.weights` is the hash of the checkpoint."""
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe each dotted key whose value differs, as `decoder.k was 5, is 4`; sorted."""
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], specs: tuple[JobSpec, JobSpec] | None = None
+) -> list[str]:
+    """Describe each dotted key whose value differs, as `decoder.k was 5, is 4`; sorted. `specs` have values that are defaults."""
     old, new = dict(flat(before)), dict(flat(now))
-    old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | values for values in (old, new))
-    return [
-        f"{_OF_THE_SPEC.get(key, key)} was {format_value(old, key)}, is {format_value(new, key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-
-
-def common(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `before` whose keys are in `now`, at every level."""
-    return {
-        key: common(value, now[key]) if isinstance(value, Mapping) and isinstance(now[key], Mapping) else value
-        for key, value in before.items()
-        if key in now
-    }
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    if specs is not None:
+        wholes = (dict(flat(spec.model_dump(mode="json"))) for spec in specs)
+        old, new = (whole | values for whole, values in zip(wholes, (old, new), strict=True))
+    return [f"{key} was {format_value(old, key)}, is {format_value(new, key)}" for key in changed]
 
 
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:

@@ -35,7 +35,6 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.fingerprint import (
     Hashes,
     changed_files,
-    common,
     differences,
     digest,
     results_key,
@@ -44,7 +43,7 @@ from draftmill.jobs.plan.fingerprint import (
 from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.schedule.units import UnitSize
-from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of, lift
@@ -115,8 +114,8 @@ LOOKED_AT: Final = 1000
 UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
 """Error kinds of rows that can't be read; such rows say nothing about the input's columns."""
 
-FORMAT = 1
-"""Version of `_plan.json`; SCHEMA_VERSION is the version of the results."""
+FORMATS: Final = {"format": 1, "schema_version": SCHEMA_VERSION}
+"""The versions of `_plan.json` and of the results. A run of another version is not read."""
 
 
 T = TypeVar("T")
@@ -129,11 +128,8 @@ SampleName = tuple[str, int]
 
 
 def names_of(table: pa.Table) -> list[SampleName]:
-    """The names of the rows of a plan's or a result's table; results of earlier versions have no sample number."""
-    ids = table["id"].to_pylist()
-    if "sample" not in table.column_names:
-        return [(name, 0) for name in ids]
-    return [(name, number or 0) for name, number in zip(ids, table["sample"].to_pylist(), strict=True)]
+    """The names of the rows of a plan's or a result's table."""
+    return list(zip(table["id"].to_pylist(), table["sample"].to_pylist(), strict=True))
 
 
 class NothingLeft(UserError):
@@ -166,7 +162,7 @@ class Plan:
     @property
     def schema(self) -> pa.Schema:
         """The schema of the result rows."""
-        return schema_of(self.results["schema_version"], self.keep)
+        return schema_of(self.keep)
 
     @property
     def is_readable(self) -> bool:
@@ -178,7 +174,7 @@ class Plan:
         window = 0
         for part in self.parts:
             pairs = zip(part["unit_rows"], part["unit_tokens"], strict=True)
-            begins = set(part.get("windows", ())) - {0}  # plans of earlier versions lack it
+            begins = set(part["windows"]) - {0}
             for number, (rows, tokens) in enumerate(pairs, start=part["first"]):
                 window += number in begins
                 yield UnitSize(number, rows, tokens, window)
@@ -290,9 +286,8 @@ def store_plan(
 ) -> Plan:
     """Write `_plan.json` for parts that are in the store; `totals` and `parts` as the file lists them."""
     content = {
-        "format": FORMAT,
+        **FORMATS,
         "fingerprint": digest(results),
-        "schema_version": SCHEMA_VERSION,
         "code_version": draftmill.__version__,
         "pass": pass_,
         "totals": totals,
@@ -307,7 +302,7 @@ def store_plan(
     except AlreadyExists:  # another driver wrote it; use it if it is the same job
         plan = load_plan(store)
         assert plan is not None
-        compare_plan(plan, results, inputs)
+        compare_plan(plan, spec, results, inputs)
         return plan
     return _plan_of(content, store)
 
@@ -325,8 +320,9 @@ def planned_inputs(store: Store) -> list[dict[str, Any]]:
 def _read_plan(store: Store, take: Callable[[dict[str, Any]], T]) -> T | None:
     try:
         content = parse_json(store.get(PLAN), object_hook=_compact)
-        if content["format"] != FORMAT:
-            raise UserError(f"{store.url}/{PLAN} has format {content['format']}; this draftmill reads {FORMAT}")
+        for name, version in FORMATS.items():
+            if content[name] != version:
+                raise UserError(f"{store.url}/{PLAN} has {name} {content[name]}; this draftmill reads {version}")
         return take(content)
     except NotFound:
         return None
@@ -341,11 +337,7 @@ def compare_settings(plan: Plan, spec: JobSpec) -> None:
 
     Ignores contents (weights, tokenizer, inputs): `compare_plan` compares them once they are hashed.
     """
-    now = spec.results_key() | {"schema_version": SCHEMA_VERSION}
-    newer = dict.fromkeys(NEWER_INPUT_KEYS)
-    now["input"] = newer | now["input"]
-    before = plan.results | {"input": newer | plan.results["input"]}
-    changed = differences(common(before, now), now)
+    changed = differences(plan.spec.results_key(), spec.results_key(), (plan.spec, spec))
     if changed:
         raise _another_job(plan, changed)
 
@@ -367,14 +359,13 @@ def _another_job(plan: Plan, changed: Sequence[str]) -> UserError:
     )
 
 
-def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile]) -> None:
-    """Raise UserError, naming the differences, unless `results` (results_key) equals the plan's."""
+def compare_plan(plan: Plan, spec: JobSpec, results: dict[str, Any], inputs: Sequence[InputFile]) -> None:
+    """Raise UserError, naming the differences, unless `results`, the results_key of `spec`, equals the plan's."""
     if digest(results) == plan.fingerprint:
         return
     compare_inputs(plan, inputs)
-    raise _another_job(
-        plan, [item for item in differences(plan.results, results) if not item.startswith("input.files ")]
-    )
+    changed = differences(plan.results, results, (plan.spec, spec))
+    raise _another_job(plan, [item for item in changed if not item.startswith("input.files ")])
 
 
 def check_survey(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
@@ -503,9 +494,9 @@ def _text(content: dict[str, Any]) -> str:
 
 def _compact(content: dict[str, Any]) -> dict[str, Any]:
     """A part of `_plan.json` with its lists as arrays of 4 and 8 bytes a number: there may be millions of units."""
-    if content.keys() >= {"name", "first", "unit_rows", "unit_tokens"}:
+    if content.keys() >= {"name", "first", "unit_rows", "unit_tokens", "windows"}:
         kinds = {"unit_rows": "i", "unit_tokens": "q", "windows": "i"}
-        return content | {key: array(kind, content[key]) for key, kind in kinds.items() if key in content}
+        return content | {key: array(kind, content[key]) for key, kind in kinds.items()}
     return content
 
 

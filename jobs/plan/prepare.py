@@ -148,7 +148,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         check(spec, tokenizer, info, hashes.ends)
     constraints = check_constraint(spec, tokenizer, info, hashes.ends)
     if plan is not None:
-        compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
+        compare_plan(plan, spec, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan, constraints)
@@ -492,7 +492,7 @@ def make_plan(
     plan = load_plan(store)
     if plan is not None:
         inputs = with_known_hashes(prepared.inputs, {file.name: file for file in plan.files})
-        compare_plan(plan, results_key(prepared.spec, prepared.info, prepared.hashes, inputs), inputs)
+        compare_plan(plan, prepared.spec, results_key(prepared.spec, prepared.info, prepared.hashes, inputs), inputs)
         return plan
     size = size_text(sum(file.size or 0 for file in prepared.inputs))
     if note := length_note(prepared.spec.task, prepared.info):

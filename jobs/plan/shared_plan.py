@@ -53,7 +53,7 @@ def canvas_key(prepared: Prepared) -> str:
     spec, info, hashes = prepared.spec, prepared.info, prepared.hashes
     key = spec.results_key()
     del key["decoder"], key["model"]
-    key["sampling"] = {name: value for name, value in key["sampling"].items() if name not in OF_DRAWING}
+    key["sampling"] = {name: value for name, value in key.get("sampling", {}).items() if name not in OF_DRAWING}
     key["files"] = _files_key(tuple(prepared.inputs))
     key["keep"] = list(spec.kept)  # input.keep, and what metrics need
     key["packing"] = [spec.batching.window, spec.output.unit_rows]

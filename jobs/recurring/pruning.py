@@ -34,7 +34,7 @@ from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import AlreadyExists, Level, S3Options, Stat, Store, level_of
 from draftmill.storage.stores.store import open_store, remove_empty_folders
 
-FOLDERS = ("data/", "traces/", "compact/", "metrics/", "passes/", "plan/", "input/", "attempts/", "log/")
+FOLDERS = ("data/", "traces/", "metrics/", "passes/", "plan/", "input/", "attempts/", "log/")
 """What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""
 
 SESSIONS = "-session.jsonl"

@@ -111,9 +111,7 @@ def _with_metrics(table: pa.Table, metrics: pa.Table | None) -> pa.Table:
 
 
 def _names(table: pa.Table) -> pa.ChunkedArray:
-    """ID:SAMPLE of each row; results of earlier versions have no sample number."""
-    if "sample" not in table.column_names:
-        return pc.binary_join_element_wise(table["id"], "0", ":")
+    """ID:SAMPLE of each row."""
     return pc.binary_join_element_wise(table["id"], pc.cast(table["sample"], pa.string()), ":")
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from draftmill.jobs.driving.cost import HOUR_S, MILLION, money_text, purposes_of
+from draftmill.jobs.driving.cost import HOUR_S, purposes_of
 from draftmill.jobs.driving.events import JsonStream, Level, now_text, say_in_events
 from draftmill.jobs.driving.run_log import RunLog, read_sessions
 from draftmill.jobs.driving.totals import Totals
@@ -18,7 +18,7 @@ from draftmill.jobs.finished.summary import error_rows, metric_lines, read_summa
 from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
+from draftmill.jobs.watching.notify import TIMEOUT_S, StallWatcher, check_receivers, send
 from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.secrets import presentable
@@ -62,7 +62,6 @@ class RunOutcome:
             "tokens": totals.tokens,
             "seconds_without_progress": round(still_s, 1),
             "session_device_hours": round(sums.up_s / HOUR_S, 6),
-            "session_cost": round(sums.cost, 6) if sums.priced_s else None,
         }
 
     def _head(self, message: str, code: int | None) -> dict[str, Any]:
@@ -92,20 +91,19 @@ class RunOutcome:
             sys.stderr.emit("ended", message, level=level, exit_code=code, path=self.store.url, summary=facts)
         self.log.flush()
         if self.log.is_attached or is_error:
-            most_s = INTERRUPTED_S if event == "interrupt" else 300.0
+            timeout_s = INTERRUPTED_S if event == "interrupt" else TIMEOUT_S
             notice = {**self._head(_with_figures(message, facts), code), **facts}
-            send(self.spec.notify, event, notice, self.warn, most_s=most_s)
+            send(self.spec.notify, event, notice, self.warn, timeout_s=timeout_s)
         self.log.flush()
 
 
 def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
-    """The message of a notice: how the run ended, with its samples and its cost, if they are known."""
+    """The message of a notice: how the run ended, with its samples, if they are known."""
     if not facts:
         return message
-    samples, cost = facts["samples"], facts["cost"]
-    money = "" if cost is None else f", cost {money_text(cost)}"
+    samples = facts["samples"]
     failed = f", {samples['failed']:,} failed" if samples["failed"] else ""
-    return f"{message}; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}{money}"
+    return f"{message}; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}"
 
 
 @contextmanager
@@ -144,7 +142,7 @@ def report_outcome(spec: JobSpec, store: Store, *, prints: bool = True) -> Itera
 
 
 def payload(store: Store) -> dict[str, Any]:
-    """What a run has done and cost, finished or not, as JSON data; {} if it has no plan, or its directory can't be read."""
+    """What a run has done, finished or not, as JSON data; {} if it has no plan, or its directory can't be read."""
     try:
         plan = load_plan(store)
         if plan is None:
@@ -156,7 +154,6 @@ def payload(store: Store) -> dict[str, Any]:
     sums, tally = sessions.devices, sessions.committed
     ok = manifest.total("ok") if manifest else tally.ok
     failed = manifest.total("failed") if manifest else tally.failed
-    has_price = bool(sums.priced_s and tally.new_tokens)
     hours = {name: round(seconds / HOUR_S, 6) for name, seconds in purposes_of(sums).items()}
     return {
         "fingerprint": plan.fingerprint,
@@ -172,8 +169,6 @@ def payload(store: Store) -> dict[str, Any]:
         "decoding_s": round(sessions.wall_s, 3),
         "device_hours": {"total": round(sums.up_s / HOUR_S, 6), **hours},
         "lost_drivers": round(sums.unended),
-        "cost": round(sums.cost, 6) if sums.priced_s else None,
-        "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6) if has_price else None,
     }
 
 

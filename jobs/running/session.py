@@ -15,7 +15,6 @@ import draftmill
 from draftmill.actors.job import Allocation
 from draftmill.jobs.driving.allocation import fitting_threads
 from draftmill.jobs.driving.backend import Backend, ReadingBackend, WorkerPool
-from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.driving.leases import IfRunning
 from draftmill.jobs.driving.progress import Display
@@ -142,7 +141,6 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
     if demand is not None:
         limits = replace(limits, idle_s=IDLE_S)
     files = FilesHere(run.store)
-    totals.devices = DeviceTime(price_of=lambda worker: run.spec.shapes[pool.kind_of(worker)].price_per_hour)
     driver = Driver(
         scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=run.plan.pass_),
         pool=pool,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from draftmill.jobs.driving.cost import DeviceSums, cost_rows
+from draftmill.jobs.driving.cost import DeviceSums, device_time_rows
 from draftmill.jobs.driving.run_log import read_sessions
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
@@ -51,7 +51,7 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
     later = passes_of(store, s3=s3)[1:] if store.exists(SUCCESS) else []
     lines += [pass_line(part) for part in later]
-    lines += cost_lines([store, *(part.store for part in later)], is_running=driver_of(store) is not None)
+    lines += device_time_lines([store, *(part.store for part in later)], is_running=driver_of(store) is not None)
     if metrics := metric_lines(store, plan.rows):
         lines += ["  metrics", *(f"  {line}" for line in metrics)]
     print("\n".join(lines))
@@ -96,13 +96,12 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
         yield f"  ETA      {duration((plan.rows - rows) / rate)} of decoding"
 
 
-def cost_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
-    """What the workers of all passes cost so far; of a running session it is known what is in progress."""
+def device_time_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
+    """The device time of all passes so far; of a running session it is known what is in progress."""
     sessions = [read_sessions(store) for store in stores]
     sums = sum((session.devices for session in sessions), DeviceSums())
     sums = replace(sums, unended=max(0.0, sums.unended - is_running))
-    tokens = sum(session.committed.new_tokens for session in sessions)
-    rows = cost_rows(sums, tokens, open_s=sessions[-1].open_s if is_running else 0.0)
+    rows = device_time_rows(sums, open_s=sessions[-1].open_s if is_running else 0.0)
     return [f"  {label:<13}{text}" for label, text in rows]
 
 

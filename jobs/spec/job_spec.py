@@ -22,7 +22,6 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
 from draftmill.jobs.spec.places import place_problem
-from draftmill.jobs.spec.presets import PRESETS, with_preset
 from draftmill.jobs.spec.rules import (
     kept_names,
     metric_problem,
@@ -205,23 +204,9 @@ def _printable(name: str) -> str:
     return name
 
 
-NEWER_DECODER_KEYS = (("guidance_scale", 0.0), ("suppress_end", False), ("drafter", None))
-"""Later keys of `decoder`, with their defaults, which the fingerprint lacks, too."""
-
-NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe", "where")
-"""Later keys of `input`: in the fingerprint only if set, so that fingerprints of jobs without them stay the same."""
-
-NEWER_COLUMNS = ("top_k", "constraint", "system", "template_kwargs")
-"""Later keys of `input.columns`, likewise."""
-
-NEWER_SECTIONS = ("prompt", "chat")
-"""Later sections of a job, likewise; their defaults are not in the fingerprint either."""
-
-
-def _preset(name: str) -> str:
-    if name not in PRESETS:
-        raise ValueError(f"{name!r} is not a preset; allowed: {', '.join(PRESETS)}")
-    return name
+RESULT_SECTIONS = frozenset({"seed", "task", "decoder", "sampling", "prompt", "chat"})
+RESULT_INPUT_KEYS = ("columns", "limit", "chunk_chars", "delimiter", "truncate", "keep", "dedupe", "where")
+"""What of a spec changes results, beside some keys of `model`."""
 
 
 class JobSpec(Settings):
@@ -232,9 +217,6 @@ class JobSpec(Settings):
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
         default=0, description="gives, with a sample's id, the sample's key and so all its randomness"
-    )
-    preset: Annotated[str, AfterValidator(_preset)] | None = Field(
-        default=None, description="published settings by name, for the keys that the spec leaves out"
     )
     task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings
@@ -249,7 +231,7 @@ class JobSpec(Settings):
     output: OutputSettings
     s3: S3Settings = S3Settings()
     metrics: Metrics = Field(default=(), description="what is measured after the last unit")
-    notify: Receivers = Field(default=(), description="commands and webhooks that get notices")
+    notify: Receivers = Field(default=(), description="commands that get notices")
 
     @property
     def shapes(self) -> tuple[WorkerShape, ...]:
@@ -385,40 +367,20 @@ class JobSpec(Settings):
     def results_key(self) -> dict[str, Any]:
         """The part of the spec that changes results, as JSON data; only this part enters the fingerprint.
 
-        The planner adds hashes of the checkpoints, tokenizer and inputs, which are identified by content.
+        Most keys are there only with another value than their default, so that later keys leave fingerprints as they are. The
+        planner adds hashes of the checkpoints, tokenizer and inputs, which are identified by content.
         """
-        full = self.model_dump(mode="json")
-        if isinstance(full["decoder"].get("drafter"), dict):
-            full["decoder"]["drafter"] = {
-                key: value for key, value in full["decoder"]["drafter"].items() if key not in {"path", "revision"}
-            }
-        if self.task.kind == "infill" and self.decoder.runs_on != "causal":
-            # Only decoders of causal models use these keys, and runs of earlier versions lack them.
-            full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
-        full["decoder"] = {
-            key: value for key, value in full["decoder"].items() if (key, value) not in NEWER_DECODER_KEYS
-        }
-        if full["task"].get("chat_date") is None:
-            full["task"].pop("chat_date", None)  # the plan of a chat whose template has no date lacks it
-        if full["task"].get("constraint") is None:
-            full["task"].pop("constraint", None)
-        if (full["task"].get("mask") or {}).get("bias", 0) is None:
-            full["task"]["mask"].pop("bias")
-        columns = full["input"]["columns"]
-        full["input"]["columns"] = {key: columns[key] for key in columns if key not in NEWER_COLUMNS or columns[key]}
-        newer = {key: getattr(self, key).model_dump(mode="json", exclude_defaults=True) for key in NEWER_SECTIONS}
-        return {key: section for key, section in newer.items() if section} | {
-            "seed": self.seed,
-            "task": full["task"],
-            "decoder": full["decoder"],
-            "sampling": self.sampling.key(),
-            "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")}
-            | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
-            "model": {"dtype": self.model.dtype}
-            | ({"exact": True} if self.model.exact else {})
-            | ({"small_weights": self.model.weights} if self.model.weights != "auto" else {})
-            | ({"gpus_per_model": split} if (split := self.shapes[0].gpus_per_model) > 1 else {}),
-        }
+        key = self.model_dump(mode="json", include=set(RESULT_SECTIONS), exclude_defaults=True)
+        if isinstance(key["decoder"].get("drafter"), dict):
+            for place in ("path", "revision"):
+                key["decoder"]["drafter"].pop(place, None)
+        if self.task.kind == "infill" and self.decoder.runs_on != "causal":  # only causal models use these keys
+            key["task"] = {name: value for name, value in key["task"].items() if name not in {"fim", "max_new_tokens"}}
+        given = self.input.model_dump(mode="json", include=set(RESULT_INPUT_KEYS), exclude_defaults=True)
+        model = self.model.model_dump(mode="json", include={"dtype", "exact", "weights"}, exclude_defaults=True)
+        if self.shapes[0].gpus_per_model > 1:
+            model["gpus_per_model"] = self.shapes[0].gpus_per_model
+        return key | {"input": given, "model": model}
 
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
@@ -499,7 +461,6 @@ def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
 
 def check_spec(data: dict[str, Any]) -> JobSpec:
     """Return the spec for a mapping; raises UserError as `load_spec` does."""
-    data = with_preset(data)
     try:
         return JobSpec.model_validate(data, strict=True)
     except ValidationError as error:

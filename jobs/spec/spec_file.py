@@ -63,20 +63,20 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; UserError if it is missing, not YAML, or not a mapping."""
+def read_mapping(path: Path, what: str = "spec") -> dict[str, Any]:
+    """Return the mapping in a YAML file, which messages call `what`; UserError if it is missing, not YAML, or not a mapping."""
     try:
         if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise UserError(f"spec {path}: larger than {MAX_BYTES // 2**20} MiB, the maximum size of a spec")
+            raise UserError(f"{what} {path}: larger than {MAX_BYTES // 2**20} MiB, the maximum")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"spec {path}: {error.strerror or error}") from None
+        raise UserError(f"{what} {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"spec {path}: not UTF-8: {error}") from None
-    data = parse(text, f"spec {path}")
+        raise UserError(f"{what} {path}: not UTF-8: {error}") from None
+    data = parse(text, f"{what} {path}")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         kind = type(data).__name__ if not isinstance(data, dict) else "keys that are not strings"
-        raise UserError(f"spec {path}: must be a mapping of keys to values, but it has {kind}")
+        raise UserError(f"{what} {path}: must be a mapping of keys to values, but it has {kind}")
     return data
 
 

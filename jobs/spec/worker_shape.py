@@ -44,9 +44,6 @@ class WorkerShape(Settings):
     max_tokens: Positive | None = Field(default=None, description="in place of batching.max_tokens")
     stall_s: Seconds = Field(default=600.0, description="a worker without progress for N seconds is killed")
     start_s: Seconds = Field(default=1800.0, description="a worker that is not up after N seconds is requested again")
-    price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = Field(
-        default=None, description="what an hour of one such worker costs, in any currency"
-    )
 
     @field_validator("gpus")
     @classmethod

@@ -23,6 +23,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from draftmill.actors.ray.ray_inside import DO_REQUEST, authentication_error, in
 from draftmill.jobs.driving.ray_session import check_reachable
 from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.notify import NoRedirect
 from draftmill.storage.errors import StoreError, UserError
 
 FIELD = "--address"
@@ -83,6 +83,13 @@ def reach(address: str, headers: dict[str, str]) -> Cluster:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise UserError(f"the cluster at {url} runs Ray {version}; {oldest} or newer is needed", field=FIELD)
     return Cluster(url, version)
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it might hand the headers to another host."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
 
 
 def _fetch(query: str, url: str, headers: dict[str, str]) -> Any:
@@ -159,7 +166,9 @@ class RayJobs:
     def submit(self, name: str, entrypoint: str, environment: Mapping[str, Any], **rest: Any) -> None:
         """Start a job; Exists if the name is taken, NotReady if the cluster can't take jobs yet."""
         with self._in_words():
-            self._client.submit_job(entrypoint=entrypoint, submission_id=name, runtime_env=dict(environment), **rest)
+            self._client.submit_job(
+                entrypoint=entrypoint, submission_id=name, runtime_env=deepcopy(dict(environment)), **rest
+            )
 
     def jobs(self) -> list[Any]:
         """All jobs of the cluster (ray.job_submission.JobDetails)."""
@@ -207,7 +216,7 @@ class RayJobs:
             if "does not exist" in str(error):
                 raise NoSuchJob(_last_line(error)) from None
             raise StoreError(f"the cluster at {self.cluster.url} refused: {_last_line(error)}") from None
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise UserError(_last_line(error)) from None
 
 

@@ -11,7 +11,6 @@ import os
 import queue
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ import draftmill
 from draftmill.jobs.driving.driver import interruptible
 from draftmill.jobs.driving.leases import TTL_S
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
-from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden, load_spec, with_logical_date
@@ -50,7 +48,7 @@ from draftmill.jobs.submitting.cluster import (
     stem_of,
     submissions,
 )
-from draftmill.jobs.submitting.request import Request, SubmitOptions, request_of, write_package
+from draftmill.jobs.submitting.request import Request, SubmitOptions, request_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
 from draftmill.storage.stores.interface import S3Options, Store, is_local
@@ -179,6 +177,9 @@ class Follower:
             self.show(text)
 
 
+SHIPPED = ("working_dir", "py_modules", "excludes")
+"""Keys of a runtime environment that name folders of this machine: no part of a job's settings."""
+
 READY_S = 60.0
 """How long a cluster that has just started may take until it accepts jobs."""
 
@@ -220,7 +221,8 @@ def start(client: RayJobs, spec: JobSpec, request: Request) -> str:
     """The name of the job that runs for the spec's run directory: one that is there already, or a new one."""
     run = run_of(spec)
     stem = stem_of(spec.name, run, spec.s3.endpoint)
-    digest = digest_of(request.entrypoint, str(request.environment))
+    settings = {key: value for key, value in request.environment.items() if key not in SHIPPED}
+    digest = digest_of(request.entrypoint, str(settings))
     metadata = {RUN: run, SPEC: digest, "draftmill": draftmill.__version__}
     while True:
         jobs = client.jobs()
@@ -237,24 +239,16 @@ def start(client: RayJobs, spec: JobSpec, request: Request) -> str:
 
 
 def _send(client: RayJobs, name: str, request: Request, metadata: dict[str, str]) -> None:
-    environment = dict(request.environment)
-    with tempfile.TemporaryDirectory(prefix="draftmill-") as folder:
-        what = "nothing is shipped"
-        if request.files:
-            package = Path(folder) / "package.zip"
-            write_package(request.files, package)
-            environment["working_dir"] = str(package)
-            what = f"{counted(len(request.files), 'file')}, {size_text(package.stat().st_size)}"
-        until_s = time.monotonic() + READY_S
-        while True:
-            try:
-                client.submit(name, request.entrypoint, environment, metadata=metadata, **request.rest)
-                break
-            except NotReady:
-                if time.monotonic() > until_s:
-                    raise
-                time.sleep(POLL_S)
-    say(f"submitted {name} to {client.cluster.url} (Ray {client.cluster.ray}; {what})")
+    until_s = time.monotonic() + READY_S
+    while True:
+        try:
+            client.submit(name, request.entrypoint, request.environment, metadata=metadata)
+            break
+        except NotReady:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(POLL_S)
+    say(f"submitted {name} to {client.cluster.url} (Ray {client.cluster.ray})")
 
 
 def follow(client: RayJobs, name: str) -> int:

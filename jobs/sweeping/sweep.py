@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from draftmill.actors.loop.loading import ModelCache
 from draftmill.jobs.driving.backend import Backend, backend_of
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
 from draftmill.jobs.driving.leases import hold_lease
@@ -36,17 +35,8 @@ from draftmill.jobs.exit_codes import (
 from draftmill.jobs.finished.measure import measure_units
 from draftmill.jobs.finished.passes import count_failed, passes_of
 from draftmill.jobs.finished.summary import figure_text, metric_means, read_summary
-from draftmill.jobs.forecasting.trial import (
-    SAMPLE_ROWS,
-    TRIAL_ROWS,
-    TRIAL_S,
-    Trial,
-    TrialRow,
-    first_canvases,
-    take_sample,
-    try_out,
-)
-from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
+from draftmill.jobs.forecasting.first_rows import SAMPLE_ROWS, take_sample
+from draftmill.jobs.formatting import counted, rate_text, table_lines
 from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.jobs.running.outcome import full_disk_text
 from draftmill.jobs.running.session import Run, RunOptions, decode
@@ -337,17 +327,7 @@ def _progress(case: SweepCase) -> str:
     return f"{done:,} of {case.plan.units:,} units"
 
 
-# ---- --dry-run
-#
-# The report says where each figure comes from: counted (in a plan, or because all rows were read), estimated from the first rows,
-# or measured in a short trial on one worker in this process. It writes nothing.
-
-ALL_TRIALS_S = 60.0
-SHORTEST_TRIAL_S = 1.0
-"""The trials of all cases together take about ALL_TRIALS_S, but each at least SHORTEST_TRIAL_S and at most TRIAL_S."""
-
-ABSENT = "-"
-"""A figure of a case that had no trial."""
+# ---- --dry-run: figures from plans, from all rows, or estimated from the first rows. It writes nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,55 +354,16 @@ def dry_run_lines(spec: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
     if not ready:
         yield "nothing is left to decode"
         return
-    trial_s = max(SHORTEST_TRIAL_S, min(TRIAL_S, ALL_TRIALS_S / len(ready)))
-    yield f"trial     loading each model, then decoding for about {trial_s:.0f} s per case"
     works = work_of(ready)
-    trials = _trials(ready, trial_s)
-    rows, seconds, notes = [["case", "loads", "samples", "new tokens", "tokens/s", "time"]], 0.0, []
-    for case, names, trial in zip(ready, loads, trials, strict=True):
+    rows = [["case", "loads", "samples", "new tokens"]]
+    for case, names in zip(ready, loads, strict=True):
         work = works[case.name]
-        rate = ratio(trial.tokens, trial.took_s) if isinstance(trial, Trial) else 0.0
-        if isinstance(trial, str):
-            notes.append(f"  {case.name}: no trial: {trial}")
-        elif trial.longest is not None:
-            notes.append(
-                f"  {case.name}: longer samples were cut to {trial.longest:,} tokens, so the case takes longer"
-            )
         about = "" if work.counted else "~"
-        seconds += ratio(work.tokens, rate)
-        rows.append(
-            [
-                case.name,
-                ", ".join(names) or ABSENT,
-                f"{about}{work.samples:,.0f}",
-                f"{about}{work.tokens:,.0f}",
-                rate_text(rate) if rate else ABSENT,
-                f"~{duration(work.tokens / rate)}" if rate else ABSENT,
-            ]
-        )
+        rows.append([case.name, ", ".join(names) or "-", f"{about}{work.samples:,.0f}", f"{about}{work.tokens:,.0f}"])
     yield from table_lines(rows, right=True)
-    yield from notes
-    yield f"time      ~{duration(seconds)} on one worker{_without(rows)}; divide by the number of workers"
-    yield from _sources(works.values(), trial_s)
-
-
-def _without(rows: Sequence[Sequence[str]]) -> str:
-    missing = sum(row[-1] == ABSENT for row in rows)
-    return f", without {counted(missing, 'case')} that had no trial" if missing else ""
-
-
-def _sources(works: Iterable[Work], trial_s: float) -> Iterator[str]:
-    yield "where these figures come from"
-    if all(work.counted for work in works):
-        yield "  samples, new tokens: counted, in the plan or by reading all rows; for completions the most that may be generated"
-    else:
-        yield (
-            f"  samples, new tokens: from a plan, or estimated (~) from the first {SAMPLE_ROWS} rows; for completions the most "
-            "that may be generated"
-        )
-    trial = f"about {trial_s:.0f} s per case, with up to {TRIAL_ROWS} samples"
-    yield f"  tokens/s: measured on one worker in this process, for {trial}"
-    yield "  time: new tokens divided by tokens/s; loading, planning, writing and metrics are not in it"
+    if not all(work.counted for work in works.values()):
+        yield f"~ is estimated from the first {SAMPLE_ROWS} rows"
+    yield "new tokens: for completions the most that may be generated"
 
 
 def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
@@ -441,24 +382,3 @@ def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
                 tokens = case.plan.holes * ratio(left, case.plan.rows)
                 works[case.name] = Work(left, tokens, left == case.plan.rows)
     return works
-
-
-def _trials(cases: Sequence[SweepCase], trial_s: float) -> list[Trial | str]:
-    """A trial of each case, or why there is none; the networks stay in memory from case to case."""
-    model_cache = ModelCache()
-    canvases: dict[int, list[TrialRow]] = {}
-    for group in plan_groups([case.prepared for case in cases]):
-        rows = first_canvases(cases[group[0]].prepared, TRIAL_ROWS)
-        canvases |= dict.fromkeys(group, rows)
-    return [_trial(case, canvases[number], trial_s, model_cache) for number, case in enumerate(cases)]
-
-
-def _trial(case: SweepCase, canvases: Sequence[TrialRow], trial_s: float, model_cache: ModelCache) -> Trial | str:
-    if not canvases:
-        return "every sampled row fails"
-    try:
-        return try_out(case.prepared, canvases, trial_s=trial_s, model_cache=model_cache)
-    except UserError as error:
-        return str(error)
-    finally:
-        model_cache.rest()

@@ -37,7 +37,7 @@ from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, Manifest, trace_name, unit_number
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
-from draftmill.storage.runs.records import REMEDY, read_results
+from draftmill.storage.runs.records import REMEDY, SCHEMA_VERSION, read_results
 from draftmill.storage.runs.sums import Sums, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits
 from draftmill.storage.stores.interface import NotFound, S3Options, Store
@@ -223,7 +223,7 @@ def _unit_problems(
         yield "its schema differs from that of the result table"
         return
     expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
-    expected["schema_version"] = str(plan.results["schema_version"])
+    expected["schema_version"] = str(SCHEMA_VERSION)
     yield from _metadata_problems(table, expected)
     yield from _row_problems(committed, names, table, plan.pass_)
 

@@ -66,7 +66,6 @@ METRICS = (
     Metric("draftmill_commit_seconds", "histogram", "seconds to write a unit's file"),
     Metric("draftmill_seconds_without_progress", "gauge", "seconds since a token was committed or a sample ended"),
     Metric("draftmill_device_seconds", "counter", "seconds for which workers held their devices"),
-    Metric("draftmill_cost", "counter", "price of these seconds, with `workers.price_per_hour`"),
 )  # fmt: skip
 """Every metric; docs/watching.md, infra/grafana.json and infra/alerts.yaml use exactly these (tests check it)."""
 
@@ -125,7 +124,7 @@ class MetricsWatcher(Watcher):
         self._commits_s: list[float] = []
         self._steps: dict[str, Counter[str]] = {}
         self._slots: dict[str, Slots] = {}
-        self._reported: defaultdict[str, float] = defaultdict(float)
+        self._reported_s = 0.0
 
     def reported(self, worker: str, report: TurnReport) -> None:
         engine = report.effort.engine
@@ -189,10 +188,9 @@ class MetricsWatcher(Watcher):
 
     def _spend(self, totals: Totals) -> None:
         """Counters of sums that the totals already have: report how much they have grown."""
-        sums = totals.devices.sums
-        for name, total in {"draftmill_device_seconds": sums.up_s, "draftmill_cost": sums.cost}.items():
-            self._add(name, total - self._reported[name])
-            self._reported[name] = total
+        total_s = totals.devices.sums.up_s
+        self._add("draftmill_device_seconds", total_s - self._reported_s)
+        self._reported_s = total_s
 
     def _count_slots(self) -> None:
         now_s = self._clock()

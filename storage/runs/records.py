@@ -1,6 +1,6 @@
 """The versioned schema of results, and building and reading tables of it. Knows nothing of where files go.
 
-Only nullable columns are ever added; SCHEMA_VERSION grows when one is. Version 6 also made structs of two maps.
+SCHEMA_VERSION grows when a column is added or changed; results of another version are not read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,7 @@ from draftmill.storage.parquet import read_parquet
 from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.parallel import parallel_map
 
-SCHEMA_VERSION = 8
-_ADDED = {
-    **{"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4},
-    **{"sample": 5, "is_greedy": 5, "logprob_stderr": 5, "request_model": 6},
-    **{"top_logprobs": 7, "length_logprob": 7, "constraint": 7, "lengths_tried": 8},
-}
-"""The version that added a column; the other columns are in every version."""
-
-_MAPS = {"metrics": pa.map_(pa.string(), pa.float64()), "nfe_kinds": pa.map_(pa.string(), pa.int32())}
-"""The types of two columns before version 6. Hugging Face's `datasets` can't read maps, so they became structs."""
-
+SCHEMA_VERSION = 1
 
 _WORDS = pa.dictionary(pa.int32(), pa.string())
 _METRICS = pa.struct([pa.field("bits_per_byte", pa.float64())])
@@ -84,12 +74,9 @@ SCHEMA: pa.Schema = pa.schema(
 """One row per sample; docs/formats.md says what each column means."""
 
 
-def schema_of(version: int, keep: pa.Schema | None = None) -> pa.Schema:
-    """The schema of a version up to SCHEMA_VERSION, with the struct `keep` of these fields, if there are any."""
-    fields = [field for field in SCHEMA if _ADDED.get(field.name, 1) <= version]
-    if version < 6:
-        fields = [field.with_type(_MAPS.get(field.name, field.type)) for field in fields]
-    return pa.schema(fields if keep is None else [*fields, pa.field(KEEP, pa.struct(list(keep)))])
+def schema_of(keep: pa.Schema | None = None) -> pa.Schema:
+    """The schema of results, with the struct `keep` of these fields, if there are any."""
+    return SCHEMA if keep is None else pa.schema([*SCHEMA, pa.field(KEEP, pa.struct(list(keep)))])
 
 
 TRACE_SCHEMA: pa.Schema = pa.schema(

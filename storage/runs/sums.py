@@ -16,7 +16,7 @@ from draftmill.storage.errors import printable
 COUNTED = ("prompt_tokens", "new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted")
 TRUNCATED = "truncated_tokens"
 SUMMED = ("id", "unit", "status", "error_kind", "error", "decode_s", TRUNCATED, *COUNTED)
-"""The columns that sums need; runs of earlier versions lack TRUNCATED."""
+"""The columns that sums need."""
 
 EXAMPLES = 3
 """Failed samples of each kind that are named."""
@@ -94,9 +94,8 @@ def sum_up(tables: Iterable[pa.Table]) -> Sums:
         own = Sums(table.num_rows, statuses["ok"], statuses["failed"], statuses["skipped"])
         for name in COUNTED:
             setattr(own, name, pc.sum(table.column(name)).as_py() or 0)
-        if TRUNCATED in table.column_names:
-            own.cut_rows = pc.sum(pc.greater(table[TRUNCATED], 0)).as_py() or 0
-            own.cut_tokens = pc.sum(table[TRUNCATED]).as_py() or 0
+        own.cut_rows = pc.sum(pc.greater(table[TRUNCATED], 0)).as_py() or 0
+        own.cut_tokens = pc.sum(table[TRUNCATED]).as_py() or 0
         own.longest_s = pc.max(table.column("decode_s")).as_py() or 0.0
         failed = table.filter(pc.equal(table["status"], "failed")).select(["unit", "id", "error_kind", "error"])
         for row in failed.to_pylist():

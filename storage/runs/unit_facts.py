@@ -45,7 +45,7 @@ class CommittedUnit:
     bytes: int
     sha256: str
     exact: bool | None = None
-    """Whether its worker's results have the same bits in any batch; None if unknown (files of earlier versions)."""
+    """Whether its worker's results have the same bits in any batch; None if unknown."""
     sums: str = field(default="", compare=False)
     """Sums over its rows (storage/runs/sums.py); "" if unknown, as in facts from a manifest: it has those of all units."""
 

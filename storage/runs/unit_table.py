@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -117,7 +116,7 @@ class PlanTable:
             table = _open_part(self._store, part).read_row_group(unit - part.first, use_threads=THREADS)
         except (pa.ArrowException, OSError) as error:
             raise _damaged(self._store, part, error) from None
-        columns = [_with_sample(table).column(name).to_pylist() for name in TABLE_SCHEMA.names]
+        columns = [table.column(name).to_pylist() for name in TABLE_SCHEMA.names]
         return [PlannedRow(*values) for values in zip(*columns, strict=True)]
 
     def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
@@ -126,8 +125,7 @@ class PlanTable:
             try:
                 opened = _opened(pa.BufferReader(self._store.get(part.name)), part)
                 for group in range(opened.num_row_groups):
-                    table = opened.read_row_group(group, columns=columns, use_threads=THREADS)
-                    yield table if columns is not None and "sample" not in columns else _with_sample(table)
+                    yield opened.read_row_group(group, columns=columns, use_threads=THREADS)
             except (pa.ArrowException, OSError) as error:
                 raise _damaged(self._store, part, error) from None
 
@@ -135,13 +133,6 @@ class PlanTable:
 def parts_of(listed: Iterable[Mapping[str, Any]]) -> tuple[PlanPart, ...]:
     """The parts as `_plan.json` lists them."""
     return tuple(PlanPart(part["name"], part["first"], part["units"], part["rows"]) for part in listed)
-
-
-def _with_sample(table: pa.Table) -> pa.Table:
-    """The same table; plans of earlier versions lack the column `sample`, since each of their rows has one."""
-    if "sample" in table.column_names:
-        return table
-    return table.append_column(TABLE_SCHEMA.field("sample"), pa.array(np.zeros(table.num_rows, dtype=np.int32)))
 
 
 def _damaged(store: Store, part: PlanPart, reason: object) -> DamagedRun:
@@ -157,7 +148,7 @@ def _opened(source: Any, part: PlanPart) -> pq.ParquetFile:
     """The file; pa.ArrowInvalid or OSError if it is not a part of a unit table with so many units."""
     file = pq.ParquetFile(source, pre_buffer=False, page_checksum_verification=True)
     there = {(field.name, field.type) for field in file.schema_arrow}
-    if not there >= {(field.name, field.type) for field in TABLE_SCHEMA if field.name != "sample"}:
+    if not there >= {(field.name, field.type) for field in TABLE_SCHEMA}:
         raise pa.ArrowInvalid("it lacks columns of a unit table")
     if file.num_row_groups != part.units:
         raise pa.ArrowInvalid(f"it has {file.num_row_groups:,} units, the plan {part.units:,}")

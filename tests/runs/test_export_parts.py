@@ -138,11 +138,6 @@ def test_a_size_that_no_file_may_have_is_refused(run: Path, size: str, capsys: p
     assert caught.value.code == 2 and "allowed: 1 to 4096" in capsys.readouterr().err
 
 
-def test_the_old_command_says_what_to_use(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compact", str(run), "--file-mb", "64"]) == 2
-    assert "export RUN_DIR --format parquet --file-mb 128 --out FOLDER" in capsys.readouterr().err
-
-
 @pytest.mark.s3
 def test_on_s3_they_are_those_of_a_disk(run: Path, tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
     passes = passes_of(open_store(str(run)))

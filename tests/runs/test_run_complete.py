@@ -255,7 +255,6 @@ def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(
         f"  | [{ROOM}]",
         "to generate, at most",
         "1 of those read: too_long 1",
-        "tokens/s on one worker",
     ):
         assert part in said, f"{part!r} is not in\n{said}"
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from draftmill.jobs.forecasting.trial import first_canvases
+from draftmill.jobs.forecasting.first_rows import first_canvases
 from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.prepare import prepare

@@ -100,6 +100,5 @@ def test_a_dry_run_says_what_is_scored(world: World, tmp_path: Path, capsys: pyt
         "score, decoder autoregressive",
         f"{count} to score from position 1 on",
         "to score",
-        "tokens/s on one worker",
     ):
         assert part in said, f"{part!r} is not in\n{said}"

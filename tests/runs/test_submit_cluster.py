@@ -99,8 +99,12 @@ def test_a_stopped_job_ends_with_4_and_the_next_submission_resumes_it(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder_of(tmp_path, "long", 100))
-    variables = ["--env", f"{VARIABLE}=worker.step=sleep:20:600"]  # after a few units the worker stands still
-    assert submitted(tmp_path, address, "--no-wait", "--grace-seconds", "6", *variables) == 0
+    variables = {VARIABLE: "worker.step=sleep:20:600"}  # after a few units the worker makes no progress
+    (tmp_path / "env.json").write_text(json.dumps({"env_vars": variables}))
+    assert (
+        submitted(tmp_path, address, "--no-wait", "--grace-seconds", "6", "--runtime-env", str(tmp_path / "env.json"))
+        == 0
+    )
     name = capfd.readouterr().out.strip()
     data = tmp_path / "runs" / "long" / "data"
     while not data.exists() or not list(data.glob("unit-*")):

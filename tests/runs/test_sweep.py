@@ -496,11 +496,7 @@ def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_cases_loads_tokens_and_time_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("draftmill.jobs.sweeping.sweep.ALL_TRIALS_S", 0.0)
-    monkeypatch.setattr("draftmill.jobs.sweeping.sweep.SHORTEST_TRIAL_S", 0.05)
+def test_a_dry_run_shows_cases_loads_and_tokens_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write_sweep(tmp_path, CASES | {"zero": {"decoder.k": 0}})
     masked = sum(row.count(None) for row in (json.loads(line)["tokens"] for line in (tmp_path / "rows.jsonl").open()))
     assert sweep(path, "--dry-run") == 2
@@ -510,12 +506,11 @@ def test_a_dry_run_shows_cases_loads_tokens_and_time_and_writes_nothing(
     assert "4 cases, 1 model load on each worker" in captured.out
     assert "k2: decoder.k: 2" in captured.out
     lines = [line.split() for line in captured.out.splitlines()]
-    table = {line[0]: line for line in lines if line and line[0] in CASES and len(line) == 6}
+    table = {line[0]: line for line in lines if line and line[0] in CASES and len(line) == 4}
     assert [(line[1], line[2], line[3]) for line in table.values()] == [
         ("model", "12", f"{masked:,}"), ("-", "12", f"{masked:,}"), ("-", "12", f"{masked:,}")
     ]  # fmt: skip
-    assert "samples, new tokens: counted" in captured.out
-    assert "tokens/s: measured on one worker in this process" in captured.out
+    assert "~" not in captured.out, "all rows were read"
 
 
 @pytest.mark.s3

@@ -102,9 +102,6 @@ class SimPool:
         self.workers: dict[str, Worker] = {}
         self.world.pools.append(self)
 
-    def kind_of(self, name: str) -> int:
-        return 0
-
     def resize(self, allocation: Allocation) -> None:
         pass
 

@@ -92,7 +92,7 @@ def come_up(found: Allocation, job: Any = None) -> list[Mapping[str, Any]]:
         for name in names:
             pool.start(name)
         events = until(pool, Up, len(names))
-        return [{"kind": pool.kind_of(up.worker), **up.facts} for up in events if isinstance(up, Up)]
+        return [{"kind": pool._members[up.worker].kind, **up.facts} for up in events if isinstance(up, Up)]
     finally:
         pool.close()
 
@@ -171,7 +171,7 @@ def test_a_kind_whose_nodes_join_later_is_used_then(cluster: Any):
         pool.start("w1")
         pool.start("w2")
         ups = {item.worker: item for item in until(pool, Up, 3) if isinstance(item, Up)}
-        assert [pool.kind_of(name) for name in ("w0", "w1", "w2")] == [0, 1, 1]
+        assert [pool._members[name].kind for name in ("w0", "w1", "w2")] == [0, 1, 1]
         assert {ups[name].facts["devices"] for name in ("w1", "w2")} == {"0", "1"}
     finally:
         pool.close()

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftmill.jobs.plan.fingerprint import digest
+from draftmill.jobs.plan.plan import FORMATS
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.commit import commit_unit, write_manifest
@@ -91,7 +92,7 @@ def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: 
     )
     results = spec.results_key() | {"schema_version": SCHEMA_VERSION}
     results["input"] |= {"files": "aa"}
-    results["model"] |= {"tokenizer": "t", "weights": "w" * 64, "family": "llama"}
+    results["model"] |= {"tokenizer": "t", "checkpoint": "w" * 64, "family": "llama"}
     fingerprint = digest(results)
     parts = [rows[len(rows) * unit // units : len(rows) * (unit + 1) // units] for unit in range(units)]
     sizes = [len(some) for some in parts]
@@ -102,9 +103,10 @@ def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: 
         "rows": len(rows),
         "unit_rows": sizes,
         "unit_tokens": sizes,
+        "windows": [0],
     }
     plan = {
-        "format": 1,
+        **FORMATS,
         "fingerprint": fingerprint,
         "code_version": "0.1.0",
         "totals": {"rows": len(rows), "units": units, "tokens": 0, "holes": 0, "errors": {}},

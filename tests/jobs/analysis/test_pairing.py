@@ -54,15 +54,6 @@ def test_pairs_are_those_of_a_plain_loop(seed: int) -> None:
     assert len(set(zip(names, found.row_P, strict=True))) == found.num_rows
 
 
-def test_metrics_of_a_map_column_become_columns() -> None:
-    values = [[("a", 1.0)], None, [], [("b", 2.0), ("a", None)], [("a", -3.0)]]
-    column = pa.array(values, pa.map_(pa.string(), pa.float64()))
-    found = columns_in(column.slice(1))
-    assert sorted(found) == ["a", "b"]
-    np.testing.assert_array_equal(found["a"], [np.nan, np.nan, np.nan, -3.0])
-    np.testing.assert_array_equal(found["b"], [np.nan, np.nan, 2.0, np.nan])
-
-
 def test_metrics_of_a_struct_column_become_columns() -> None:
     column = pa.array([{"a": 1.0}, None, {"a": None}, {"a": -3.0}], pa.struct([("a", pa.float64())]))
     found = columns_in(column.slice(1))

@@ -81,9 +81,6 @@ class Pool:
     def __init__(self) -> None:
         self.events: list[PoolEvent] = []
 
-    def kind_of(self, name: str) -> int:
-        return 0
-
     def resize(self, allocation: Allocation) -> None:
         """There is room for all of them."""
 

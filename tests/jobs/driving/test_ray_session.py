@@ -16,6 +16,7 @@ from draftmill.jobs.driving import ray_session
         ({}, True),
         ({"env_vars": {"A": "b"}}, True),
         ({"working_dir": "gcs://_ray_pkg_1.zip"}, False),
+        ({"py_modules": ["gcs://_ray_pkg_1.zip"]}, False),
         ({"image_uri": "draftmill:1"}, False),
     ],
 )

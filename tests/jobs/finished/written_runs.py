@@ -16,7 +16,7 @@ from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import commit_unit, write_manifest
-from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of, table_from_rows
+from draftmill.storage.runs.records import schema_of, table_from_rows
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.storage.inputs.tables import result_row
@@ -55,13 +55,13 @@ def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
     for unit, planned in enumerate(plan.tables()):
         rows = [
             result_row(0, unit=unit, metrics=None)
-            | {"id": row["id"], "pass": plan.pass_}
+            | {"id": row["id"], "pass": plan.pass_, "sample": row["sample"]}
             | kept_of(rows_of[row["id"]], kept)
             | changes
             for row in planned.to_pylist()
             for changes in ([texts(row["id"])[row["sample"]]] if has_samples else texts(row["id"]))
         ]
-        table = table_from_rows(rows, schema=schema_of(SCHEMA_VERSION, plan.keep))
+        table = table_from_rows(rows, schema=schema_of(plan.keep))
         committed.append(
             commit_unit(
                 plan.store, unit=unit, table=table, fingerprint=plan.fingerprint, code_version="1", pass_=plan.pass_

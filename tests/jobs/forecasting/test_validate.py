@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +18,9 @@ from draftmill.actors.planning.surveying import table_of
 from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.task import Complete
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.base import HOLE, EngineStats, Request
-from draftmill.jobs.cli import main
-from draftmill.jobs.forecasting.trial import (
-    TRIAL_S,
-    Trial,
-    TrialRow,
-    TrialSample,
-    _measure_rate,
-    cut_row,
-    estimate_rows,
-)
-from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text, quantized_lines, trial_lines, validate
+from draftmill.decoders.base import HOLE
+from draftmill.jobs.forecasting.first_rows import LoadedModel, RowCanvas, estimate_rows
+from draftmill.jobs.forecasting.validate import canvas_lines, model_lines, prompt_text, quantized_lines, validate
 from draftmill.jobs.plan.prepare import length_note
 from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.errors import UserError
@@ -123,10 +112,8 @@ def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: p
         "device    CPU, float32, torch ",
         "memory",
         "room    ",
-        "GiB free on cpu with the model loaded",
+        "GiB free on cpu: ",
         "samples of 512 tokens at once",
-        "tokens/s on one worker",
-        "time",
     ):
         assert part in said, f"{part!r} is not in\n{said}"
     assert not (tmp_path / "run").exists()
@@ -149,118 +136,10 @@ def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> 
     assert estimate_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class SlowDecoder:
-    """Commits one token a sample a step; a step takes a second for each 100 tokens of new canvases, and `rest_s`."""
-
-    clock: Clock
-    rest_s: float
-    stats: EngineStats = field(default_factory=EngineStats)
-    steps: list[list[int]] = field(default_factory=list)
-    new: list[int] = field(default_factory=list)
-    active: int = 0
-
-    def room(self, length: int) -> int:
-        return 1
-
-    def admit(self, requests: Sequence[Request]) -> None:
-        self.new += [len(request.canvas) for request in requests]
-        self.active += len(requests)
-
-    def step(self) -> list[Any]:
-        self.clock.now_s += sum(self.new) / 100 + self.rest_s
-        self.steps.append(self.new)
-        self.new = []
-        self.stats.committed += self.active
-        return []
-
-
-def trial_rows(*lengths: int) -> list[TrialRow]:
-    """Prompts of these lengths, each with one token to generate."""
-    return [
-        TrialRow(f"r{length}", 0, Canvas(np.asarray([7] * (length - 1) + [HOLE], np.int32), ((length - 1, length),)))
-        for length in lengths
-    ]
-
-
-def test_a_trial_takes_short_rows_first_and_more_at_once_while_steps_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
-    decoder = SlowDecoder(clock, rest_s=0.1)
-    known = _measure_rate(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
-    assert decoder.steps == [[10, 20], [30], [], [], [400]], "the last one waits until as much is known to be quick"
-    assert clock.now_s == pytest.approx(5.1)
-    assert known == (0, 0.0), "no step had all samples and no prompt"
-
-
-def test_a_trials_rate_is_that_of_full_steps_and_the_time_of_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
-    decoder = SlowDecoder(clock, rest_s=0.3)
-    rows = trial_rows(10, 20, 60)
-    tokens, took_s = _measure_rate(decoder, rows, budget=32)  # type: ignore[arg-type]
-    assert decoder.steps[:3] == [[10, 20], [], [60]] and not any(decoder.steps[3:])
-    # A full step takes 0.3 s for three tokens; the one that admitted a sample took 0.9 s. Three tokens are to generate.
-    assert tokens == 3 and took_s == pytest.approx(3 * 0.1 + 3 * 0.9)
-
-
-def test_a_trial_on_a_slow_machine_ends_with_the_step_that_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("draftmill.jobs.forecasting.trial.time.perf_counter", clock)
-    decoder = SlowDecoder(clock, rest_s=TRIAL_S)
-    assert _measure_rate(decoder, trial_rows(200, 300), budget=8) == (0, 0.0)  # type: ignore[arg-type]
-    assert decoder.steps == [[200]], "one row where even the first is more than the budget"
-
-
-@pytest.mark.parametrize("count", [16, 17, 40])
-def test_a_row_that_is_cut_for_a_trial_keeps_something_to_do(count: int) -> None:
-    tokens = np.arange(100, dtype=np.int32)
-    for hole in ((0, 4), (50, 90), (98, 100)):
-        holed = tokens.copy()
-        holed[slice(*hole)] = HOLE
-        row = cut_row(TrialRow("r", 0, Canvas(holed, (hole,))), count).canvas
-        assert len(row.tokens) == count and sum(end - start for start, end in row.holes) == (row.tokens == HOLE).sum()
-        assert row.num_masked >= 1 and set(row.tokens.tolist()) <= {HOLE, *range(100)}
-    for start in (0, 1, 60, 99):
-        row = cut_row(TrialRow("r", 0, Canvas(tokens, (), score_from=start)), count).canvas
-        assert len(row.tokens) == count and row.score_from is not None and 1 <= row.score_from < count
-        assert start == 0 or row.tokens[row.score_from] == start
-    assert cut_row(TrialRow("r", 0, Canvas(tokens, (), score_from=1)), 100).canvas.tokens is tokens
-
-
-def test_a_dry_run_says_what_it_is_about_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> Trial:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("draftmill.jobs.forecasting.validate.try_out", interrupted)
-    (tmp_path / "rows.jsonl").write_text('{"text": "a <mask:2> b"}\n')
-    (tmp_path / "job.yaml").write_text(
-        f"task: {{kind: infill, mask: {{kind: marker}}}}\ninput: {{path: {tmp_path}/rows.jsonl}}\n"
-        f"model: {{path: 'builtin:asarm-tiny'}}\ndecoder: {{kind: assd}}\noutput: {{path: {tmp_path}/run}}\n"
-    )
-    assert main(["validate", str(tmp_path / "job.yaml")]) == 4
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == "trial     loading the model, then decoding for about 5 s"
-    assert said.err == "draftmill: interrupted\n"
-
-
 def test_prompts_that_will_be_cut_are_counted() -> None:
     prepared: Any = SimpleNamespace(tokenizer=None, spec=SimpleNamespace(task=Complete(kind="complete")))
-    rows = [
-        replace(row, canvas=replace(row.canvas, truncated=cut))
-        for row, cut in zip(trial_rows(4, 5, 6), (0, 7, 9), strict=True)
-    ]
+    tokens = np.asarray([7, 7, 7, HOLE], np.int32)
+    rows = [RowCanvas("r", 0, Canvas(tokens, ((3, 4),), truncated=cut)) for cut in (0, 7, 9)]
     lines = list(canvas_lines(prepared, rows))
     assert lines[-1] == "  cut     2 of the first 3 prompts do not fit: 16 of their tokens"
     assert not any("cut" in line for line in canvas_lines(prepared, rows[:1]))
@@ -290,25 +169,13 @@ def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(
         validate(check_spec(spec))
 
 
-def test_samples_that_were_cut_are_said_to_be() -> None:
-    sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], sizes=[Size(900, 10)]), 100, True)
-    spec = SimpleNamespace(shapes=[SimpleNamespace(count="auto")], output=SimpleNamespace(unit_rows=50))
-    prepared: Any = SimpleNamespace(spec=spec)
-    lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
-    assert "rate      2.0 tokens/s on one worker, by the trial; longer samples cut to 300 tokens" in lines[2]
-
-
 def test_half_precision_that_is_slower_on_this_cpu_is_said_to_be() -> None:
-    sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], sizes=[Size(900, 10)]), 100, True)
-    spec = SimpleNamespace(shapes=[SimpleNamespace(count="auto")], output=SimpleNamespace(unit_rows=50))
-    prepared: Any = SimpleNamespace(spec=spec)
     device = {"name": "CPU", "dtype": "bfloat16", "torch": "2.13.0"}
-    slow = Trial(True, 1, 12, 6.0, 2**30, "CPU memory", device=device | {"times_float32": 5.2})
-    lines = list(trial_lines(prepared, sample, slow))
+    lines = list(model_lines(LoadedModel(True, 2**30, "CPU memory", device=device | {"times_float32": 5.2})))
     assert lines[0] == "device    CPU, bfloat16, torch 2.13.0"
     assert "bfloat16 products take 5.2 times as long as float32's on this CPU" in lines[1]
-    plain = Trial(True, 1, 12, 6.0, 2**30, "CPU memory", device=device)
-    assert not any("times as long" in line for line in trial_lines(prepared, sample, plain))
+    plain = LoadedModel(True, 2**30, "CPU memory", device=device)
+    assert not any("times as long" in line for line in model_lines(plain))
 
 
 def test_a_completion_longer_than_its_model_is_noted() -> None:

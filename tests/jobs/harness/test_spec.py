@@ -90,8 +90,8 @@ def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_pa
         ({"decoder": None}, "decoder: "),
         ({"output": None}, "output: "),
         (
-            {"output": {"path": "runs/{date:%Y}"}},
-            "output.path: 'runs/{date:%Y}' has a date, which only `draftmill run` fills in",
+            {"output": {"path": "runs/{date:%Y-%m-%d}"}},
+            "output.path: 'runs/{date:%Y-%m-%d}' has a date, which only `draftmill run` fills in",
         ),
         ({"sampling": {"n": 4}}, "sampling.n: a task's own `repeats` say how many samples it takes"),
     ],

@@ -10,10 +10,10 @@ import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.manifests.job import read_job
-from draftmill.jobs.manifests.manifest import manifest_files
+from draftmill.jobs.manifests.manifest import MAKERS
 from draftmill.jobs.manifests.options import Options
 
-KUBERAY = ("rayjob", "raycronjob", "raycluster")
+KUBERAY = ("rayjob", "raycluster")
 
 SPEC: dict[str, Any] = {
     "name": "nightly",
@@ -31,7 +31,6 @@ RICH: dict[str, dict[str, Any]] = {
         "namespace": "batch", "service_account": "draftmill", "volume": ("results:/data",), "retries": 0, "time_limit": "6h",
         "auth": "disabled", "shared_path": ("/models",),
     },
-    "raycronjob": {"schedule": "*/15 6-22 * * 1-5", "time_zone": "Europe/Berlin", "name": "every-quarter", "secret": "keys"},
     "raycluster": {"nodes": 3, "max_nodes": 9, "gpus_per_node": 1},
     "cronjob": {"schedule": "@hourly", "time_zone": "Asia/Kolkata", "ray_cluster": "big", "shared_path": ("/data it's",)},
     "slurm": {
@@ -40,8 +39,6 @@ RICH: dict[str, dict[str, Any]] = {
         "schedule": "30 2 * * *", "shared_path": ("/tmp",),
     },
     "cron": {"schedule": "5 4 * * SUN", "user": "batch", "secret": "/etc/a b.env", "head_address": "10.0.0.1:6379"},
-    "systemd": {"schedule": "0 */6 1 * 1", "time_zone": "UTC", "user": "batch", "secret": "/etc/draft mill.env"},
-    "ray-up": {"head_address": "10.0.0.1", "worker_address": ("10.0.0.2", "w-3"), "ssh_user": "me", "secret": "/etc/a b.env"},
 }  # fmt: skip
 """Many options at once, for each kind."""
 
@@ -53,18 +50,12 @@ def write_spec(folder: Path, *, name: str = "job.yaml", **changes: Any) -> str:
     return str(path)
 
 
-def files_of(spec: str, kind: str, overrides: Sequence[str] = (), **options: Any) -> dict[str, str]:
-    return manifest_files(read_job(spec, overrides, Options(kind, **options)))
-
-
 def text_of(spec: str, kind: str, overrides: Sequence[str] = (), **options: Any) -> str:
-    """The only file of a kind."""
-    (text,) = files_of(spec, kind, overrides, **options).values()
-    return text
+    return MAKERS[kind](read_job(spec, overrides, Options(kind, **options)))
 
 
 def data_of(spec: str, kind: str, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
-    """The only document of a kind that is YAML."""
+    """The manifest of a kind that is YAML."""
     return dict(yaml.safe_load(text_of(spec, kind, overrides, **options)))
 
 
@@ -76,9 +67,9 @@ def printed(capsys: Any, *words: str) -> tuple[int, str, str]:
 
 
 def cluster_spec(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The spec of the Ray cluster in a RayJob, RayCronJob or RayCluster."""
+    """The spec of the Ray cluster in a RayJob or RayCluster."""
     spec = manifest["spec"]
-    return dict(spec.get("jobTemplate", spec).get("rayClusterSpec", spec))
+    return dict(spec.get("rayClusterSpec", spec))
 
 
 def templates(manifest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from draftmill.jobs.manifests.job import slug
-from draftmill.jobs.manifests.templates import comment, crontab, shell, systemd, yaml_document, yaml_text
-from tests.jobs.manifests.made import data_of, files_of, templates, text_of, write_spec
+from draftmill.jobs.manifests.templates import comment, crontab, shell, yaml_document, yaml_text
+from tests.jobs.manifests.made import data_of, templates, text_of, write_spec
 
 NASTY = [
     "plain", "two words", "it's", 'say "hi"', "100%", "%%", "a\\b", "\\%", "\\\\%", "$HOME", "$(id)", "`id`", "a;b", "a&b",
@@ -24,7 +24,7 @@ NASTY = [
     "{a: b}", "[1]", "!tag", "&anchor", "*alias", "@at", "|", ">", "tab\there", "ümlaut", "日本", "emoji 😀", "trailing ",
     " leading", "-dash", "--set", "'", '"', "'\"'", "\\", "\\'", "a\\\\", "<<EOF", "!!", "a=b", "?", "%s %d %n", "EOF",
 ]  # fmt: skip
-"""Words that some shell, crontab, unit or YAML reader could mistake for something else."""
+"""Words that some shell, crontab or YAML reader could mistake for something else."""
 
 WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=12) | st.sampled_from(
     NASTY
@@ -52,43 +52,18 @@ def by_cron(command: str, *, backslashes: bool) -> str:
     return said
 
 
-def by_systemd(command: str) -> list[str]:
-    """What systemd makes of ExecStart= by systemd.service(5): quotes, C escapes, then %% and $$."""
-    words, at = [], 0
-    while at < len(command):
-        if command[at] == " ":
-            at += 1
-            continue
-        word = ""
-        if command[at] == '"':
-            at += 1
-            while command[at] != '"':
-                at += command[at] == "\\"
-                word += command[at]
-                at += 1
-            at += 1
-        else:
-            while at < len(command) and command[at] != " ":
-                word += command[at]
-                at += 1
-        assert not re.search(r"(?<!%)(%%)*%(?!%)", word) and not re.search(r"(?<!\$)(\$\$)*\$(?!\$)", word), word
-        words.append(word.replace("%%", "%").replace("$$", "$"))
-    return words
-
-
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=12))
-def test_words_survive_shells_crontabs_and_units(words: list[str]) -> None:
+def test_words_survive_shells_and_crontabs(words: list[str]) -> None:
     assert by_bash(shell(words)) == words
     line = crontab(words)
     for backslashes in (False, True):  # programs differ in this
         assert by_bash(by_cron(line, backslashes=backslashes)) == words
-    assert by_systemd(systemd(["/bin/echo", *words])) == ["/bin/echo", *words]
 
 
 def test_all_nasty_words_survive_at_once() -> None:
-    test_words_survive_shells_crontabs_and_units.hypothesis.inner_test(NASTY)
+    test_words_survive_shells_and_crontabs.hypothesis.inner_test(NASTY)
 
 
 JSON = st.recursive(
@@ -141,7 +116,7 @@ def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path) ->
         return  # refused, in test_refused.py
     spec = write_spec(folder, name=file)
     Path(spec).write_text(Path(spec).read_text().replace("name: nightly", yaml_document({"name": name}).strip()))
-    for kind in ("rayjob", "raycronjob", "cronjob"):
+    for kind in ("rayjob", "cronjob"):
         manifest = data_of(spec, kind)
         sent = yaml.safe_load(templates(manifest)[0]["metadata"]["annotations"]["draftmill-spec.yaml"])
         assert sent["name"] == name
@@ -157,25 +132,9 @@ def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path) ->
         assert spec in by_bash(by_cron(entry, backslashes=backslashes).partition("exec ")[2].partition(" >> ")[0])
 
 
-@pytest.mark.parametrize("name", NASTY)
-def test_a_unit_of_systemd_names_the_program_and_the_spec(name: str, tmp_path: Path) -> None:
-    spec = write_spec(tmp_path, name=f"{name.replace('/', '_')}.yaml")
-    if not name.isprintable():
-        return
-    service = next(iter(files_of(spec, "systemd", program=f"/opt/{name}/draftmill", directory="/").values()))
-    line = next(line for line in service.splitlines() if line.startswith("ExecStart="))
-    words = by_systemd(line.removeprefix("ExecStart="))
-    if words[0] == "/bin/sh":  # systemd itself takes no program with quotes or $ in its path
-        done = subprocess.run(
-            ["sh", "-c", words[2].replace("exec ", "printf '%s\\0' "), *words[3:]], capture_output=True, check=True
-        )
-        words = done.stdout.decode().split("\0")
-    assert words[:3] == [f"/opt/{name}/draftmill", "run", spec]
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text(min_size=1, max_size=90), st.sampled_from([36, 47, 53]))
-def test_names_are_what_kubernetes_slurm_cron_and_systemd_allow(name: str, longest: int) -> None:
+def test_names_are_what_kubernetes_slurm_and_cron_allow(name: str, longest: int) -> None:
     assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", slug(name, longest))
     assert len(slug(name, longest)) <= longest
 

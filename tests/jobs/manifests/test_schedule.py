@@ -49,51 +49,20 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("text", SCHEDULES)
 @pytest.mark.slow
-def test_a_schedule_means_what_cron_says_and_its_rewritten_text_the_same(text: str) -> None:
-    schedule = parse_schedule(text)
+def test_the_rewritten_text_means_what_cron_says(text: str) -> None:
+    rewritten = parse_schedule(text)
     for hours in range(0, 24 * 366 * 4, 5):
         for minutes in (0, 7, 15, 30, 59):
             moment = datetime(2026, 1, 1) + timedelta(hours=hours, minutes=minutes)
-            expected = plainly(text, moment)
-            assert plainly(schedule.text, moment) == expected
-            on_day = moment.day in schedule.days
-            on_weekday = moment.isoweekday() % 7 in schedule.weekdays
-            either = not schedule.any_day and not schedule.any_weekday
-            found = (
-                moment.minute in schedule.minutes
-                and moment.hour in schedule.hours
-                and moment.month in schedule.months
-                and ((on_day or on_weekday) if either else (on_day and on_weekday))
-            )
-            assert found == expected
+            assert plainly(rewritten, moment) == plainly(text, moment)
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
 def test_the_rewritten_text_has_neither_names_nor_day_seven(text: str) -> None:
     """Kubernetes reads no 7, and some programs no names in lists."""
-    schedule = parse_schedule(text)
-    assert not any(character.isalpha() for character in schedule.text)
-    assert "7" not in schedule.text.split()[4]
-
-
-@pytest.mark.parametrize(
-    ("text", "gap"), [("0 3 * * *", 86400), ("0 */6 * * *", 21600), ("0,10 3 * * *", 600), ("50 23,0 * * *", 3600)]
-)
-def test_the_gap_is_the_least_time_between_two_starts(text: str, gap: int) -> None:
-    assert parse_schedule(text).gap_s == gap
-
-
-@pytest.mark.parametrize(
-    ("text", "zone", "calendars"),
-    [
-        ("0 3 * * *", None, ["*-*-* 03:00:00"]),
-        ("*/30 6 * * 1-5", "Europe/Berlin", ["Mon,Tue,Wed,Thu,Fri *-*-* 06:00,30:00 Europe/Berlin"]),
-        ("0 12 13 6 5", None, ["*-06-13 12:00:00", "Fri *-06-* 12:00:00"]),
-        ("@monthly", "UTC", ["*-*-01 00:00:00 UTC"]),
-    ],
-)
-def test_systemd_has_the_same_times(text: str, zone: str | None, calendars: list[str]) -> None:
-    assert parse_schedule(text).calendars(zone) == calendars
+    rewritten = parse_schedule(text)
+    assert not any(character.isalpha() for character in rewritten)
+    assert "7" not in rewritten.split()[4]
 
 
 @pytest.mark.parametrize(

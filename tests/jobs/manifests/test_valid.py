@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from copy import deepcopy
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,20 @@ import yaml
 from draftmill.jobs.cli import parser
 from draftmill.jobs.manifests.options import KINDS
 from draftmill.jobs.spec.job_spec import load_spec
-from tests.jobs.manifests.made import KUBERAY, RICH, SPEC, data_of, files_of, printed, templates, text_of, write_spec
+from tests.jobs.manifests.made import KUBERAY, RICH, SPEC, data_of, printed, templates, text_of, write_spec
 from tests.jobs.manifests.validators import (
     kuberay_problems,
     kubernetes_problems,
-    launcher_problems,
     shell_problems,
 )
 
 
 def problems(kind: str, text: str) -> list[str]:
-    """What the reader of a kind says of it; systemd's is in the soak tests."""
+    """What the reader of a kind says of it."""
     if kind in KUBERAY:
         return kuberay_problems(yaml.safe_load(text)) + pod_problems(yaml.safe_load(text))
     if kind == "cronjob":
         return kubernetes_problems(yaml.safe_load(text))
-    if kind == "ray-up":
-        return launcher_problems(yaml.safe_load(text))
     if kind == "cron":
         return shell_problems(f"#!/bin/bash\n# shellcheck disable=SC1091\n{command_of(text)}\n")
     return shell_problems(text)
@@ -58,7 +54,7 @@ DATED = {"path": "s3://bucket/nightly/{date:%Y-%m-%d}"}
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rich", [False, True], ids=["defaults", "many options"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "systemd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_manifest_is_accepted_by_what_reads_it(kind: str, rich: bool, tmp_path: Path) -> None:
     options = RICH[kind] if rich else {}
     text = text_of(write_spec(tmp_path, output=DATED if rich else SPEC["output"]), kind, **options)
@@ -75,11 +71,6 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("          containers:\n            - name: ray-head", "          containers:\n            - title: ray-head", "name"),
         ("mode: token", "mode: password", "password"),
     ],
-    "raycronjob": [
-        ("  schedule:", "  concurrencyPolicy: Forbid\n  schedule:", "concurrencyPolicy"),
-        ("policy: DeleteSelf", "policy: DeleteEverything", "DeleteEverything"),
-        ("  suspend: false", '  suspend: "no"', "boolean"),
-    ],
     "raycluster": [("groupName: decode", "group: decode", "groupName")],
     "cronjob": [
         ("concurrencyPolicy", "concurencyPolicy", "concurencyPolicy"),
@@ -92,11 +83,6 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("esac", "", "SC"),
     ],
     "cron": [("2>&1", "2>&1 && echo $done", "SC2154")],
-    "ray-up": [
-        ("provider:", "providers:", "provider"),
-        ("max_workers: 2", "max_workers: two", "two"),
-        ("head_node_type: head", "head_node_type: other", "head_node_type"),
-    ],
 }  # fmt: skip
 
 
@@ -113,10 +99,10 @@ def test_a_planted_mistake_is_found(kind: str, right: str, wrong: str, said: str
 
 
 def test_every_kind_has_a_planted_mistake() -> None:
-    assert {*MISTAKES, "systemd"} == set(KINDS)  # systemd's are in the soak tests
+    assert MISTAKES.keys() == set(KINDS)
 
 
-@pytest.mark.parametrize("kind", ["rayjob", "raycronjob", "cronjob"])
+@pytest.mark.parametrize("kind", ["rayjob", "cronjob"])
 def test_the_spec_arrives_in_the_pod_as_it_was_written(kind: str, tmp_path: Path) -> None:
     spec = write_spec(tmp_path)
     Path(spec).write_text("# why this job is there\n" + Path(spec).read_text())
@@ -140,12 +126,12 @@ def test_a_spec_without_name_keeps_the_name_of_its_file_and_overrides_are_applie
 
 def test_the_entry_point_has_no_word_that_needs_quotes(tmp_path: Path) -> None:
     """KubeRay passes it through two shells, so that no quoting would survive."""
-    for kind, output in (("rayjob", SPEC["output"]), ("raycronjob", SPEC["output"]), ("raycronjob", DATED)):
-        manifest = data_of(write_spec(tmp_path, output=output), kind)["spec"]
-        assert re.fullmatch(r"[A-Za-z0-9/. -]+", manifest.get("jobTemplate", manifest)["entrypoint"])
+    for output in (SPEC["output"], DATED):
+        manifest = data_of(write_spec(tmp_path, output=output), "rayjob")["spec"]
+        assert re.fullmatch(r"[A-Za-z0-9/. -]+", manifest["entrypoint"])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "systemd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_authentication_is_explicit_everywhere(kind: str, tmp_path: Path) -> None:
     assert "RAY_AUTH_MODE" in text_of(write_spec(tmp_path), kind)
     disabled = text_of(write_spec(tmp_path), kind, auth="disabled")
@@ -153,7 +139,7 @@ def test_authentication_is_explicit_everywhere(kind: str, tmp_path: Path) -> Non
     assert not re.search(r"RAY_AUTH_MODE\W+(value: )?token", disabled)
 
 
-@pytest.mark.parametrize("kind", ["rayjob", "raycronjob", "raycluster", "cronjob"])
+@pytest.mark.parametrize("kind", ["rayjob", "raycluster", "cronjob"])
 def test_pods_have_time_to_end_and_no_root(kind: str, tmp_path: Path) -> None:
     for template in templates(data_of(write_spec(tmp_path), kind)):
         spec = template["spec"]
@@ -206,53 +192,24 @@ def test_an_autoscaled_group_has_both_limits(tmp_path: Path) -> None:
     assert (group["minReplicas"], group["maxReplicas"]) == (2, 8)
 
 
-def test_kuberay_deletes_either_by_time_to_live_or_by_rules(tmp_path: Path) -> None:
-    """KubeRay refuses both together, and rules of which the later stage has the shorter time."""
-    job = data_of(write_spec(tmp_path), "rayjob")["spec"]
-    template = data_of(write_spec(tmp_path), "raycronjob")["spec"]["jobTemplate"]
-    assert job["shutdownAfterJobFinishes"] and "deletionStrategy" not in job
-    assert "shutdownAfterJobFinishes" not in template and "ttlSecondsAfterFinished" not in template
-    times: dict[str, dict[str, int]] = {}
-    for rule in template["deletionStrategy"]["deletionRules"]:
-        condition = deepcopy(rule["condition"])
-        seconds = condition.pop("ttlSeconds")
-        times.setdefault(str(condition), {})[rule["policy"]] = seconds
-    assert len(times) == 2
-    assert all(found["DeleteCluster"] < found["DeleteSelf"] for found in times.values())
-
-
 MINUTE = int(datetime(2026, 7, 9, 3, tzinfo=UTC).timestamp()) // 60
 
 
-@pytest.mark.parametrize(
-    ("kind", "variable", "value", "date"),
-    [
-        ("raycronjob", "RAY_CLUSTER_NAME", f"nightly-{MINUTE}-x7k2p", "2026-07-09T03:00:00Z"),
-        ("raycronjob", "RAY_CLUSTER_NAME", "nightly-x7k2p", None),
-        ("raycronjob", "RAY_CLUSTER_NAME", "", None),
-        ("cronjob", "JOB_NAME", f"nightly-{MINUTE}", "2026-07-09T03:00:00Z"),
-        ("cronjob", "JOB_NAME", "nightly-now", None),
-    ],
-)
-def test_a_scheduled_run_has_the_date_of_its_schedule(
-    kind: str, variable: str, value: str, date: str | None, tmp_path: Path
-) -> None:
-    spec = write_spec(tmp_path, output=DATED)
-    manifest = data_of(spec, kind, **RICH[kind])
+@pytest.mark.parametrize(("name", "date"), [(f"nightly-{MINUTE}", "2026-07-09T03:00:00Z"), ("nightly-now", None)])
+def test_a_scheduled_run_has_the_date_of_its_schedule(name: str, date: str | None, tmp_path: Path) -> None:
+    manifest = data_of(write_spec(tmp_path, output=DATED), "cronjob", **RICH["cronjob"])
     script = templates(manifest)[0]["metadata"]["annotations"]["draftmill-run.sh"]
     assert shell_problems(script) == []
-    words = run_script(script, {variable: value}, tmp_path)
-    assert words[1:3] == ["run" if kind == "raycronjob" else "submit", "/etc/draftmill/spec.yaml"]
+    words = run_script(script, {"JOB_NAME": name}, tmp_path)
+    assert words[1:3] == ["submit", "/etc/draftmill/spec.yaml"]
     assert words[words.index("--if-running") + 1] == "skip"
     assert (words[words.index("--logical-date") + 1] if "--logical-date" in words else None) == date
-    if kind == "cronjob":
-        assert words[words.index("--shared") + 1] == "/data it's"
+    assert words[words.index("--shared") + 1] == "/data it's"
 
 
-@pytest.mark.parametrize("kind", ["raycronjob", "cronjob"])
-def test_a_job_without_dates_has_no_script_and_no_logical_date(kind: str, tmp_path: Path) -> None:
+def test_a_job_without_dates_has_no_script_and_no_logical_date(tmp_path: Path) -> None:
     """`draftmill run` refuses --logical-date where the output path has no date."""
-    text = text_of(write_spec(tmp_path), kind)
+    text = text_of(write_spec(tmp_path), "cronjob")
     assert "run.sh" not in text and "--logical-date" not in text and "--if-running" in text
 
 
@@ -276,18 +233,6 @@ def run_script(script: str, environment: dict[str, str], folder: Path) -> list[s
     return done.stdout.split("\0")[:-1]
 
 
-def test_systemd_units_are_two_files_and_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = write_spec(tmp_path)
-    assert list(files_of(spec, "systemd")) == ["nightly.service", "nightly.timer"]
-    code, shown, _ = printed(capsys, spec, "--for", "systemd")
-    assert code == 0
-    assert shown.index("# ==> nightly.service <==") < shown.index("[Service]") < shown.index("# ==> nightly.timer <==")
-    assert printed(capsys, spec, "--for", "systemd", "--out", str(tmp_path / "units"))[0] == 0
-    for name, text in files_of(spec, "systemd").items():
-        assert (tmp_path / "units" / name).read_text() == text
-        assert text in shown
-
-
 def test_a_manifest_is_written_to_a_file_and_replaced_only_if_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,9 +247,9 @@ def test_a_manifest_is_written_to_a_file_and_replaced_only_if_asked(
 
 
 @pytest.mark.parametrize("output", [SPEC["output"], DATED], ids=["one directory", "dated"])
-@pytest.mark.parametrize("kind", ["rayjob", "raycronjob", "cronjob", "slurm", "cron", "systemd"])
+@pytest.mark.parametrize("kind", ["rayjob", "cronjob", "slurm", "cron"])
 def test_the_program_knows_the_command_that_a_manifest_runs(kind: str, output: dict[str, str], tmp_path: Path) -> None:
-    text = "\n".join(files_of(write_spec(tmp_path, output=output), kind, ["seed=3"]).values())
+    text = text_of(write_spec(tmp_path, output=output), kind, ["seed=3"])
     if kind == "cronjob" and output == SPEC["output"]:
         words = templates(yaml.safe_load(text))[0]["spec"]["containers"][0]["command"]
     else:
@@ -315,5 +260,5 @@ def test_the_program_knows_the_command_that_a_manifest_runs(kind: str, output: d
     arguments = parser().parse_args(words[1:])
     assert arguments.if_running == "skip"
     assert 30 < arguments.grace_seconds <= 45 or kind.startswith("ray")
-    assert kind not in {"slurm", "cron", "systemd"} or arguments.set == ["seed=3"]
-    assert (arguments.logical_date is not None) == (output == DATED and kind in {"raycronjob", "cronjob", "slurm"})
+    assert kind not in {"slurm", "cron"} or arguments.set == ["seed=3"]
+    assert (arguments.logical_date is not None) == (output == DATED and kind in {"cronjob", "slurm"})

@@ -1,13 +1,11 @@
-"""What reads manifests in the end, or its checks: schemas of KubeRay and Kubernetes, Ray's launcher, shellcheck, systemd.
+"""What reads manifests in the end, or its checks: schemas of KubeRay and Kubernetes, shellcheck.
 
 Each function returns a list of complaints, empty if a manifest is valid.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import io
 import json
 import shutil
 import subprocess
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SCHEMAS = {"RayJob": "rayjobs", "RayCronJob": "raycronjobs", "RayCluster": "rayclusters"}
+SCHEMAS = {"RayJob": "rayjobs", "RayCluster": "rayclusters"}
 KUBERNETES = "1.34"
 
 
@@ -69,18 +67,6 @@ def kubernetes_problems(manifest: dict[str, Any]) -> list[str]:
     return []
 
 
-def launcher_problems(config: dict[str, Any]) -> list[str]:
-    """What `ray up` says of a cluster file before it reaches for any machine."""
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            validate_config(prepare_config(json.loads(json.dumps(config))))
-    except Exception as error:  # noqa: BLE001 - jsonschema's errors and Ray's own of several kinds
-        return [str(error)]
-    return []
-
-
 def program(name: str) -> str:
     """A program that a package of the dev extra brings."""
     beside = Path(sys.executable).parent / name
@@ -103,18 +89,5 @@ def docker_problems(dockerfile: Path) -> list[str]:
     """What hadolint says of a Dockerfile."""
     found = subprocess.run(
         [program("hadolint"), "--no-color", str(dockerfile)], capture_output=True, text=True, check=False
-    )
-    return found.stdout.splitlines() + found.stderr.splitlines()
-
-
-def systemd_problems(units: dict[str, str], folder: Path) -> list[str]:
-    """What `systemd-analyze verify` says of units; its exit code is 0 even if it has something to say."""
-    for name, text in units.items():
-        (folder / name).write_text(text)
-    found = subprocess.run(
-        ["systemd-analyze", "verify", *(str(folder / name) for name in units)],
-        capture_output=True,
-        text=True,
-        check=False,
     )
     return found.stdout.splitlines() + found.stderr.splitlines()

@@ -101,7 +101,7 @@ def test_every_finished_run_below_the_base_counts_whatever_its_name(
     land(tmp_path / "landing", "a.jsonl")
     on(spec, 1, capsys, "--set", f"output.path={base}/{DATED}/")
     land(tmp_path / "landing", "b.jsonl", seed=1)
-    on(spec, 2, capsys, "--set", f"output.path={base}/{{date:%Y/%m/%d}}")
+    on(spec, 2, capsys, "--set", f"output.path={base}/{{date:%Y-%m-%d}}/deep")
     land(tmp_path / "landing", "c.jsonl", seed=2)
     typed = ("--set", f"output.path={base}/typed", "--set", "input.since=null")
     assert run(spec, *typed) == 0

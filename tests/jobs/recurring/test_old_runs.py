@@ -1,10 +1,10 @@
-"""`draftmill list`, `prune` and `catchup`: what is below a folder, what may go without a loss, and which dates are missing."""
+"""`draftmill list`, `prune` and `run --catch-up`: what is below a folder, what may go without a loss, which dates are missing."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.recurring import pruning
 from draftmill.jobs.recurring.pruning import Keep, candidates, prune_run
 from draftmill.jobs.recurring.runs import runs_below
-from draftmill.jobs.running.catchup import dates_of
+from draftmill.jobs.running.catch_up import due_dates
 from draftmill.jobs.spec.job_spec import load_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
@@ -304,99 +304,72 @@ def test_runs_in_a_bucket_are_listed_and_pruned(
     assert "0 new, 0 changed, 2 done before" in capsys.readouterr().out
 
 
-# ---- catchup
+# ---- run --catch-up
 
 
-def test_catchup_lists_missed_dates_and_runs_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = nightly(tmp_path)
-    assert on(spec, 2) == 0
-    interrupted(spec, "2026-11-04")
+NOON = datetime(2026, 11, 7, 12, tzinfo=UTC)
+
+
+def due_days(spec: Path, first: int | None = None) -> list[int]:
+    start = None if first is None else datetime(2026, 11, first, tzinfo=UTC)
+    return [date.day for date in due_dates(load_spec(spec), NOON, start)]
+
+
+def test_catching_up_runs_missed_and_interrupted_dates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, today = nightly(tmp_path), datetime.now(UTC)
+    days = [f"{today - timedelta(days=number):%Y-%m-%d}" for number in (4, 3, 2, 1)]
+    assert run(spec, "--logical-date", days[1]) == 0
+    interrupted(spec, days[3])
+    assert [f"{date:%Y-%m-%d}" for date in due_dates(load_spec(spec), today)] == [days[2], days[3]]
     capsys.readouterr()
-    span = ["--from", "2026-11-01", "--to", "2026-11-04"]
-    assert main(["catchup", str(spec), *span]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("4 dates, 3 to run")
-    assert [line.split()[:2] for line in lines[1:]] == [
-        ["2026-11-01", "missed"],
-        ["2026-11-02", "finished"],
-        ["2026-11-03", "missed"],
-        ["2026-11-04", "interrupted"],
-    ]
-    assert not (tmp_path / "nightly" / "2026-11-01").exists()
-    assert main(["catchup", str(spec), *span, "--run", "--local", "--quiet"]) == 0
-    assert {one["state"] for one in listed(tmp_path / "nightly", capsys).values()} == {"finished"}
-    assert main(["catchup", str(spec), *span]) == 0
-    assert "4 dates, 0 to run" in capsys.readouterr().out
+    assert run(spec, "--catch-up", days[0]) == 0
+    assert "3 dates to run" in capsys.readouterr().out
+    found = listed(tmp_path / "nightly", capsys)
+    assert [one["state"] for one in found.values()] == ["finished"] * 4
+    assert run(spec, "--catch-up") == 0
+    assert "0 dates to run" in capsys.readouterr().out
     (tmp_path / "rows.jsonl").unlink()
-    assert (
-        main(["catchup", str(spec), "--from", "2026-11-04", "--to", "2026-11-05", "--run", "--local", "--quiet"]) == 2
-    )
+    assert run(spec, "--catch-up", f"{today - timedelta(days=5):%Y-%m-%d}") == 2
     assert "input.path" in capsys.readouterr().err
 
 
-def test_catchup_takes_the_dates_that_have_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dates_without_data_are_not_missed(tmp_path: Path) -> None:
     for day in (3, 4, 6):
         land(tmp_path, day).rename(tmp_path / "landing" / f"2026-11-0{day}.jsonl")
-    spec = nightly(tmp_path, input={"path": f"{tmp_path}/landing/{{date:%F}}.jsonl", "columns": INPUT["columns"]})
-    span = ["--from", "2026-11-01", "--to", "2026-11-06"]
-    assert main(["catchup", str(spec), *span, "--run", "--local", "--quiet"]) == 0
-    assert "4 dates, 3 to run" in capsys.readouterr().out
-    assert on(spec, 4) == 0 and "already finished" in capsys.readouterr().out
+    spec = nightly(tmp_path, input={"path": f"{tmp_path}/landing/{{date:%Y-%m-%d}}.jsonl", "columns": INPUT["columns"]})
+    assert due_days(spec, 1) == [3, 4, 6]
+    assert on(spec, 4) == 0
+    assert due_days(spec, 1) == [3, 6]
     with pytest.raises(UserError, match="nothing is at"):
         draftmill.run(spec, local=True, quiet=True, changes={"output.logical_date": "2026-11-05"})
-    assert main(["catchup", str(spec), *span]) == 0
-    states = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
-    days = {3: "finished", 4: "finished", 5: "no", 6: "finished"}
-    assert states == [[f"2026-11-0{day}", state] for day, state in days.items()]
-    rows = [
-        {row["id"] for row in draftmill.open_run(tmp_path / "nightly" / f"2026-11-0{day}").rows()} for day in (3, 6)
-    ]
-    assert [len(ids) for ids in rows] == [4, 4] and not rows[0] & rows[1]
 
 
-def test_with_since_no_date_is_missed_and_what_a_later_run_has_done_is_superseded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_since_no_date_is_missed_and_a_later_run_supersedes(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     land(tmp_path, 1)
     interrupted(spec, "2026-11-01")
-    now = datetime(2026, 11, 9, 12, tzinfo=UTC)
-    assert [(due.date.day, due.state) for due in dates_of(load_spec(spec), now)] == [(1, "interrupted")]
+    assert due_days(spec) == [1]
     land(tmp_path, 3)
     assert on(spec, 3) == 0
-    found = dates_of(load_spec(spec), now)
-    assert [(due.date.day, due.state, due.is_due) for due in found] == [
-        (1, "superseded", False),
-        (3, "finished", False),
-    ]
+    assert due_days(spec) == []
 
 
 def test_dates_go_in_steps_of_the_paths_period(tmp_path: Path) -> None:
-    def days(form: str, every: int = 1, **span: datetime) -> list[str]:
+    def days(form: str, first: datetime | None = None) -> list[str]:
         spec = load_spec(nightly(tmp_path, output={"path": f"{tmp_path}/x/{{date:{form}}}"}))
-        return [due.place.rpartition("/x/")[2] for due in dates_of(spec, now, every=every, **span)]
+        return [f"{date:%Y-%m-%dT%H}" for date in due_dates(spec, now, first)]
 
-    now = datetime(2026, 3, 1, 5, 30, tzinfo=UTC)
-    assert days("%Y-%m-%d", first=datetime(2026, 2, 27, tzinfo=UTC)) == ["2026-02-27", "2026-02-28"]
-    assert days("%Y/%m", first=datetime(2025, 11, 15, tzinfo=UTC)) == ["2025/11", "2025/12", "2026/01", "2026/02"]
-    assert days("%Y-%m-%dT%H", every=2, first=datetime(2026, 3, 1, tzinfo=UTC)) == [
-        "2026-03-01T00",
-        "2026-03-01T02",
-        "2026-03-01T04",
-    ]
-    assert days("%Y", first=datetime(2024, 7, 1, tzinfo=UTC), last=datetime(2026, 1, 1, tzinfo=UTC)) == [
-        "2024",
-        "2025",
-        "2026",
-    ]
-    assert days("%F", every=7, first=datetime(2026, 4, 1, tzinfo=UTC)) == []
-    with pytest.raises(UserError, match=r"--from: .* more than 10,000 dates"):
-        days("%Y-%m-%dT%H%M%S", first=datetime(2026, 2, 1, tzinfo=UTC))
-    with pytest.raises(UserError, match=r"--from: there is no run yet"):
-        days("%Y")
+    now = datetime(2026, 3, 1, 2, 30, tzinfo=UTC)
+    assert days("%Y-%m-%d", datetime(2026, 2, 27, tzinfo=UTC)) == ["2026-02-27T00", "2026-02-28T00"]
+    assert days("%Y-%m-%dT%H", datetime(2026, 3, 1, tzinfo=UTC)) == ["2026-03-01T00", "2026-03-01T01"]
+    assert days("%Y-%m-%d", datetime(2026, 4, 1, tzinfo=UTC)) == []
+    with pytest.raises(UserError, match=r"--catch-up: .* more than 10,000 dates"):
+        days("%Y-%m-%dT%H", datetime(2024, 2, 1, tzinfo=UTC))
+    with pytest.raises(UserError, match=r"--catch-up: there is no run yet"):
+        days("%Y-%m-%d")
     plain = load_spec(nightly(tmp_path, output={"path": "one"}))
     with pytest.raises(UserError, match=r"output.path: 'one' has no date"):
-        dates_of(plain, now)
+        due_dates(plain, now)
 
 
 def test_only_run_directories_are_found(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.spec.job_spec import json_schema
+from draftmill.jobs.spec.job_spec import json_schema, load_spec
 from draftmill.jobs.spec.sweep_spec import sweep_schema
 from tests.conftest import ROOT
 
-FILES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "papers").glob("*.yaml")])
+PUBLISHED = sorted((ROOT / "examples" / "published").glob("*.yaml"))
+FILES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "papers").glob("*.yaml"), *PUBLISHED])
 JOB = {
     "task": {"kind": "complete"},
     "input": {"path": "rows.jsonl"},
@@ -53,6 +54,10 @@ def test_the_command_prints_a_valid_schema(words: list[str], capsys: pytest.Capt
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_example_conforms(file: Path) -> None:
     assert problems(yaml.safe_load(file.read_text())) == []
+
+
+def test_published_settings_are_whole_jobs() -> None:
+    assert len({load_spec(path).name for path in PUBLISHED}) == len(PUBLISHED) == 8
 
 
 @pytest.mark.parametrize(

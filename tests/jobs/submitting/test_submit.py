@@ -21,7 +21,7 @@ from draftmill.jobs.submitting.submit import Follower, LogTail, end_of, follow, 
 from draftmill.storage.errors import UserError
 from tests.jobs.submitting.fake_cluster import FakeCluster, FakeJob
 
-REQUEST = Request("command", {}, {})
+REQUEST = Request("command", {})
 
 
 def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:

@@ -65,7 +65,7 @@ def test_a_commit_is_one_checked_file_with_its_facts(store: Store) -> None:
     assert len(data) == committed.bytes
     stored = parquet_metadata(read_parquet(data).schema)
     assert stored["fingerprint"] == "f00" and stored["unit"] == "17" and stored["pass"] == "1"
-    assert stored["schema_version"] == "8" and stored["code_version"] == "1"
+    assert stored["schema_version"] == "1" and stored["code_version"] == "1"
     assert set(done_units(store)) == {17}
 
 

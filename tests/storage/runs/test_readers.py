@@ -11,7 +11,7 @@ import pytest
 
 from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.parquet import write_parquet
-from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, schema_of, table_from_rows
+from draftmill.storage.runs.records import SCHEMA, schema_of, table_from_rows
 from tests.storage.inputs.tables import failed_row, result_row
 from tests.storage.inputs.test_kept import TYPES
 
@@ -49,7 +49,7 @@ def rows() -> list[dict[str, Any]]:
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """Two unit files: one with every kind of value, one whose rows failed before anything was decoded."""
-    schema = schema_of(SCHEMA_VERSION, kept_schema())
+    schema = schema_of(kept_schema())
     for unit, part in enumerate((rows(), [failed_row(3) | {"key": 3}, failed_row(4) | {"key": 4}])):
         data = write_parquet(table_from_rows(part, schema=schema), {"unit": str(unit)})
         (tmp_path / f"unit-{unit:08d}.parquet").write_bytes(data)

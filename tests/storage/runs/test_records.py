@@ -13,11 +13,9 @@ import pytest
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.records import (
     SCHEMA,
-    SCHEMA_VERSION,
     TIMING_COLUMNS,
     TRACE_SCHEMA,
     read_results,
-    schema_of,
     table_from_rows,
 )
 from draftmill.storage.stores.store import open_store
@@ -36,16 +34,6 @@ def test_the_schema_is_the_contracts_in_its_order() -> None:
     assert SCHEMA.names == CONTRACT_ORDER
     assert TIMING_COLUMNS.issubset(SCHEMA.names)
     assert {field.name for field in SCHEMA if not field.nullable} == {"id", "unit", "pass", "attempt", "status"}
-
-
-def test_an_older_schema_lacks_what_was_added_later() -> None:
-    assert schema_of(SCHEMA_VERSION).equals(SCHEMA)
-    added = {"token_logprobs": 2, "nfe_kinds": 3}
-    for version in (1, 2, 3):
-        known = CONTRACT_ORDER[: CONTRACT_ORDER.index("nfe_kinds") + 1]
-        assert schema_of(version).names == [name for name in known if added.get(name, 1) <= version]
-    for name in ("metrics", "nfe_kinds"):
-        assert pa.types.is_map(schema_of(5).field(name).type) and pa.types.is_struct(SCHEMA.field(name).type)
 
 
 def test_rows_come_back_as_they_were() -> None:

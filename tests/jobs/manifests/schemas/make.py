@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
-NAMES = ("rayclusters", "raycronjobs", "rayjobs")
+NAMES = ("rayclusters", "rayjobs")
 
 
 def without_descriptions(schema: Any) -> Any:
