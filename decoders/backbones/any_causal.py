@@ -102,10 +102,9 @@ class AnyCausalBackbone(ModuleBackbone):
         return hidden_1PD[0]
 
     @torch.no_grad()
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return logits [R, V], float32 or better, by the model's own code: it may scale or cap them."""
-        raw = at_least_rows(self._padded(len(hidden_RD)), self._finish, hidden_RD)
-        return raw if raw.dtype == torch.float64 else raw.float()
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return logits [R, V] by the model's own code: it may scale or cap them."""
+        return at_least_rows(self._padded(len(hidden_RD)), self._finish, hidden_RD)
 
     def _finish(self, hidden_RD: Tensor) -> Tensor:
         self._given = hidden_RD.unsqueeze(0)

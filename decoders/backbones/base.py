@@ -126,7 +126,11 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return the raw logits of hidden states, [R, V]; nothing is suppressed yet."""
+        """Return the raw logits of hidden states, [R, V], in float32 or better; nothing is suppressed yet."""
+
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
+        """The same in the dtype of the model's products, for kernels that compute in float32 themselves."""
+        return self.logits(hidden_RD)
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return the input embeddings of tokens, [R, D]; draft heads read them."""

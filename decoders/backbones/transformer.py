@@ -253,11 +253,14 @@ class ModuleBackbone(OnSlots):
 
     # ---- both ends -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits [R, V] of final hidden states, float32 or better."""
-        raw = at_least_rows(self._padded(len(hidden_RD)), self.head, hidden_RD)
-        return raw if raw.dtype == torch.float64 else raw.float()
+        raw_RV = self.raw_logits(hidden_RD)
+        return raw_RV if raw_RV.dtype == torch.float64 else raw_RV.float()
+
+    @torch.no_grad()
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
+        return at_least_rows(self._padded(len(hidden_RD)), self.head, hidden_RD)
 
     @torch.no_grad()
     def embed(self, tokens_R: Tensor) -> Tensor:

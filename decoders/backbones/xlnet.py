@@ -473,8 +473,12 @@ class XLNetBackbone(OnSlots):
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits [R, V] through the tied output layer, float32 or better."""
-        raw = self._linear(hidden_RD, self.output_VD, self.output_bias_V)
-        return raw if raw.dtype == torch.float64 else raw.float()
+        raw_RV = self.raw_logits(hidden_RD)
+        return raw_RV if raw_RV.dtype == torch.float64 else raw_RV.float()
+
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
+        """See Model."""
+        return self._linear(hidden_RD, self.output_VD, self.output_bias_V)
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return word embeddings [R, D]."""

@@ -237,6 +237,8 @@ def sample(
     Where notes are wanted, the model's own distribution is computed in float64, but for the log-probabilities of warped rows. A
     row has the same bits whatever its neighbours' settings are. Suppressed ids are made impossible in `logits_RV` itself.
     """
+    if logits_RV.dtype.itemsize < 4:
+        logits_RV = logits_RV.float()
     scores_R = _log_scores(logits_RV, mask_id) if "scores" in wanted else None
     logits_RV = warp.suppress(logits_RV)
     own_RV = None if warp.is_whole else torch.log_softmax(logits_RV, dim=-1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -256,7 +257,7 @@ class ModelRunner:
         """The output layer, and the hidden states of the sampled rows, [R, D]; behind them those of their partners."""
         hidden_RD = hidden_ND if sent.reads_all else hidden_ND.index_select(0, sent.row_R)
         if sent.partner_R is None:
-            return self.logits, hidden_RD
+            return partial(self.logits, raw=sent.by_kernel), hidden_RD
         return self.guided_logits, torch.cat([hidden_RD, hidden_ND.index_select(0, sent.partner_R)], 1)
 
     def _draw_parts(self, logits: Logits, hidden_RD: Tensor, sent: Draws, *, is_target: bool) -> Tensor:
@@ -264,17 +265,17 @@ class ModelRunner:
         sampler = self._sampler
         parts = [
             sampler.draw_part(logits(hidden_RD[part]), sent, part, is_target=is_target)
-            for part in self.parts(len(hidden_RD))
+            for part in self.parts(len(hidden_RD), by_kernel=sent.by_kernel)
         ]
         fields_AFR = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         sampler.note(sent, fields_AFR[0, 0].to(torch.int64))
         return fields_AFR
 
-    def parts(self, num_rows: int) -> list[slice]:
+    def parts(self, num_rows: int, *, by_kernel: bool = False) -> list[slice]:
         """Cuts rows into parts whose logits are held at once; one part where there are no rows. No part is made smaller than a
-        product's least rows, which it would be padded to."""
-        itemsize = 8 if self.backbone.dtype == torch.float64 else 4
-        step = max(_LEAST_ROWS, self._sampler.plan.logits // (self._vocab_size * itemsize))
+        product's least rows, which it would be padded to. A kernel makes no copies of logits: it has twice as many at once."""
+        itemsize = self.backbone.dtype.itemsize if by_kernel else max(4, self.backbone.dtype.itemsize)
+        step = max(_LEAST_ROWS, (1 + by_kernel) * self._sampler.plan.logits // (self._vocab_size * itemsize))
         return [slice(first, first + step) for first in range(0, max(num_rows, 1), step)]
 
     def _redraw(self, record: Tensor, draws: Draws[Host], others: Draws[Host]) -> Tensor:
@@ -305,7 +306,7 @@ class ModelRunner:
                 return False
             sizes[axis] = size
         sizes = graphs.choose(sizes)
-        if len(self.parts(sizes["R"])) > 1:
+        if len(self.parts(sizes["R"], by_kernel=draws.by_kernel)) > 1:
             return False
         dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
         # Without `start_N` slot 0, where dead rows are, begins at the pool's first cell, too.
@@ -342,9 +343,11 @@ class ModelRunner:
             noted_C = torch.cat([noted_C, rows.token_N])
         return replace(rows, token_N=noted_C.index_select(0, rows.unread_N), unread_N=None)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""
-        logits_RV: Tensor = self.clock.measure(self.backbone.logits, hidden_RD)
+    def logits(self, hidden_RD: Tensor, *, raw: bool = False) -> Tensor:
+        """The logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible. Those of a
+        GPU's kernel are `raw`, in the dtype of the products."""
+        of = self.backbone.raw_logits if raw else self.backbone.logits
+        logits_RV: Tensor = self.clock.measure(of, hidden_RD)
         missing = self._vocab_size - logits_RV.shape[1]
         if missing > 0:
             logits_RV = functional.pad(logits_RV, (0, missing), value=-torch.inf)

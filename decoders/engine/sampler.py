@@ -197,7 +197,7 @@ class Sampler:
     @staticmethod
     def _tops(logits_RV: Tensor, count: int) -> list[Tensor]:
         """The model's own best tokens and their log-probabilities, float64 [R] each: 2 x `count` fields."""
-        best = torch.log_softmax(logits_RV, dim=-1).topk(count, dim=-1)
+        best = torch.log_softmax(logits_RV, -1, torch.promote_types(logits_RV.dtype, torch.float32)).topk(count, dim=-1)
         return [*best.indices.T.to(torch.float64), *best.values.T.to(torch.float64)]
 
     def _warp(self, draws: Draws, part: slice | Tensor) -> Warp:

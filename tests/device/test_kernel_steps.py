@@ -6,13 +6,17 @@ A kernel counts as one launch.
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from draftmill.decoders.backbones.transformer import ModuleBackbone
 from draftmill.decoders.base import JOB_SETTINGS, RowSettings
 from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.engine.penalties import Penalties
 from tests.decoders.references import kernels as reference
+from tests.decoders.replaying import use_references
+from tests.decoders.support import run_all
 from tests.device.pretend import as_one_launch
-from tests.device.steps import run, run_on_cpu
+from tests.device.steps import made, run, run_on_cpu, toy_canvases
 from tests.device.test_steps import CUTS, LIMITS
 
 # Launches, and transfers to the device. Of a rotary model a layer has nine: two norms with their sums, four products, the turning
@@ -53,6 +57,29 @@ def test_a_device_has_the_next_forward_before_the_host_reads(kernels, name):
     assert max(step.launches for step in found.steps) <= MIXED[name], "also with rows of prompts"
     assert sum(step.waits for step in found.steps[1:]) >= len(found.steps) - 1
     assert sum(step.idle for step in found.steps[1:]) <= 0.1 * len(found.steps), found.places
+
+
+def test_the_kernel_that_draws_reads_logits_as_the_product_gives_them(monkeypatch):
+    """In bfloat16; half the memory is half the parts, and the same bits."""
+    use_references(monkeypatch)
+    seen, found = list[torch.dtype](), []
+    monkeypatch.setattr(
+        "draftmill.decoders.engine.sampler.find_sampling",
+        lambda *_: lambda logits_RV, *args, **more: seen.append(logits_RV.dtype) or sample(logits_RV, *args, **more),
+    )
+    for _ in range(2):
+        engine = made("autoregressive", {}, "cpu", dtype="bfloat16")
+        found.append(run_all(engine, toy_canvases(3, "autoregressive")))
+        monkeypatch.setattr("draftmill.decoders.backbones.transformer.ModuleBackbone.raw_logits", wide_logits)
+    assert seen[0] is torch.bfloat16 and seen[-1] is torch.float32
+    (raw, wide) = found
+    assert [(one.tokens.tolist(), one.logprob) for one in raw.values()] == [
+        (one.tokens.tolist(), one.logprob) for one in wide.values()
+    ]
+
+
+def wide_logits(backbone, hidden_RD, raw=ModuleBackbone.raw_logits):
+    return raw(backbone, hidden_RD).float()
 
 
 @pytest.mark.slow

@@ -209,9 +209,9 @@ class Speculator(NetworkBackbone):
         return super().embed(tokens_R) if self.heads is None else self.heads.markov.prev_VR[tokens_R]
 
     @torch.no_grad()
-    def logits(self, hidden_RD: Tensor) -> Tensor:
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits [R, V] over the target's ids; those that the head never drafts are impossible."""
-        logits_RV = super().logits(hidden_RD)
+        logits_RV = super().raw_logits(hidden_RD)
         if self._ids_V is None:
             return logits_RV
         full_RV = logits_RV.new_full((len(logits_RV), self.vocab_size), -torch.inf)

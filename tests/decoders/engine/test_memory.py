@@ -120,6 +120,7 @@ def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
         assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
         assert parts and all(part.stop - part.start == 64 for part in parts)
     assert [part.stop for part in narrow.parts(300)] == [125, 250, 375], "of 16 bytes a row"
+    assert [part.stop for part in narrow.parts(300, by_kernel=True)] == [250, 500], "without copies"
 
 
 # ---- admission and allocation ----------------------------------------------------------------------------------------
