@@ -76,11 +76,11 @@ class SlotCache:
         """Resize to exactly this many slots and columns; content within them stays. One layer at a time, so that the old and
         the new cache are never both whole in memory. If memory runs out, the layers that were done are restored; if there is no
         memory even for that, the cache becomes empty."""
-        before = self.num_slots, self.num_columns
-        if before == (num_slots, num_columns):
-            return
         if self.is_pooled:
             self._lay_out(num_slots, num_columns)
+            return
+        before = self.num_slots, self.num_columns
+        if before == (num_slots, num_columns):
             return
         positions, num_done = _resize(self.positions_SW, 0, 1, num_slots, num_columns), 0
         try:
@@ -121,6 +121,7 @@ class SlotCache:
     def spread(self, num_slots: int, num_columns: int) -> None:
         """Have this many slots of up to this many columns, which `place` gives their cells; those that are placed stay."""
         self._places += [(0, 0)] * (num_slots - len(self._places))
+        self._starts_S = self._starts_S[:0]
         self.num_slots, self.num_columns = num_slots, num_columns
 
     def place(self, slot: int, start: int, num_columns: int) -> bool:
@@ -138,6 +139,8 @@ class SlotCache:
             return
         self._grow(num_slots * num_columns)
         old, self._places = self._places, [(slot * num_columns, num_columns) for slot in range(num_slots)]
+        if old == self._places and len(self._starts_S):
+            return
         moves = [
             (start, now, min(count, num_columns))
             for (start, count), (now, _) in zip(old, self._places, strict=False)

@@ -467,3 +467,18 @@ def test_a_pool_shows_its_content_in_another_shape_without_moving(slots: int, co
     assert cache.pools_2CKd[0].shape[1] == max(100, slots * columns) + 1, "a pool that holds something stays"
     cache.resize(0, 0)
     assert not cache.pools_2CKd[0].numel() and cache.positions_SW.shape == (0, 0)
+
+
+def test_slots_that_were_placed_are_laid_out_side_by_side_again() -> None:
+    """Two engines in turn may use a model: slots as wide as their canvases, and equally wide ones."""
+    cache = filled_pool(3, 10)
+    cache.spread(3, 10)
+    for slot, start in enumerate((40, 0, 20)):
+        cache.place(slot, start, 10)
+        places = torch.arange(start, start + 10)
+        cache.note_cells(places, 100 * slot + torch.arange(10))
+    cache.resize(3, 10)
+    for slot in range(3):
+        _, cells = cache.cells(torch.full((10,), slot), torch.arange(10))
+        assert cells.tolist() == list(range(10 * slot, 10 * slot + 10))
+        assert cache.positions_of(cells).tolist() == list(range(100 * slot, 100 * slot + 10))
