@@ -78,7 +78,7 @@ def test_a_probe_is_the_exact_score_and_its_neighbours_texts_are_what_they_are_a
 def test_rows_in_parts_score_what_they_are_asked_for_under_the_rejection_rule():
     """Where logits are made in parts, tokens of rows that are not given are drawn in each part."""
     whole, cut = (build_decoder(setup("rejection"), ANY_SUBSET["assd"]) for _ in range(2))
-    cut.target.parts = lambda num_rows: [slice(row, row + 1) for row in range(max(num_rows, 1))]  # type: ignore[attr-defined]
+    cut.target.parts = lambda num_rows, **_: [slice(row, row + 1) for row in range(max(num_rows, 1))]  # type: ignore[attr-defined]
     requests = [*toy_requests(6, vocab_size=VOCAB, longest=LENGTH, share=0.6), *probes(6, 100)]
     expected = run_all(whole, requests)
     for index, outcome in run_all(cut, requests).items():
