@@ -1,6 +1,7 @@
 """Linear layers that keep their weights in 8 or 4 bits a number (`model.weights`).
 
-    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits and multiplied as integers
+    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits and multiplied as integers. The output layer,
+            too, and embeddings that are tied to it
     fp8     the same with codes of e4m3, and rows as they are
     int4    code * scale + low, for each 64 (or 32) columns of a row. Numbers that are on such a grid, as those of checkpoints of
             4 bits, stay what they are
@@ -72,47 +73,65 @@ class SmallLinear(nn.Module):
         return code_MK.copy_(code)
 
     def weight_MK(self) -> Tensor:  # noqa: N802
-        """The dequantized weight, [M, K], in the buffer."""
-        weight_MK = self._codes()
+        """The dequantized weight, [M, K]: of int8 a new tensor, of other kinds the buffer."""
+        weight_MK = self.code_MK.to(self.dtype) if self.kind == "int8" else self._codes()
         parts_MGg = weight_MK.unflatten(1, (self.scale_MG1.shape[1], -1)).mul_(self.scale_MG1)
         if self.low_MG1 is not None:
             parts_MGg.add_(self.low_MG1)
         return weight_MK
 
-    def _of_integers(self, rows: Tensor) -> Tensor:
-        """The products of rows whose numbers are rounded to 16 bits of the row's largest one: two codes each, 256 high + low."""
-        wide_RK = rows.reshape(-1, self.in_features).float()
-        out_RM = wide_RK.new_empty(len(wide_RK), self.out_features)
-        for part_RK, sums_RM in zip(wide_RK.split(_AT_ONCE), out_RM.split(_AT_ONCE), strict=True):
-            scale_R1 = (part_RK.abs().amax(1, keepdim=True) / _STEPS).clamp_(min=_TINY)
-            code_RK = (part_RK / scale_R1).round_().to(torch.int16)
-            # The low byte has a sign, so the high one is rounded to the nearest.
-            codes_PK = torch.cat([code_RK, (code_RK + 128).bitwise_right_shift_(8)]).to(torch.int8)
-            low_RM, high_RM = integer_sums(codes_PK, self.code_MK).chunk(2)
-            torch.add(low_RM, high_RM, alpha=256.0, out=sums_RM).mul_(self.scale_MG1.flatten()).mul_(scale_R1)
-        if self.bias is not None:
-            out_RM.add_(self.bias)
-        return out_RM.to(self.dtype).view(*rows.shape[:-1], self.out_features)
+    def _of_integers(self, rows_RK: Tensor) -> Tensor:
+        """The products of float32 rows whose numbers are rounded to 16 bits of the row's largest one: two codes each, 256 high +
+        low. For one row each call of torch counts: they take as long as the product."""
+        if len(rows_RK) > _AT_ONCE:
+            return torch.cat([self._of_integers(part_RK) for part_RK in rows_RK.split(_AT_ONCE)])
+        scale_R1 = (rows_RK.abs().amax(1, keepdim=True) / _STEPS).clamp_(min=_TINY)
+        code_RK = (rows_RK / scale_R1).round_().to(torch.int16)
+        # The low byte has a sign, so the high one is rounded to the nearest.
+        codes_PK = torch.cat([code_RK, (code_RK + 128).bitwise_right_shift_(8)]).to(torch.int8)
+        low_RM, high_RM = integer_sums(codes_PK, self.code_MK).chunk(2)
+        out_RM = low_RM.float().add_(high_RM, alpha=256.0).mul_(self.scale_MG1.flatten()).mul_(scale_R1)
+        return out_RM if self.bias is None else out_RM.add_(self.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the products, any number of leading dimensions."""
         if self.kind == "int8":
-            return self._of_integers(rows)
+            out_RM = self._of_integers(rows.reshape(-1, self.in_features).float())
+            return out_RM.to(self.dtype).view(*rows.shape[:-1], self.out_features)
         if self.low_MG1 is None and self.dtype != torch.float16:  # products of codes would exceed float16's numbers
             out = functional.linear(rows, self._codes()).mul_(self.scale_MG1.flatten())
             return out if self.bias is None else out.add_(self.bias)
         return functional.linear(rows, self.weight_MK(), self.bias)
 
 
+class SmallEmbedding(nn.Module):
+    """Token embeddings [V, D] by the codes of the output layer that they are tied to; they share its memory."""
+
+    code_VD: Tensor
+    scale_V1: Tensor
+
+    def __init__(self, output: SmallLinear) -> None:
+        super().__init__()
+        self.register_buffer("code_VD", output.code_MK)
+        self.register_buffer("scale_V1", output.scale_MG1[:, :, 0])
+
+    def forward(self, tokens_R: Tensor) -> Tensor:
+        """The embeddings of tokens, [R, D] in the model's dtype."""
+        scale_R1 = self.scale_V1[tokens_R]
+        return self.code_VD[tokens_R].to(scale_R1.dtype).mul_(scale_R1)
+
+    __getitem__ = forward
+
+
 def integer_sums(code_RK: Tensor, code_MK: Tensor) -> Tensor:
-    """The products of rows and a matrix of codes, int8 [R, K] and [M, K], float32 [R, M]: exact sums, rounded once."""
+    """The products of rows and a matrix of codes, int8 [R, K] and [M, K]: exact sums [R, M], int32 or rounded once to float32."""
     (num_rows, width), device = code_RK.shape, code_RK.device
     if device.type == "cpu" and width > 1 and adds_exactly():  # of one column torch gives something else
-        return torch._int_mm(code_RK, code_MK.T).float()
+        return torch._int_mm(code_RK, code_MK.T)
     if device.type == "cuda" and width % 8 == 0 == len(code_MK) % 8:
         # It wants more than 16 rows.
         padded_PK = functional.pad(code_RK, (0, 0, 0, max(0, 32 - num_rows)))
-        return torch._int_mm(padded_PK, code_MK.T)[:num_rows].float()
+        return torch._int_mm(padded_PK, code_MK.T)[:num_rows]
     # Sums of these products are integers up to 2^24, which float32 has.
     parts = zip(code_RK.split(_EXACT, 1), code_MK.split(_EXACT, 1), strict=True)
     return sum(((rows.float() @ matrix.float().T).double() for rows, matrix in parts), torch.zeros(())).float()
@@ -152,7 +171,7 @@ def _steps(part_MGg: Tensor) -> Tensor:
 
 
 def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
-    """Make the linear layers of a model small and move them to a device, in place; routers and the output layer stay.
+    """Make the linear layers of a model small and move them to a device, in place; routers stay.
     Experts that transformers has in one tensor get the numbers of small ones, and become small in a second call, once they are
     layers. ValueError where weights can't be made small."""
     if kind not in _LARGEST:
