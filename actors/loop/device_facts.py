@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.gpus import driver_version
 from draftmill.decoders.backbones.packed import PackedLinear, can_pack
-from draftmill.decoders.backbones.small_weights import SmallLinear, adds_exactly
+from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly
 from draftmill.decoders.base import Decoder
 from draftmill.decoders.engine.engine import Engine
 
@@ -57,7 +57,9 @@ def small_weights(backbone: Any, num_parameters: int) -> dict[str, Any]:
     if not layers:
         return {}
     others = num_parameters - sum(layer.in_features * layer.out_features for layer in layers)
-    small = sum(tensor.nbytes for layer in layers for tensor in layer.buffers())
+    parts = (part for part in model.modules() if isinstance(part, SmallLinear | SmallEmbedding))
+    held = {id(tensor): tensor.numel() * tensor.itemsize for part in parts for tensor in part.buffers()}
+    small = sum(held.values())
     kind = layers[0].kind
     if kind == "int8" and backbone.device.type == "cpu" and not adds_exactly():
         kind = "int8 by slower float32 products (no VNNI)"

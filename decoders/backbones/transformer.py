@@ -34,7 +34,7 @@ from draftmill.decoders.backbones.packed import (
 )
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
-from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, shrink_products
+from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly, shrink_products
 from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
@@ -76,6 +76,10 @@ class ModuleBackbone(OnSlots):
             pack_products(self.base)
             if not isinstance(self.head, SmallLinear):
                 self.head = PackedLinear(self.head.weight, self.head.bias)
+        if on_cpu and adds_exactly():
+            for part in model.modules():
+                if isinstance(part, SmallLinear):
+                    part.pack()
         if is_fixed:
             fix_products(self.base)
             self.head = FixedLinear(self.head.weight, self.head.bias)
@@ -281,7 +285,7 @@ class Network(nn.Module):
         super().__init__()
         self.config, self.model = shape, stack(shape)
         num_last = getattr(shape, "num_last", shape.hidden_size)
-        self.lm_head = UnsetLinear(num_last, shape.vocab_size, bias=bias)
+        self.lm_head: Any = UnsetLinear(num_last, shape.vocab_size, bias=bias)
 
     def get_decoder(self) -> nn.Module:
         """All but the output layer."""
