@@ -206,6 +206,8 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
         if (times := trial.device.get("times_float32", 0.0)) > 1:
             slower = f"{trial.device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
             yield f"  dtype   {slower}; auto and float32 are faster"
+        if times := trial.device.get("bfloat16_times"):
+            yield f"  dtype   float32 is exact; bfloat16 products take {times:.1f} of its time here, and are not exact"
     yield f"exact     {exactness(trial.exact)}"
     yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"
     if trial.room is not None:
