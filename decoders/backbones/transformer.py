@@ -335,6 +335,7 @@ class NetworkBackbone(ModuleBackbone):
             network.to(device)
         windows = getattr(shape, "windows", (None,) * shape.num_hidden_layers)
         super().__init__(network, shape, windows, dtype=dtype, device=device, exact=exact)
+        network.lm_head = self.head  # once packed, it is not kept a second time
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         hidden_PD: Tensor = self.base(tokens_P, positions_P, layout)
