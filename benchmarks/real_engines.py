@@ -1,11 +1,10 @@
-"""The engines of `benchmarks.real`: ours, transformers' `generate` and continuous batching, ctranslate2; all greedy.
+"""The engines of `benchmarks.real`: draftmill's decoders and transformers' `generate`; all greedy.
 
-Each engine decodes the same prompts to the same number of tokens, end tokens switched off, with a given number of rows.
+Each engine decodes the same prompts to the same number of tokens, end tokens off, in batches of a given number of rows.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,6 +59,32 @@ def measure(engine: Engine, rows: int) -> Measured:
     return Measured(texts, time.perf_counter() - wall, time.process_time() - cpu)
 
 
+def decode(
+    folder: Path,
+    backbone: Model,
+    settings: DecoderChoice,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: Sequence[int],
+    rows: int,
+) -> Texts:
+    """The new tokens of every prompt, greedily, with `rows` slots; long requests come first."""
+    setup = Setup(
+        backbone=backbone,
+        info=inspect_model(folder),
+        sampling=Sampling(temperature=0.0),
+        max_rows=rows,
+        max_tokens=1 << 24,
+        stops=Stops(),
+    )
+    requests = []
+    for index, (ids, count) in enumerate(zip(prompts, new_tokens, strict=True)):
+        canvas = np.full(len(ids) + count, -1, dtype=np.int32)
+        canvas[: len(ids)] = ids
+        requests.append(Request(index, sample_key(0, str(index)), canvas))
+    requests.sort(key=lambda request: -len(request.canvas))
+    return {outcome.index: outcome.tokens.tolist() for outcome in drain(build_decoder(setup, settings), requests)}
+
+
 @dataclass
 class Engines:
     """Every engine over the checkpoint in `folder`; models are loaded when they are first run."""
@@ -67,16 +92,11 @@ class Engines:
     folder: Path
     prompts: list[list[int]]
     new_tokens: int
-    threads: int
-    converted: Path
 
     def all(self) -> dict[str, Engine]:
-        """Engines by name; those whose package is missing are left out."""
+        """Engines by name."""
         ours = {f"ours, {name}": self._ours(settings) for name, settings in OURS.items()}
-        theirs: dict[str, Engine] = {"generate": self.generate, "continuous batching": self.continuous}
-        if importlib.util.find_spec("ctranslate2") is not None:
-            theirs["ctranslate2"] = self.ctranslate2
-        return ours | theirs
+        return ours | {"generate": self.generate}
 
     # ---- ours ----------------------------------------------------------------------------------------------------
 
@@ -87,30 +107,10 @@ class Engines:
 
     def _ours(self, settings: DecoderChoice) -> Engine:
         def run(rows: int) -> Texts:
-            info, columns = inspect_model(self.folder), max(map(len, self.prompts)) + self.new_tokens
-            decoder = build_decoder(
-                Setup(
-                    backbone=self.backbone,
-                    info=info,
-                    sampling=Sampling(temperature=0.0),
-                    max_rows=rows,
-                    max_tokens=rows * columns,
-                    stops=Stops(),
-                ),
-                settings,
-            )
-            requests = sorted(self._requests(), key=lambda request: -len(request.canvas))
-            return {outcome.index: outcome.tokens.tolist() for outcome in drain(decoder, requests)}
+            new_tokens = [self.new_tokens] * len(self.prompts)
+            return decode(self.folder, self.backbone, settings, self.prompts, new_tokens, rows)
 
         return run
-
-    def _requests(self) -> list[Request]:
-        requests = []
-        for index, ids in enumerate(self.prompts):
-            canvas = np.full(len(ids) + self.new_tokens, -1, dtype=np.int32)
-            canvas[: len(ids)] = ids
-            requests.append(Request(index, sample_key(0, str(index)), canvas))
-        return requests
 
     # ---- transformers --------------------------------------------------------------------------------------------
 
@@ -137,54 +137,6 @@ class Engines:
             out = self.model.generate(ids, attention_mask=seen, max_new_tokens=self.new_tokens, do_sample=False)
             texts |= dict(zip(chosen, out[:, width:].tolist(), strict=True))
         return texts
-
-    def continuous(self, rows: int) -> Texts:
-        """transformers' continuous batching, which chooses its own batches and ignores `rows`."""
-        from transformers import GenerationConfig
-
-        config = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        results = self._paged.generate_batch(inputs=self.prompts, generation_config=config, progress_bar=False)
-        return {int(name.rpartition("_")[2]): list(result.generated_tokens) for name, result in results.items()}
-
-    @cached_property
-    def _paged(self) -> Any:
-        """A separate model, since continuous batching changes its attention."""
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-
-    # ---- ctranslate2 ---------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _generator(self) -> Any:
-        import ctranslate2
-        from ctranslate2.converters import TransformersConverter
-
-        if not (self.converted / "model.bin").is_file():
-            TransformersConverter(str(self.folder)).convert(str(self.converted), force=True)
-        return ctranslate2.Generator(
-            str(self.converted), device="cpu", compute_type="float32", inter_threads=1, intra_threads=self.threads
-        )
-
-    @cached_property
-    def _names(self) -> list[list[str]]:
-        from transformers import PreTrainedTokenizerFast
-
-        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(self.folder)
-        return [tokenizer.convert_ids_to_tokens(ids) for ids in self.prompts]
-
-    def ctranslate2(self, rows: int) -> Texts:
-        """ctranslate2 in float32, batches of prompts of like length."""
-        order = sorted(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
-        results = self._generator.generate_batch(
-            [self._names[index] for index in order],
-            max_batch_size=rows,
-            max_length=self.new_tokens,
-            sampling_topk=1,
-            include_prompt_in_result=False,
-            end_token="<file_sep>",  # a token that these texts never contain, so none ends early
-        )
-        return {index: list(result.sequences_ids[0]) for index, result in zip(order, results, strict=True)}
 
 
 def best_rows(engine: Engine, batches: Sequence[int], *, by_cpu: bool) -> tuple[int, dict[int, Measured]]:

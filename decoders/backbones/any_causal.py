@@ -21,7 +21,7 @@ from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.moe import GivenExperts, is_experts, take_experts
 from draftmill.decoders.backbones.rows import TokenRows, causal_rows
-from draftmill.decoders.backbones.small_weights import shrink_products
+from draftmill.decoders.backbones.small_weights import SmallLinear, shrink_products
 from draftmill.decoders.backbones.transformer import ModuleBackbone
 
 ATTENTION: Final = "draftmill_slots"
@@ -83,6 +83,9 @@ class AnyCausalBackbone(ModuleBackbone):
         self._forward, self._given = base.forward, torch.empty(0)
         if small != "auto":
             shrink_products(base, small, where)
+            if small == "int8":
+                output = model.get_output_embeddings()
+                model.set_output_embeddings(SmallLinear(output.weight, output.bias, small))
             model.to(where)
         super().__init__(model, known, known.windows, dtype=dtype, device=where, exact=exact)
         base.config._attn_implementation = ATTENTION

@@ -34,7 +34,7 @@ from draftmill.decoders.backbones.packed import (
 )
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
-from draftmill.decoders.backbones.small_weights import SmallLinear, shrink_products
+from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly, shrink_products
 from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
@@ -74,11 +74,17 @@ class ModuleBackbone(OnSlots):
         """The weights that multiply a row in a forward, without experts."""
         if self._packed:
             pack_products(self.base)
-            self.head = PackedLinear(self.head.weight, self.head.bias)
+            if not isinstance(self.head, SmallLinear):
+                self.head = PackedLinear(self.head.weight, self.head.bias)
+        if on_cpu and adds_exactly():
+            for part in model.modules():
+                if isinstance(part, SmallLinear):
+                    part.pack()
         if is_fixed:
             fix_products(self.base)
             self.head = FixedLinear(self.head.weight, self.head.bias)
-        self.embedding_VD: Tensor = model.get_input_embeddings().weight
+        embeddings = model.get_input_embeddings()
+        self.embedding_VD: Any = embeddings if isinstance(embeddings, SmallEmbedding) else embeddings.weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         key_heads, width = parsed.num_key_value_heads, parsed.head_dim
         group = parsed.num_attention_heads // key_heads
@@ -264,7 +270,8 @@ class ModuleBackbone(OnSlots):
 
     @torch.no_grad()
     def embed(self, tokens_R: Tensor) -> Tensor:
-        return self.embedding_VD[tokens_R].to(self.dtype)
+        embedded_RD: Tensor = self.embedding_VD[tokens_R].to(self.dtype)
+        return embedded_RD
 
 
 # ---- networks of our own -----------------------------------------------------------------------------------------------
@@ -278,7 +285,7 @@ class Network(nn.Module):
         super().__init__()
         self.config, self.model = shape, stack(shape)
         num_last = getattr(shape, "num_last", shape.hidden_size)
-        self.lm_head = UnsetLinear(num_last, shape.vocab_size, bias=bias)
+        self.lm_head: Any = UnsetLinear(num_last, shape.vocab_size, bias=bias)
 
     def get_decoder(self) -> nn.Module:
         """All but the output layer."""
@@ -291,6 +298,13 @@ class Network(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         """The output layer."""
         return self.lm_head
+
+    def shrink_output(self, device: torch.device) -> None:
+        """Make the output layer one of int8, and with it the embeddings where they are tied to it."""
+        output, embeddings = self.lm_head, self.get_input_embeddings()
+        self.lm_head = SmallLinear(output.weight, output.bias, "int8").to(device)
+        if output.weight.data_ptr() == embeddings.weight.data_ptr():
+            self.model.word_embeddings = SmallEmbedding(self.lm_head)
 
 
 class NetworkBackbone(ModuleBackbone):
@@ -316,9 +330,12 @@ class NetworkBackbone(ModuleBackbone):
         network.eval().requires_grad_(False)
         if small != "auto":
             shrink_products(network.model, small, torch.device(device))
+            if small == "int8":
+                network.shrink_output(torch.device(device))
             network.to(device)
         windows = getattr(shape, "windows", (None,) * shape.num_hidden_layers)
         super().__init__(network, shape, windows, dtype=dtype, device=device, exact=exact)
+        network.lm_head = self.head  # once packed, it is not kept a second time
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         hidden_PD: Tensor = self.base(tokens_P, positions_P, layout)

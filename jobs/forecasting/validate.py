@@ -197,6 +197,8 @@ def model_lines(loaded: LoadedModel) -> Iterator[str]:
         if (times := loaded.device.get("times_float32", 0.0)) > 1:
             slower = f"{loaded.device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
             yield f"  dtype   {slower}; auto and float32 are faster"
+        if times := loaded.device.get("bfloat16_times"):
+            yield f"  dtype   float32 is exact; bfloat16 products take {times:.1f} of its time here, and are not exact"
     yield f"exact     {exactness(loaded.exact)}"
     yield f"memory    {loaded.memory_bytes / 2**30:.2f} GiB of {loaded.where} at its peak, with the model loaded"
     if (room := loaded.room) is not None:

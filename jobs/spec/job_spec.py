@@ -130,7 +130,7 @@ class ModelSettings(Settings):
     tokenizer: Annotated[Text, FOLDER] = Field(
         default="auto", description="auto (the model's), a folder, or none (rows give tokens)"
     )
-    dtype: Dtype = Field(default="auto", description="auto: float32 on CPU, bfloat16 on GPU")
+    dtype: Dtype = Field(default="auto", description="auto: float32, which is exact, on CPU; bfloat16 on GPU")
     weights: Literal["auto", "int8", "int4", "fp8"] = Field(
         default="auto", description="auto: in dtype; else the layers' matrices are held so; int8 multiplies integers"
     )

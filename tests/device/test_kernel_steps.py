@@ -63,10 +63,12 @@ def test_the_kernel_that_draws_reads_logits_as_the_product_gives_them(monkeypatc
     """In bfloat16; half the memory is half the parts, and the same bits."""
     use_references(monkeypatch)
     seen, found = list[torch.dtype](), []
-    monkeypatch.setattr(
-        "draftmill.decoders.engine.sampler.find_sampling",
-        lambda *_: lambda logits_RV, *args, **more: seen.append(logits_RV.dtype) or sample(logits_RV, *args, **more),
-    )
+
+    def noted(logits_RV, *args, **more):
+        seen.append(logits_RV.dtype)
+        return sample(logits_RV, *args, **more)
+
+    monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: noted)
     for _ in range(2):
         engine = made("autoregressive", {}, "cpu", dtype="bfloat16")
         found.append(run_all(engine, toy_canvases(3, "autoregressive")))

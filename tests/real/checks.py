@@ -286,19 +286,36 @@ def with_ends(folder: Path, target: Path, ends: list[int]) -> Path:
 
 def check_bfloat16(bench: Bench) -> list[Finding]:
     """In bfloat16 every token is one that transformers' bfloat16 forward ranks first, or next to it by a rounding."""
-    chosen = bench.rows[::4]
-    task = bench.chat | {"max_new_tokens": min(24, bench.new_tokens)}
-    rows = bench.place.run("bfloat16", task, chosen, model={"dtype": "bfloat16"})
+    rows = few_rows(bench, "bfloat16", model={"dtype": "bfloat16"})
     half = Theirs(bench.folder, torch.bfloat16)
-    near = count = equal = 0
-    for row in chosen:
-        tokens = rows[row["id"]]["tokens"]
-        logits = half.logits(bench.ids[row["id"]], tokens)
-        behind = logits.amax(1) - logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
-        near, count = near + int((behind <= BF16_STEPS).sum()), count + len(tokens)
-        equal += tokens == bench.expected[row["id"]][: len(tokens)]
-    note = f"{equal} of {len(chosen)} rows as in float32"
-    return [Finding(f"bfloat16: tokens within {BF16_STEPS:g} of transformers' best logit", near, count, note)]
+    near = count = 0
+    for key, row in rows.items():
+        logits = half.logits(bench.ids[key], row["tokens"])
+        behind = logits.amax(1) - logits.gather(1, torch.tensor(row["tokens"]).unsqueeze(1)).squeeze(1)
+        near, count = near + int((behind <= BF16_STEPS).sum()), count + len(row["tokens"])
+    first = Finding(f"bfloat16: tokens within {BF16_STEPS:g} of transformers' best logit", near, count)
+    return [first, like_float32(bench, "bfloat16", rows)]
+
+
+def check_int8(bench: Bench) -> list[Finding]:
+    """With weights of int8 a small batch changes no row."""
+    model = {"weights": "int8", "exact": True}
+    rows = few_rows(bench, "int8", model=model)
+    small = few_rows(bench, "int8-small", model=model, batching={"max_rows": 3})
+    first = Finding("int8, exact, 3 slots: one with 16", same(rows, small, RESULT), len(rows))
+    return [first, like_float32(bench, "int8", rows)]
+
+
+def few_rows(bench: Bench, name: str, **changes: Any) -> dict[str, Row]:
+    """Rows of a job over every fourth prompt, with few new tokens."""
+    task = bench.chat | {"max_new_tokens": min(24, bench.new_tokens)}
+    return bench.place.run(name, task, bench.rows[::4], **changes)
+
+
+def like_float32(bench: Bench, form: str, rows: dict[str, Row]) -> Finding:
+    """The share of texts that equal float32's; rounding of other numbers may change any of them, but not all."""
+    equal = sum(row["tokens"] == bench.expected[key][: len(row["tokens"])] for key, row in rows.items())
+    return Finding(f"{form}: texts of float32", equal, len(rows), f"{equal / len(rows):.0%}", equal > 0)
 
 
 BF16_STEPS = 0.75
@@ -419,6 +436,7 @@ CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
     "scores": check_scores,
     "stops": check_stops,
     "bfloat16": check_bfloat16,
+    "int8": check_int8,
     "openai": check_openai,
     "lm_eval": check_lm_eval,
     "texts": check_texts,

@@ -34,6 +34,7 @@ from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.network import RotaryBackbone, Rotation
 from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_pack
 from draftmill.decoders.backbones.rows import TokenRows
+from draftmill.decoders.backbones.small_weights import SmallLinear
 from draftmill.decoders.backbones.split import SplitBackbone
 from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone
 from draftmill.decoders.kernels.find import noting
@@ -269,10 +270,10 @@ def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor 
     for name in [name for name in weights if name.startswith(("verifier_", "rotary_emb.", "confidence_head."))]:
         del weights[name]
     if is_dflash or "embed_tokens.weight" not in weights:
-        weights["embed_tokens.weight"] = target.embedding_VD.to(target.dtype)
+        weights["embed_tokens.weight"] = target.embed(torch.arange(target.vocab_size, device=target.device))
     if "lm_head.weight" not in weights or (is_dflash and ids_V is None):
         output = target.head
-        output_VD = output.weight_MK() if isinstance(output, PackedLinear) else output.weight
+        output_VD = output.weight_MK() if isinstance(output, PackedLinear | SmallLinear) else output.weight
         weights["lm_head.weight"] = output_VD if ids_V is None else output_VD[ids_V]
 
 

@@ -102,14 +102,24 @@ HALF, SHORT = torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
-    ("dtype", "half_s", "times"), [(HALF, 5.2, 5.2), (SHORT, 0.5, None), (torch.float32, 9.0, None)]
+    ("dtype", "half_s", "found"),
+    [
+        (HALF, 5.2, {"times_float32": 5.2}),
+        (SHORT, 0.5, {}),
+        (torch.float32, 9.0, {}),
+        (torch.float32, 0.6, {"bfloat16_times": 0.6}),
+        (torch.float64, 0.5, {}),
+    ],
 )
-def test_half_precision_is_priced_by_measurement_where_it_is_slower(
-    decoder: Engine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, half_s: float, times: float | None
+def test_half_precision_is_priced_by_measurement(
+    decoder: Engine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, half_s: float, found: dict[str, float]
 ) -> None:
-    """The clock is a stand-in: a product of the other dtype takes a second."""
+    """The clock is a stand-in: a product in float32 takes a second."""
     monkeypatch.setattr(decoder.backbone, "dtype", dtype)
-    monkeypatch.setattr(facts, "_seconds", lambda product, rows: half_s if rows.dtype == dtype else 1.0)
-    assert facts.device_facts(decoder).get("times_float32") == times
+    monkeypatch.setattr(facts, "can_pack", lambda given, _: given != SHORT)
+    monkeypatch.setattr(facts, "PackedLinear", lambda *_: None)
+    monkeypatch.setattr(facts, "_seconds", lambda product, rows: 1.0 if rows.dtype == torch.float32 else half_s)
+    told = facts.device_facts(decoder)
+    assert {name: told[name] for name in ("times_float32", "bfloat16_times") if name in told} == found
     monkeypatch.undo()
     assert facts._seconds(torch.nn.Linear(4, 16), torch.ones(2, 4)) > 0

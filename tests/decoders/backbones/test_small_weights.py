@@ -13,7 +13,14 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import SoftmaxMixture
-from draftmill.decoders.backbones.small_weights import SmallLinear, integer_sums, shrink_products
+from draftmill.decoders.backbones.small_weights import (
+    SmallEmbedding,
+    SmallLinear,
+    adds_exactly,
+    integer_sums,
+    packed_sums,
+    shrink_products,
+)
 from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
@@ -100,15 +107,29 @@ def extreme_codes(width):
     return rows, matrix
 
 
-@pytest.mark.parametrize("by_parts", [False, True])
 @pytest.mark.parametrize("width", [1, 64, 1024, 1536, 5000])
-def test_sums_of_codes_are_exact_in_whole_and_by_parts(monkeypatch, width, by_parts):
-    if by_parts:
-        monkeypatch.setattr("draftmill.decoders.backbones.small_weights.adds_exactly", lambda: False)
+def test_sums_of_codes_are_exact_packed_and_by_parts(width):
     rows, matrix = extreme_codes(width)
     expected = (rows.double() @ matrix.double().T).float()
-    assert torch.equal(integer_sums(rows, matrix), expected)
-    assert torch.equal(integer_sums(rows[2:3], matrix), expected[2:3])
+    sums = [lambda part: integer_sums(part, matrix)]
+    if adds_exactly():
+        packed = torch.ops.onednn.qlinear_prepack(matrix, [1, width])
+        high = 256 * torch.arange(6).unsqueeze(1)  # of which nothing may come through
+        sums.append(lambda part: packed_sums((part + high[: len(part)]).to(torch.int16), packed))
+    for each in sums:
+        assert torch.equal(each(rows), expected)
+        assert torch.equal(each(rows[2:3]), expected[2:3])
+
+
+@pytest.mark.parametrize("bias_M", [None, torch.linspace(-1, 1, 48)])
+def test_a_packed_layer_gives_the_same_bits_and_drops_its_plain_codes(bias_M):
+    if not adds_exactly():
+        pytest.skip("this CPU has no exact products of codes")
+    (layer, _), rows = small("int8", bias=bias_M), torch.randn(300, 128, generator=torch.Generator().manual_seed(1))
+    expected, weight_MK = layer(rows), layer.weight_MK()
+    layer.pack()
+    assert torch.equal(layer(rows), expected) and torch.equal(layer.weight_MK(), weight_MK)
+    assert layer.code_MK.numel() == 0
 
 
 @pytest.mark.slow
@@ -116,9 +137,12 @@ def test_integers_have_the_same_bits_on_a_processor_of_fewer_instructions():
     """oneDNN's variable takes away the instructions that add products of codes in 32 bits."""
     work = (
         "import torch\n"
-        "from draftmill.decoders.backbones.small_weights import SmallLinear\n"
+        "from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly\n"
         "number = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(0))\n"
-        "print(SmallLinear(number(48, 1536), number(48), 'int8')(number(7, 1536)).tolist())\n"
+        "layer = SmallLinear(number(48, 1536), number(48), 'int8')\n"
+        "embeddings = SmallEmbedding(layer)(torch.arange(48)).tolist()\n"
+        "adds_exactly() and layer.pack()\n"
+        "print(layer(number(7, 1536)).tolist(), embeddings)\n"
     )
     found = []
     for more in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}):
@@ -163,9 +187,28 @@ def test_rows_have_the_same_bits_in_any_batch(tmp_path, name, kind):
     together = decode_with_rejections(backbone, texts, prompts={0: 4, 1: 2, 2: 7})
     alone = decode_with_rejections(backbone, {1: texts[1]}, prompts={1: 2}, junk_seed=5)
     assert torch.equal(together[1], alone[1])
+    assert torch.equal(backbone.logits(together[1])[:1], backbone.logits(alone[1][:1]))
     exact = decode_with_rejections(full, texts, prompts={0: 4, 1: 2, 2: 7})
     error = (together[0] - exact[0]).norm() / exact[0].norm()
     assert 0 < error < {"int8": 0.2, "fp8": 0.5, "int4": 0.9}[kind]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tied_embeddings_share_the_codes_of_the_output_layer(tmp_path, is_tied, dtype):
+    save_random(tmp_path, "llama", tie_word_embeddings=is_tied, **SIZES)
+    name = str(dtype).removeprefix("torch.")
+    backbone, full = load(tmp_path, "int8", name), load(tmp_path, "auto", name)
+    head, tokens = backbone.head, torch.arange(61)
+    assert isinstance(head, SmallLinear) and head is backbone.model.get_output_embeddings()
+    table = backbone.base.word_embeddings
+    assert isinstance(table, SmallEmbedding) == is_tied
+    if is_tied:
+        assert torch.equal(backbone.embed(tokens), head.weight_MK())
+    expected = full.embed(tokens).float()
+    step = expected.abs().amax(1, keepdim=True) * (1 / 254 + 8 * torch.finfo(dtype).eps if is_tied else 0)
+    assert ((backbone.embed(tokens).float() - expected).abs() <= step).all()
+    assert torch.equal(backbone.embed(tokens), table(tokens))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.2])
