@@ -213,10 +213,10 @@ def build_parts(
 
     torch.set_num_threads(threads)
     place = job.model
-    folder = fetch_model(place.path, revision=place.revision, adapter=place.adapter, s3=job.s3)
+    folder = fetch_model(place.checkpoint, place.revision, adapter=place.adapter)
     info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-    networks = load_networks(folder, place, job.decoder, job.s3, model_cache=model_cache)
+    networks = load_networks(folder, place, job.decoder, model_cache=model_cache)
     on_gpu = networks.backbone.device.type != "cpu"
     max_rows = job.max_rows or slots_of(networks, most_canvases(job.task, job.decoder, job.unit_rows))
     stops = stops_of(job.task, job.sampling, folder, tokenizer, info)

@@ -40,7 +40,7 @@ from draftmill.storage.inputs.kept import KeptTypes, NewTypes
 from draftmill.storage.inputs.reader import count_lines, has_lines
 from draftmill.storage.inputs.rows import FIELD, InputFile, Slice
 from draftmill.storage.inputs.tables import group_slices
-from draftmill.storage.stores.interface import S3Options, about
+from draftmill.storage.stores.interface import about
 
 ITEM_TABLES = 8
 """Tables of an item, at most: 8,192 rows, or 32 million characters."""
@@ -182,7 +182,6 @@ class Question:
     file: InputFile
     start: int
     stop: int
-    s3: S3Options
     slice_bytes: int
 
 
@@ -195,20 +194,18 @@ Ask = Callable[[Question], Callable[[], Answer]]
 
 def answer(question: Question) -> Answer:
     """Look into the file. Raises UserError or StoreError if it is damaged or missing."""
-    file, s3 = question.file, question.s3
+    file = question.file
     if file.format == "parquet":
-        return list(group_slices(file, question.slice_bytes, s3))
-    return count_lines(file, question.start, question.stop, s3)
+        return list(group_slices(file, question.slice_bytes))
+    return count_lines(file, question.start, question.stop)
 
 
-def chunks(
-    inputs: Sequence[InputFile], chunk_chars: int | None, s3: S3Options, ask: Ask, *, ahead: int
-) -> Iterator[Chunk]:
+def chunks(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, *, ahead: int) -> Iterator[Chunk]:
     """Yield chunks whose rows, one after another, are the rows of the inputs."""
     held: list[Piece] = []
     size = row = 0
     broken = None
-    for piece, question, answered in _ask_ahead(inputs, chunk_chars, s3, ask, ahead):
+    for piece, question, answered in _ask_ahead(inputs, chunk_chars, ask, ahead):
         is_full = size + (piece.file.size or CHUNK_BYTES) > CHUNK_BYTES or len(held) == MOST_FILES
         if held and (question is not None or is_full):
             yield _together(held, size)
@@ -245,14 +242,12 @@ def _cut(piece: Piece, question: Question, reply: Answer, row: int) -> tuple[lis
 Asked = tuple[Piece, Question | None, Callable[[], Answer]]
 
 
-def _ask_ahead(
-    inputs: Sequence[InputFile], chunk_chars: int | None, s3: S3Options, ask: Ask, ahead: int
-) -> Iterator[Asked]:
+def _ask_ahead(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, ahead: int) -> Iterator[Asked]:
     """Yield each file, with a question for each part of a large one; questions are asked `ahead` of the caller."""
     waiting: deque[Asked] = deque()
     for number, file in enumerate(inputs):
         for start, stop in _ranges(file, chunk_chars):
-            question = Question(file, start, stop, s3, CHUNK_BYTES)
+            question = Question(file, start, stop, CHUNK_BYTES)
             waiting.append((Piece(number, file), question, ask(question)))
             if len(waiting) > ahead:
                 yield waiting.popleft()
@@ -367,7 +362,7 @@ class SurveyPool:
     def _start_ahead(self, inputs: Sequence[InputFile]) -> Iterator[Stream]:
         """The chunks in order, while the tasks of the next ones run."""
         reading = self.job.reading
-        for chunk in chunks(inputs, reading.chunk_chars, reading.s3, self._ask, ahead=2 * self.at_once):
+        for chunk in chunks(inputs, reading.chunk_chars, self._ask, ahead=2 * self.at_once):
             self._streams.append(self._start(Stream(chunk)))
             if len(self._streams) >= self.at_once:
                 yield self._streams[0]

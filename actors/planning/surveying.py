@@ -27,7 +27,6 @@ from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
 from draftmill.storage.inputs.rows import WHOLE, InputFile, Row, Slice, default_id
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.parallel import side_by_side
 
 CONSTRAINED = pa.field("constrained", pa.bool_(), nullable=False)
@@ -54,7 +53,6 @@ class Reading:
     columns: Columns
     chunk_chars: int | None
     seed: int
-    s3: S3Options
     kept: tuple[str, ...] = ()
     prompt: Prompt = NO_PROMPT
 
@@ -107,17 +105,17 @@ def batches(
     reading: Reading, pieces: Sequence[Piece], kept: KeptTypes | None, limit: int | None = None
 ) -> Iterator[Batch]:
     """Yield the rows of the pieces in batches of one piece each, at most `limit` rows in total."""
-    left, s3 = limit, reading.s3
+    left = limit
     places = ((piece.file, [(piece.part.row, piece.part.offset)]) for piece in pieces)
-    for piece, (file, _) in zip(pieces, fetch_ahead(places, s3=s3), strict=True):
+    for piece, (file, _) in zip(pieces, fetch_ahead(places), strict=True):
         batch = Batch(piece)
         columns = read_columns(reading.columns, reading.task, reading.prompt)
-        types = column_types(file, reading.kept, s3) if kept is not None else None
+        types = column_types(file, reading.kept) if kept is not None else None
         if kept is not None and types is not None:
             kept.see_types(types)
         elif kept is not None:
             columns |= names_read(reading.kept)
-        for row in iterate(file, columns=columns, chunk_chars=reading.chunk_chars, s3=s3, part=piece.part):
+        for row in iterate(file, columns=columns, chunk_chars=reading.chunk_chars, part=piece.part):
             if left == 0:
                 break
             left = None if left is None else left - 1

@@ -206,7 +206,7 @@ class RowUnitIO:
         ends: Sequence[int] = (),
     ) -> None:
         self._job = job
-        self._store = open_store(job.store_url, s3=job.s3)
+        self._store = open_store(job.store)
         self._plan = PlanTable(self._store, job.parts)
         self._tokenizer = tokenizer
         self._maker = maker_for(
@@ -286,8 +286,8 @@ class RowUnitIO:
         for row in sorted(planned, key=lambda row: row.file):
             by_file.setdefault(row.file, {})[row.row, row.offset] = None
         files = ((self._job.files[number], list(places)) for number, places in by_file.items())
-        for number, (file, places) in zip(by_file, fetch_ahead(files, s3=self._job.s3), strict=True):
-            read = read_rows(file, places, columns=self._columns, chunk_chars=self._job.chunk_chars, s3=self._job.s3)
+        for number, (file, places) in zip(by_file, fetch_ahead(files), strict=True):
+            read = read_rows(file, places, columns=self._columns, chunk_chars=self._job.chunk_chars)
             rows |= {(number, row.row): row for row in read}
         return [rows[row.file, row.row] for row in planned]
 
@@ -360,7 +360,7 @@ class RowUnitIO:
             "attempt": unit.attempt,
             "status": "ok" if sample.error is None else "failed",
             "decoder": self._job.decoder.kind,
-            "model": self._job.model.path,
+            "model": self._job.model.checkpoint.url,
             "drafter": self._drafter,
             "key": sample.key,
             "worker": self._worker,

@@ -30,7 +30,7 @@ from draftmill.jobs.plan.fingerprint import flat
 from draftmill.jobs.spec.sweep_spec import RECORD
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
-from draftmill.storage.stores.interface import S3Options, is_local
+from draftmill.storage.stores.interface import Place, is_local
 from draftmill.storage.stores.store import open_store
 
 MADE_BY: Final = '<meta name="generator" content="draftmill'
@@ -45,9 +45,7 @@ EFFICIENCY: Final = {
 }
 
 
-def report(
-    place: str, out: str, *, baseline: str | None = None, overwrite: bool = False, s3: S3Options | None = None
-) -> int:
+def report(place: Place, out: str, *, baseline: str | None = None, overwrite: bool = False) -> int:
     """Write the report on `place` to the local file `out`, whole or not at all; returns the exit code.
 
     `baseline` is the case with which the others are compared. An earlier report is replaced. UserError if there is no finished
@@ -55,10 +53,10 @@ def report(
     """
 
     def page() -> str:
-        store = open_store(place, s3=s3)
-        runs, unfinished = find_runs([place], s3=s3)
+        store = open_store(place)
+        runs, unfinished = find_runs([place])
         is_sweep = store.exists(RECORD)
-        title = f"Sweep: {place.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
+        title = f"Sweep: {place.url.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
         return report_page(runs, unfinished, title, baseline)
 
     print(f"{out}: {write_page(out, page, overwrite=overwrite):,} bytes")

@@ -136,7 +136,7 @@ def _canvases(prepared: Prepared) -> Iterator[RowCanvas | RowError]:
     spec, maker = prepared.spec, maker_of(prepared)
     columns = read_columns(spec.input.columns, spec.task, spec.prompt)
     for file in prepared.inputs:
-        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
+        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars):
             yield try_row(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
 
 
@@ -158,7 +158,7 @@ def load(prepared: Prepared, unit_rows: int) -> LoadedModel:
 
     spec, batching, threads = prepared.spec, prepared.spec.batching, torch.get_num_threads()
     try:
-        networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options())
+        networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec))
         most = most_canvases(spec.task, spec.decoder, unit_rows)
         decoder = build(
             networks,

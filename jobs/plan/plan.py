@@ -40,7 +40,7 @@ from draftmill.jobs.plan.fingerprint import (
     results_key,
     shorten,
 )
-from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
+from draftmill.jobs.plan.id_sets import DuplicateFinder, RowPlace, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
@@ -85,7 +85,6 @@ def reading_of(spec: JobSpec) -> Reading:
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
         seed=spec.seed,
-        s3=spec.s3.options(),
         kept=tuple(spec.kept),
         prompt=spec.prompt,
     )
@@ -293,7 +292,7 @@ def store_plan(
         "totals": totals,
         "results": results,
         "spec": spec.model_dump(mode="json"),
-        "inputs": [asdict(file) for file in inputs],
+        "inputs": [file.facts() for file in inputs],
         "parts": parts,
         "keep": schema_to_json(keep),
     }
@@ -391,7 +390,7 @@ def check_survey(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[Inp
             raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
         if lacks_a_column(kinds):
             raise no_column(spec, inputs)
-        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs, spec.s3.options())):
+        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
             raise UserError(f"none of {rows:,} rows can be read{hint}", field="input.delimiter")
         if kinds[None] and not is_constrained:
             check_names(spec)
@@ -424,10 +423,9 @@ def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
 
 def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     """The error of a job whose rows all lack a needed column: then the spec is wrong, not the rows."""
-    s3 = spec.s3.options()
 
     def rows_of() -> Iterator[Row]:
-        return (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=s3))
+        return (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars))
 
     first = next((row for row in rows_of() if row.error is None), None)
     there = (first.values if first is not None else None) or {}
@@ -457,7 +455,7 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
         says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
     elif value is not None:
         says = f"no row has a text in a column {column!r}; the first one that has it holds {type(value).__name__} there"
-    return UserError(f"{says} ({inputs[0].name}){delimiter_hint(inputs, s3)}", field=f"input.columns.{name}")
+    return UserError(f"{says} ({inputs[0].name}){delimiter_hint(inputs)}", field=f"input.columns.{name}")
 
 
 TEXT_COLUMNS: Final = ("text", "prompt", "completion", "prefix", "suffix", "system")
@@ -471,7 +469,7 @@ def _expected_column(task: Task, there: dict[str, Any]) -> str:
     return "prompt" if isinstance(task, Complete) or has_text else "text"
 
 
-def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Place) -> UserError:
+def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: RowPlace, second: RowPlace) -> UserError:
     name = _id_at(spec, inputs[second[0]], second[1])
     places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
     return UserError(f"the id {brief(name)} occurs twice: {places}; ids must be unique", field="input.columns.id")
@@ -479,9 +477,7 @@ def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Pla
 
 def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
     columns = read_columns(spec.input.columns, spec.task, spec.prompt)
-    found = next(
-        read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
-    )
+    found = next(read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars))
     return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
 
 

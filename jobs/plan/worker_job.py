@@ -25,8 +25,7 @@ def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> 
     here = {file.name: file for file in inputs}
     current = [here.get(file.name, file) for file in plan.files]
     return Job(
-        store_url=absolute(spec.output.path),
-        s3=spec.s3.options(),
+        store=spec.place(absolute(spec.output.path)),
         fingerprint=plan.fingerprint,
         code_version=plan.code_version,
         trace=spec.output.trace == "steps",
@@ -41,7 +40,10 @@ def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> 
         task=plan.spec.task,  # with the plan's date
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
-        files=InputFiles(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+        files=InputFiles(
+            (replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+            spec.s3.options(),
+        ),
         parts=parts_of(plan.parts),
         truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
@@ -55,7 +57,7 @@ def place_of(spec: JobSpec) -> ModelPlace:
     model = spec.model
     without_gpus = all(shape.gpus == 0 for shape in spec.shapes)
     return ModelPlace(
-        path=where(model.path),
+        checkpoint=spec.place(where(model.path)),
         revision=model.revision,
         family=model.family,
         mask_id=model.mask_id,

@@ -46,6 +46,25 @@ class S3Options:
     checksums: str = "auto"
 
 
+S3_DEFAULTS: Final = S3Options()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is: a local path or a URL, and how to reach S3 if it is there."""
+
+    url: str
+    s3: S3Options = S3_DEFAULTS
+
+    def at(self, url: str) -> Place:
+        """Another place that is reached in the same way."""
+        return Place(url, self.s3)
+
+    def below(self, name: str) -> Place:
+        """A name inside this folder."""
+        return self.at(f"{self.url.rstrip('/')}/{name}")
+
+
 @dataclass(frozen=True, slots=True)
 class FileBody:
     """Data that is too large to be held in memory: an open temporary file of `size` bytes, read from its start."""
@@ -122,6 +141,11 @@ def about(field: str) -> Iterator[None]:
 
 class Store(Protocol):
     """Bytes by name. Temporary failures are retried inside; what stays is a StoreError, a refusal StoreRefused."""
+
+    @property
+    def place(self) -> Place:
+        """The URL, and the S3 options that other places of a job share."""
+        ...
 
     @property
     def url(self) -> str:

@@ -37,6 +37,7 @@ from draftmill.jobs.analysis.runs import find_runs, open_run
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.cost import DeviceTime
 from draftmill.jobs.driving.totals import Totals
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import START, failed, row, write_metrics, write_run, write_sweep
@@ -265,7 +266,7 @@ def test_a_browser_shows_the_report_and_asks_nobody_for_anything(sweep_page: str
 
 def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
     rows = [*drafted(30, 3), failed(30), failed(31, "bad_json"), failed(32)]
-    case = read_statistics(open_run(str(write_run(tmp_path / "run", rows, units=3))))
+    case = read_statistics(open_run(Place(str(write_run(tmp_path / "run", rows, units=3)))))
     good = rows[:30]
     assert case.errors == {"too_long": 2, "bad_json": 1} and case.examples["too_long"][0] == "row 30"
     assert case.accept_hist.tolist() == [sum(one["accept_hist"][j] for one in good) for j in range(4)]
@@ -282,14 +283,14 @@ def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
 def test_only_proportions_have_intervals_of_proportions(kind: str, low: float, tmp_path: Path) -> None:
     place = write_run(tmp_path / "run", [row(number) for number in range(10)])
     write_metrics(place, {"words": [1.0] * 10}, kind=kind)
-    assert read_statistics(open_run(str(place))).metrics["words"].low == pytest.approx(low, abs=1e-4)
+    assert read_statistics(open_run(Place(str(place)))).metrics["words"].low == pytest.approx(low, abs=1e-4)
 
 
 def test_a_quality_plot_says_what_it_draws(tmp_path: Path) -> None:
     place = write_run(tmp_path / "run", [row(number) for number in range(4)])
     write_metrics(place, {f"rouge{number}": [0.5] * 4 for number in range(9)})
     with plotting():
-        plot = quality_plot([read_statistics(open_run(str(place)))] * 2)
+        plot = quality_plot([read_statistics(open_run(Place(str(place))))] * 2)
     assert plot is not None and "grey line" not in plot.caption
     assert "Not drawn, but in the table of metrics: " in plot.caption and plot.caption.endswith("rouge8.")
 
@@ -382,9 +383,9 @@ def written_with(place: Path, out: Path, *options: str) -> str:
 @pytest.mark.parametrize("long", [0, 60])
 @pytest.mark.slow
 def test_legends_stand_below_the_plots_and_no_words_overlap(grid: Path, long: int) -> None:
-    names = [run.short + "x-" * (long // 2) for run in find_runs([str(grid)])[0]]
+    names = [run.short + "x-" * (long // 2) for run in find_runs([Place(str(grid))])[0]]
     with plotting():
-        runs = zip(find_runs([str(grid)])[0], names, strict=True)
+        runs = zip(find_runs([Place(str(grid))])[0], names, strict=True)
         cases = [read_statistics(replace(run, name=name)) for run, name in runs]
         bare = [replace(case, metrics={}) for case in cases]
         for plot in (quality_plot(cases), quality_plot(bare), acceptance_plot(cases), course_plot(cases)):
