@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task
+from draftmill.actors.recipe import RowRecipe
 from draftmill.decoders.backbones.families.shares import Share
-from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import PlanPart
 from draftmill.storage.stores.interface import Place
@@ -48,23 +46,15 @@ class Job:
     fingerprint: str
     code_version: str
     trace: bool
-    seed: int
     model: ModelPlace
-    decoder: DecoderSettings
-    sampling: Sampling
+    recipe: RowRecipe
     max_rows: int | None
     max_tokens: int | None
     unit_rows: int
-    task: Task
-    columns: Columns
-    chunk_chars: int | None
     files: Sequence[InputFile]
     parts: tuple[PlanPart, ...]
     keep: bytes | None = None
-    truncate: Side | None = None
     prompt_rows: int | None = None
-    prompt: Prompt = NO_PROMPT
-    chat: Chat = NO_CHAT
 
 
 @dataclass(frozen=True, slots=True)

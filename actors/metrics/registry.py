@@ -26,6 +26,7 @@ from draftmill.actors.loop.memory import fit
 from draftmill.actors.metrics.base import Answer, MeasuredRow, Measuring, Meter, RowByRow, Values, try_metric
 from draftmill.actors.metrics.settings import PLACE, Judge, Metric, OwnMetric, PassAtK
 from draftmill.actors.metrics.texts import METERS
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.text import load_tokenizer
@@ -309,5 +310,5 @@ def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads:
     fit(scorer, threads=threads)
     tokenizer = load_tokenizer(folder, place.tokenizer)
     columns = Columns(completion="completion", prompt=None if prompt is None else "prompt")
-    maker = maker_for(task, columns, tokenizer, info, decoder=decoder, sampling=Sampling())
+    maker = maker_for(RowRecipe(task, columns, decoder, Sampling()), tokenizer, info)
     return JudgeMeter(scorer, maker, prompt)

@@ -21,7 +21,6 @@ from rich.text import Text
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.decoders.backbones.checkpoint import inspect_model
@@ -189,9 +188,7 @@ class Remaking:
             folder = fetch_model(place.checkpoint, place.revision, adapter=place.adapter)
             info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
             self.tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-            stops = stops_of(job.task, job.sampling, folder, self.tokenizer, info)
-            ends = stops.ids if stops else ()
-            unit_io = RowUnitIO(job, tokenizer=self.tokenizer, info=info, worker="show", node="", ends=ends)
+            unit_io = RowUnitIO(job, tokenizer=self.tokenizer, info=info, worker="show", node="")
             self._unit_ios[part.number] = unit_io
         return self._unit_ios[part.number]
 

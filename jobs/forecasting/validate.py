@@ -268,7 +268,7 @@ def failure_lines(prepared: Prepared, sample: RowSample) -> Iterator[str]:
 def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
     """Why a row of the survey has no canvas: it is read again."""
     spec, file = prepared.spec, prepared.inputs[row["file"]]
-    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
+    columns = read_columns(spec.recipe())
     place = [(row["row"], row["offset"])]
     (again,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars)
     outcome = try_row(partial(canvas_of, spec, maker_of(prepared), again, row["id"]), "tokenize", "tokenize_error")

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 import draftmill
-from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, Reading, survey_pieces
+from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, survey_pieces
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.prompts import FIELD as TEMPLATE
 from draftmill.actors.rows.prompts import columns_of, prompter_of, read_columns
@@ -75,19 +75,7 @@ def survey(
     """
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     pieces = [Piece(number, file) for number, file in enumerate(inputs)]
-    return survey_pieces(reading_of(spec), maker, pieces, kept, limit=spec.input.limit, threads=threads)
-
-
-def reading_of(spec: JobSpec) -> Reading:
-    """What a spec says about reading its inputs."""
-    return Reading(
-        task=spec.task,
-        columns=spec.input.columns,
-        chunk_chars=spec.input.chunk_chars,
-        seed=spec.seed,
-        kept=tuple(spec.kept),
-        prompt=spec.prompt,
-    )
+    return survey_pieces(spec.recipe(), maker, pieces, kept, limit=spec.input.limit, threads=threads)
 
 
 def each_sample(table: pa.Table, count: int) -> Iterator[pa.Table]:
@@ -214,7 +202,7 @@ def build_plan(
     `survey` reads the rows; the plan does not depend on how it does so. Raises UserError, and leaves no files, if the inputs
     have no rows, an id occurs twice, no row has a column that the spec names, or a file is damaged.
     """
-    maker = make_maker(spec, tokenizer, info, hashes)
+    maker = maker_for(spec.recipe(hashes.ends), tokenizer, info)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
     discard_parts(store, epoch)
@@ -236,22 +224,6 @@ def build_plan(
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
     return create_plan(store, spec, results_key(spec, info, hashes, inputs), inputs, writer, keep=keep)
-
-
-def make_maker(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, hashes: Hashes) -> Maker:
-    """The canvas maker of a spec."""
-    return maker_for(
-        spec.task,
-        spec.input.columns,
-        tokenizer,
-        info,
-        decoder=spec.decoder,
-        sampling=spec.sampling,
-        ends=hashes.ends,
-        truncate=spec.input.truncate,
-        prompt=spec.prompt,
-        chat=spec.chat,
-    )
 
 
 def create_plan(
@@ -476,7 +448,7 @@ def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: RowPlace, second: 
 
 
 def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
-    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
+    columns = read_columns(spec.recipe())
     found = next(read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars))
     return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
 

@@ -297,7 +297,7 @@ def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
     """Whether the first row is an OpenAI request; then the others are, too. Rows of a run never are."""
     if spec.input.run is not None:
         return False
-    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
+    columns = read_columns(spec.recipe())
     try:
         rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars)
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))

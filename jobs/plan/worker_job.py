@@ -22,6 +22,7 @@ def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> 
 
     `inputs` are the inputs as this session found them, whose content is the plan's: their location and date may have changed.
     """
+    ends = plan.results["task"].get("ends", ())
     here = {file.name: file for file in inputs}
     current = [here.get(file.name, file) for file in plan.files]
     return Job(
@@ -29,26 +30,19 @@ def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> 
         fingerprint=plan.fingerprint,
         code_version=plan.code_version,
         trace=spec.output.trace == "steps",
-        seed=spec.seed,
         model=place_of(spec),
-        decoder=decoder_of(spec),
-        sampling=spec.sampling,
+        # The plan has the date and the rows of the examples.
+        recipe=replace(spec.recipe(ends), task=plan.spec.task, prompt=plan.spec.prompt, decoder=decoder_of(spec)),
         max_rows=None if spec.batching.max_rows == "auto" else spec.batching.max_rows,
         max_tokens=None if spec.batching.max_tokens == "auto" else spec.batching.max_tokens,
         prompt_rows=None if spec.batching.prompt_rows == "auto" else spec.batching.prompt_rows,
         unit_rows=max((size.rows for size in plan.sizes()), default=1),
-        task=plan.spec.task,  # with the plan's date
-        columns=spec.input.columns,
-        chunk_chars=spec.input.chunk_chars,
         files=InputFiles(
             (replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
             spec.s3.options(),
         ),
         parts=parts_of(plan.parts),
-        truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
-        prompt=plan.spec.prompt,  # with the rows of the examples
-        chat=spec.chat,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from draftmill.actors.metrics.settings import Metrics
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
 from draftmill.decoders.causal.settings import HeadDrafterSettings
 from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, PathMark, Sampling, Settings
@@ -239,6 +240,22 @@ class JobSpec(Settings):
     def shapes(self) -> tuple[WorkerShape, ...]:
         """The kinds of workers that the job uses."""
         return self.workers if isinstance(self.workers, tuple) else (self.workers,)
+
+    def recipe(self, ends: Sequence[int] = ()) -> RowRecipe:
+        """What makes the canvases of the rows; `ends` are the end tokens of the model."""
+        given = self.input
+        return RowRecipe(
+            task=self.task,
+            columns=given.columns,
+            decoder=self.decoder,
+            sampling=self.sampling,
+            ends=tuple(ends),
+            truncate=given.truncate,
+            chunk_chars=given.chunk_chars,
+            seed=self.seed,
+            prompt=self.prompt,
+            chat=self.chat,
+        )
 
     def place(self, url: str) -> Place:
         """A place that this job reads or writes."""
