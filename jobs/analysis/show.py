@@ -116,7 +116,7 @@ def show(
     lead = f"{spec.decoder.kind} on {spec.model.path}, task {spec.task.kind}, {scope}"
     last = max((piece.forward or 0 for shown in rows for piece in shown.pieces), default=0)
     content = {"title": f"Rows: {spec.name}", "lead": lead, "rows": rows, "last": last}
-    size = write_page(html, lambda: render_page("show.html.j2", **content), field="--html", overwrite=overwrite)
+    size = write_page(html, lambda: render_page(**content, sections=[], foot=""), field="--html", overwrite=overwrite)
     print(f"{html}: {size:,} bytes, {scope}")
     return OK
 

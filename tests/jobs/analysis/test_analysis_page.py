@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftmill.jobs.analysis.run_statistics import at_least, read_statistics
+from draftmill.jobs.analysis.report import at_least, read_statistics
 from draftmill.jobs.analysis.runs import open_run
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.commit import read_manifest
