@@ -30,10 +30,11 @@ from draftmill.jobs.driving.totals import Totals, ratio
 from draftmill.jobs.finished.passes import Pass, finished_passes
 from draftmill.jobs.formatting import counted, duration
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.worker_job import absolute, limits_of, where
+from draftmill.jobs.plan.worker_job import limits_of
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.places import absolute, with_absolute
 from draftmill.jobs.spec.rules import metric_problem, reference_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet, measured_units, metric_sets, record_set
@@ -155,9 +156,8 @@ def _judge(metric: Judge, field: str, spec: JobSpec) -> tuple[dict[str, Any], di
         raise UserError(f"{metric.model} is of family {info.family!r}; allowed: causal models", field=place)
     if not has_tokenizer(folder):
         raise UserError(f"{metric.model} has no tokenizer, which texts need", field=place)
-    model = ModelPlace(
-        spec.place(where(metric.model)), metric.revision, "auto", None, "auto", metric.dtype, metric.device, False
-    )
+    checkpoint = spec.place(with_absolute(metric).model)
+    model = ModelPlace(checkpoint, metric.revision, "auto", None, "auto", metric.dtype, metric.device, False)
     hashes = {"model_sha256": model_hash(folder), "tokenizer_sha256": tokenizer_hash(folder)}
     return hashes, {"place": model}
 

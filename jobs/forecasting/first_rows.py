@@ -29,8 +29,9 @@ from draftmill.actors.rows.unit_io import try_row
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import check_names, each_sample, lacks_a_column, no_column, survey
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.worker_job import decoder_of, place_of
+from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.places import with_absolute
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.reader import iterate
@@ -158,7 +159,7 @@ def load(prepared: Prepared, unit_rows: int) -> LoadedModel:
 
     spec, batching, threads = prepared.spec, prepared.spec.batching, torch.get_num_threads()
     try:
-        networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec))
+        networks = load_networks(prepared.folder, place_of(spec), with_absolute(spec.decoder))
         most = most_canvases(spec.task, spec.decoder, unit_rows)
         decoder = build(
             networks,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -126,3 +127,26 @@ def places_of(data: Any, *keys: str | int) -> Iterator[FoundPlace]:
     elif isinstance(data, tuple | Mapping):
         for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
             yield from places_of(value, *keys, key)
+
+
+Given = TypeVar("Given", bound=BaseModel)
+
+
+def with_absolute(settings: Given) -> Given:
+    """The settings with absolute paths where they are paths of this machine: a worker may have another working directory."""
+    for found in places_of(settings):
+        if found.is_here:
+            settings = _with(settings, found.keys, absolute(found.value))
+    return settings
+
+
+def _with(settings: Given, keys: Sequence[str | int], value: str) -> Given:
+    name, *inner = keys
+    assert isinstance(name, str), "a list of paths"
+    new = _with(getattr(settings, name), inner, value) if inner else value
+    return settings.model_copy(update={name: new})
+
+
+def absolute(path: str) -> str:
+    """A local path made absolute; URLs stay unchanged."""
+    return str(Path(path).expanduser().absolute()) if is_local(path) else path

@@ -27,9 +27,9 @@ import draftmill
 from draftmill.jobs.driving.driver import interruptible
 from draftmill.jobs.driving.leases import TTL_S
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
-from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden, load_spec, with_logical_date
+from draftmill.jobs.spec.places import absolute
 from draftmill.jobs.spec.spec_file import read_mapping
 from draftmill.jobs.submitting.cluster import (
     FIELD,
