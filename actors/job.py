@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task
+from draftmill.actors.recipe import RowRecipe
 from draftmill.decoders.backbones.families.shares import Share
-from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import PlanPart
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
     """The model's location and how to load it: the `model` section of a spec."""
 
-    path: str
+    checkpoint: Place
     revision: str | None
     family: str
     mask_id: int | None
@@ -38,35 +36,25 @@ class ModelPlace:
 class Job:
     """One job, the same for all of its workers.
 
-    `store_url` is the run directory. `max_rows` and
-    `max_tokens` bound a worker's batch, and `prompt_rows` the rows of prompts in one of its forwards; if None, the worker
-    chooses, knowing that units have up to `unit_rows` rows.
+    `store` is the run directory. `max_rows` and `max_tokens` bound a worker's batch, and `prompt_rows` the rows of prompts in
+    one of its forwards; if None, the worker chooses, knowing that units have up to `unit_rows` rows.
     `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the serialised Arrow
     schema of the input columns that are copied into the results, None if there are none.
     """
 
-    store_url: str
-    s3: S3Options
+    store: Place
     fingerprint: str
     code_version: str
     trace: bool
-    seed: int
     model: ModelPlace
-    decoder: DecoderSettings
-    sampling: Sampling
+    recipe: RowRecipe
     max_rows: int | None
     max_tokens: int | None
     unit_rows: int
-    task: Task
-    columns: Columns
-    chunk_chars: int | None
     files: Sequence[InputFile]
     parts: tuple[PlanPart, ...]
     keep: bytes | None = None
-    truncate: Side | None = None
     prompt_rows: int | None = None
-    prompt: Prompt = NO_PROMPT
-    chat: Chat = NO_CHAT
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from draftmill.decoders.common_settings import Estimate, Place, Settings
+from draftmill.decoders.common_settings import Estimate, PathMark, Settings
 
 Side = Literal["left", "right", "middle"]
 """Which part of a prompt is cut off if the prompt is too long."""
@@ -99,7 +99,7 @@ class ConstraintSettings(Settings):
     )
     json_schema: Annotated[
         Annotated[Spelling, BeforeValidator(_as_json, json_schema_input_type=Spelling | dict[str, Any])] | None,
-        Place(other=r"\s*\{[\s\S]*"),
+        PathMark(other=r"\s*\{[\s\S]*"),
     ] = Field(default=None, description="a JSON Schema, or a file that holds one")
     grammar: Spelling | None = Field(default=None, description="a Lark grammar (causal models)")
     ignore: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple)] = Field(
@@ -361,7 +361,7 @@ MOST_EXAMPLES: Final = 1000
 class Examples(Settings):
     """Few-shot examples: rows of a file, or rows that the spec has itself. A plan has the rows in place of the file."""
 
-    path: Annotated[Spelling | None, Place(("s3", "hf"))] = Field(
+    path: Annotated[Spelling | None, PathMark(("s3", "hf"))] = Field(
         default=None, description="a file or more, as in input.path"
     )
     k: Annotated[int, Field(ge=1, le=MOST_EXAMPLES)] | None = Field(default=None, description="how many of its rows")

@@ -51,7 +51,7 @@ def run(spec: JobSpec) -> JobRun:
     """Run a job to its end and read its figures from its run directory."""
     if run_job(spec, RunOptions(quiet=True)) != OK:
         raise SystemExit("the job did not end well")
-    sessions = read_sessions(open_store(spec.output.path, s3=spec.s3.options()))
+    sessions = read_sessions(open_store(spec.place(spec.output.path)))
     return JobRun(sessions.committed.new_tokens / sessions.wall_s, efficiency(sessions.effort))
 
 
@@ -73,7 +73,7 @@ def bare_loop(spec: JobSpec, threads: int) -> float:
     """Tokens/s of the decode loop alone, on the samples of a finished job's plan."""
     from draftmill.decoders.base import CachedDecoder
 
-    plan = load_plan(open_store(spec.output.path, s3=spec.s3.options()))
+    plan = load_plan(open_store(spec.place(spec.output.path)))
     assert plan is not None, "the job has run, so it has a plan"
     samples, decoder = canvases(make_job(spec, plan), plan, threads)
     assert isinstance(decoder, CachedDecoder)

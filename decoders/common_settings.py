@@ -17,7 +17,7 @@ class Settings(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PathMark:
     """Marks a setting, in its annotation, as a local path or a URL of one of the `schemes`; jobs/spec/places.py collects them.
 
     A value that matches `other` is neither. `is_model`: a value that is no local path may be a model id of the hub.
@@ -28,8 +28,8 @@ class Place:
     is_model: bool = False
 
 
-MODEL: Final = Place(("s3",), is_model=True)
-FOLDER: Final = Place(other="auto|none", is_model=True)
+MODEL: Final = PathMark(("s3",), is_model=True)
+FOLDER: Final = PathMark(other="auto|none", is_model=True)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MOST_SAMPLES: Final = 4096

@@ -72,7 +72,7 @@ def run(variant: Variant, limit: int | None) -> Results:
     code = run_job(spec, RunOptions())
     if code != OK:
         raise SystemExit(code)
-    tables = read_results(open_store(spec.output.path, s3=spec.s3.options()), columns=COLUMNS)
+    tables = read_results(open_store(spec.place(spec.output.path)), columns=COLUMNS)
     return Results(variant, {row["id"]: row for table in tables for row in table.to_pylist()})
 
 

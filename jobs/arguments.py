@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from draftmill.jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 
 if TYPE_CHECKING:
     from draftmill.jobs.running.session import RunOptions
@@ -224,8 +224,9 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
     return replace(options, if_running=getattr(arguments, "if_running", options.if_running))
 
 
-def _s3_options(arguments: argparse.Namespace) -> S3Options:
-    return S3Options(arguments.s3_endpoint, arguments.s3_region, arguments.s3_addressing, arguments.s3_checksums)
+def _place(arguments: argparse.Namespace, url: str) -> Place:
+    options = arguments.s3_endpoint, arguments.s3_region, arguments.s3_addressing, arguments.s3_checksums
+    return Place(url, S3Options(*options))
 
 
 # ---- a job
@@ -311,12 +312,11 @@ def _stop(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.submitting.submit import stop
 
     return stop(
-        arguments.target,
+        _place(arguments, arguments.target),
         arguments.address,
         overrides=arguments.set,
         logical_date=arguments.logical_date,
         wait_s=arguments.wait_seconds,
-        s3=_s3_options(arguments),
     )
 
 
@@ -334,7 +334,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.running.status import status
 
-    return status(arguments.run_dir, s3=_s3_options(arguments))
+    return status(_place(arguments, arguments.run_dir))
 
 
 @command(
@@ -347,7 +347,7 @@ def _status(arguments: argparse.Namespace) -> int:
 def _logs(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.running.status import logs
 
-    return logs(arguments.run_dir, as_json=arguments.json, follow=arguments.follow, s3=_s3_options(arguments))
+    return logs(_place(arguments, arguments.run_dir), as_json=arguments.json, follow=arguments.follow)
 
 
 @command(
@@ -359,7 +359,7 @@ def _logs(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.verifying.verify import verify
 
-    return verify(arguments.run_dir, s3=_s3_options(arguments), invariance=arguments.invariance)
+    return verify(_place(arguments, arguments.run_dir), invariance=arguments.invariance)
 
 
 @command(
@@ -374,7 +374,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _rerun(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.running.run import rerun
 
-    return rerun(arguments.run_dir, _run_options(arguments), overrides=arguments.set, s3=_s3_options(arguments))
+    return rerun(_place(arguments, arguments.run_dir), _run_options(arguments), overrides=arguments.set)
 
 
 @command(
@@ -393,7 +393,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.exporting.export import export
 
     return export(
-        arguments.run_dir,
+        _place(arguments, arguments.run_dir),
         arguments.format,
         arguments.out,
         errors=arguments.errors,
@@ -401,7 +401,6 @@ def _export(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         order=arguments.order,
         file_mb=arguments.file_mb,
-        s3=_s3_options(arguments),
     )
 
 
@@ -423,7 +422,8 @@ def _export(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.analysis.compare import compare
 
-    return compare(arguments.run_dirs, form=arguments.form, baseline=arguments.baseline, s3=_s3_options(arguments))
+    places = [_place(arguments, run_dir) for run_dir in arguments.run_dirs]
+    return compare(places, form=arguments.form, baseline=arguments.baseline)
 
 
 @command(
@@ -438,7 +438,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.analysis.report import report
 
     baseline, overwrite = arguments.baseline, arguments.overwrite
-    return report(arguments.run_dir, arguments.out, baseline=baseline, overwrite=overwrite, s3=_s3_options(arguments))
+    return report(_place(arguments, arguments.run_dir), arguments.out, baseline=baseline, overwrite=overwrite)
 
 
 @command(
@@ -455,13 +455,12 @@ def _show(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.analysis.show import show
 
     return show(
-        arguments.run_dir,
+        _place(arguments, arguments.run_dir),
         ids=arguments.id,
         failed=arguments.failed,
         limit=arguments.limit,
         html=arguments.html,
         overwrite=arguments.overwrite,
-        s3=_s3_options(arguments),
     )
 
 
@@ -501,12 +500,11 @@ def _measure(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.running.run import measure
 
     return measure(
-        arguments.run_dir,
+        _place(arguments, arguments.run_dir),
         arguments.metric,
         _run_options(arguments),
         allow_code_execution=arguments.allow_code_execution,
         reference=arguments.reference,
-        s3=_s3_options(arguments),
     )
 
 
@@ -591,7 +589,7 @@ def _truth(text: str, name: str, why: str = "") -> bool:
 def _list(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.running.status import list_runs
 
-    return list_runs(arguments.folder, as_json=arguments.as_json, s3=_s3_options(arguments))
+    return list_runs(_place(arguments, arguments.folder), as_json=arguments.as_json)
 
 
 @command(
@@ -619,7 +617,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     ages = [value for value in arguments.keep if isinstance(value, timedelta)]
     keep = Keep(max(counts, default=None), max(ages, default=None))
     yes, unfinished = arguments.yes, arguments.unfinished
-    return prune(arguments.base, keep, yes=yes, unfinished=unfinished, s3=_s3_options(arguments))
+    return prune(_place(arguments, arguments.base), keep, yes=yes, unfinished=unfinished)
 
 
 # ---- other places to run

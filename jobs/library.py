@@ -49,6 +49,7 @@ from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
 from draftmill.storage.runs.sums import SUMMED, sum_up
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class RunResults:
     @property
     def path(self) -> str:
         """The run directory, a folder or an URL."""
-        return self._found.place
+        return self._found.store.url
 
     def __repr__(self) -> str:
         rows, failed = self._found.plan.rows, count_failed(self._found.passes)
@@ -204,7 +205,7 @@ def open_run(path: str | os.PathLike[str], *, s3: Mapping[str, Any] | None = Non
         settings = S3Settings.model_validate(s3 or {}, strict=True)
     except ValidationError as error:
         raise spec_error(S3Settings, s3 or {}, error) from None
-    return RunResults(find_run(os.fspath(path), s3=settings.options()))
+    return RunResults(find_run(Place(os.fspath(path), settings.options())))
 
 
 def run(
@@ -232,7 +233,7 @@ def run(
     job = check_changed(data, changes or {})
     with _as_a_guest():
         place = complete_job(job, RunOptions(ray_address, local, quiet, prints=False))
-    return RunResults(find_run(place, s3=job.s3.options()))
+    return RunResults(find_run(job.place(place)))
 
 
 SET_BY_RUNS: Final = ("RAY_", "PYTHONPATH", "PYTHONBREAKPOINT", "TOKENIZERS_PARALLELISM")
@@ -290,9 +291,9 @@ class _Kept:
 
     def refresh(self, job: JobSpec) -> None:
         """Forget all of it if a file of the job's checkpoints has changed since."""
-        model, s3 = job.model, job.s3.options()
-        model_folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=s3)
-        folders = filter(None, (model_folder, fetch_drafter(job.decoder, s3)))
+        model = job.model
+        model_folder = fetch_model(job.place(model.path), model.revision, adapter=model.adapter)
+        folders = filter(None, (model_folder, fetch_drafter(job.decoder, job.s3.options())))
         stats = {path: path.stat() for folder in folders for path in folder.iterdir()}
         files = {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
         if any(self.files.get(path, now) != now for path, now in files.items()):
@@ -373,7 +374,7 @@ def _spec_of(model: str | Mapping[str, Any], sections: Mapping[str, Any], folder
 
 def _model_kind(job: JobSpec) -> ModelKind:
     model = job.model
-    folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=job.s3.options())
+    folder = fetch_model(job.place(model.path), model.revision, adapter=model.adapter)
     try:
         return inspect_model(folder, family=model.family, mask_id=model.mask_id).kind
     except ValueError as error:

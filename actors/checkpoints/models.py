@@ -28,7 +28,7 @@ from draftmill.actors.checkpoints.made_folders import (
 )
 from draftmill.storage.errors import UserError
 from draftmill.storage.json_text import parse_json
-from draftmill.storage.stores.interface import S3Options, Stat, Store, about, is_local
+from draftmill.storage.stores.interface import Place, Stat, Store, about, is_local
 from draftmill.storage.stores.store import open_store
 
 FIELD = "model.path"
@@ -52,23 +52,19 @@ _CHUNK_BYTES = 2**22
 
 
 def fetch_model(
-    path: str,
-    revision: str | None = None,
-    *,
-    adapter: str | None = None,
-    s3: S3Options | None = None,
-    field: str = FIELD,
+    place: Place | str, revision: str | None = None, *, adapter: str | None = None, field: str = FIELD
 ) -> Path:
     """Return the local folder of a checkpoint; fetches it if necessary, and caches it.
 
     With an adapter, returns the folder of the merged checkpoint. Raises UserError for `field` if there is no such model.
     """
-    folder = _model(path, revision, s3, field)
-    return folder if adapter is None else _with_adapter(folder, path, adapter, s3)
+    place = Place(place) if isinstance(place, str) else place
+    folder = _model(place, revision, field)
+    return folder if adapter is None else _with_adapter(folder, place, adapter)
 
 
-def _model(path: str, revision: str | None, s3: S3Options | None, field: str) -> Path:
-    folder = Path(path).expanduser()
+def _model(place: Place, revision: str | None, field: str) -> Path:
+    path, folder = place.url, Path(place.url).expanduser()
     is_here = path.startswith(("builtin:", "s3://")) or folder.is_dir() or (is_gguf(path) and folder.is_file())
     if is_here and revision is not None:
         raise UserError(
@@ -82,9 +78,9 @@ def _model(path: str, revision: str | None, s3: S3Options | None, field: str) ->
             raise UserError(f"{path!r} does not exist; allowed: {allowed}", field=field)
         return BUILTIN / name
     if is_gguf(path) and not folder.is_dir():
-        return gguf_folder(_gguf_file(path, revision, s3, field), field)
+        return gguf_folder(_gguf_file(place, revision, field), field)
     if path.startswith("s3://"):
-        return _from_s3(path, s3, field)
+        return _from_s3(place, field)
     if is_here:
         return folder.resolve()
     if not is_local(path) or not _HUB_ID.fullmatch(path) or folder.exists():
@@ -93,17 +89,17 @@ def _model(path: str, revision: str | None, s3: S3Options | None, field: str) ->
     return _from_hub(path, revision, field)
 
 
-def _with_adapter(folder: Path, model: str, adapter: str, s3: S3Options | None) -> Path:
+def _with_adapter(folder: Path, model: Place, adapter: str) -> Path:
     """The folder of the model with the adapter merged into it; the adapter may be a local folder, on S3 or on the hub."""
     place = Path(adapter).expanduser()
     if adapter.startswith("s3://"):
-        place = _from_s3(adapter, s3, ADAPTER_FIELD)
+        place = _from_s3(model.at(adapter), ADAPTER_FIELD)
     elif not place.is_dir():
         if not _HUB_ID.fullmatch(adapter) or place.exists():
             allowed = "a folder, s3://..., or a hub id"
             raise UserError(f"{adapter!r} is not a folder; allowed: {allowed}", field=ADAPTER_FIELD)
         place = _from_hub(adapter, None, ADAPTER_FIELD)
-    _check_adapter(place, adapter, model)
+    _check_adapter(place, adapter, model.url)
     files = [place / name for name in ADAPTER_FILES]
     return _merged_folder(folder, model_hash(folder), place.resolve(), hash_files(place, files))
 
@@ -179,11 +175,12 @@ def user_error(error: Exception, field: str) -> UserError:
     return UserError(str(error), field=field)
 
 
-def _gguf_file(path: str, revision: str | None, s3: S3Options | None, field: str) -> Path:
+def _gguf_file(place: Place, revision: str | None, field: str) -> Path:
     """The local path of a GGUF file, of a copy of an S3 object, or of `owner/repository/FILE.gguf` from the hub."""
+    path = place.url
     if path.startswith("s3://"):
-        place, _, name = path.rpartition("/")
-        return _from_s3(place, s3, field, only=name) / name
+        folder, _, name = path.rpartition("/")
+        return _from_s3(place.at(folder), field, only=name) / name
     file = Path(path).expanduser()
     if file.is_file():
         return file.resolve()
@@ -215,16 +212,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = None) -> Path:
+def _from_s3(place: Place, field: str, *, only: str | None = None) -> Path:
     """A copy in the cache, named by the objects' etags, so each version has its own folder. `only` selects a single file."""
-    bucket, _, prefix = path.removeprefix("s3://").partition("/")
+    bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
     prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
     with about(field):
-        store = open_store(f"s3://{bucket}", s3=s3)
+        store = open_store(place.at(f"s3://{bucket}"))
         names = (only,) if only is not None else PATTERNS
         stats = [stat for stat in store.list(prefix) if _matches(stat.name.removeprefix(prefix), names)]
         if not stats:
-            raise UserError(f"{path!r} has no model files ({', '.join(names)})", field=field)
+            raise UserError(f"{place.url!r} has no model files ({', '.join(names)})", field=field)
         version = hashlib.sha256(repr([(stat.name, stat.etag, stat.size) for stat in stats]).encode()).hexdigest()[:16]
         target = cache_folder() / "models" / f"{bucket}-{version}"
         if not target.is_dir():

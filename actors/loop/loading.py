@@ -23,7 +23,7 @@ from draftmill.decoders.common_settings import DrafterPlace, Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.base import Model
@@ -120,7 +120,7 @@ class Networks:
 
 
 def load_networks(
-    folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options, *, model_cache: ModelCache | None = None
+    folder: Path, place: ModelPlace, decoder: DecoderSettings, *, model_cache: ModelCache | None = None
 ) -> Networks:
     """Load the model in `folder`, its draft heads and its drafter onto the device of `place`.
 
@@ -131,7 +131,7 @@ def load_networks(
     from draftmill.decoders.registry import find_heads
 
     model_cache = model_cache or ModelCache()
-    drafter_folder = fetch_drafter(decoder, s3)
+    drafter_folder = fetch_drafter(decoder, place.checkpoint.s3)
     keys = network_keys(folder, place, decoder, drafter_folder)
     model_cache.keep_only(keys)
     backbone = model_cache.take("model", keys, lambda: load_model(folder, place))
@@ -242,7 +242,7 @@ def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:
     drafter = getattr(decoder, "drafter", None)
     if not isinstance(drafter, DrafterPlace):
         return None
-    return fetch_model(drafter.path, drafter.revision, s3=s3, field=DRAFTER_FIELD)
+    return fetch_model(Place(drafter.path, s3), drafter.revision, field=DRAFTER_FIELD)
 
 
 def check_drafter(

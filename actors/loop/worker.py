@@ -212,38 +212,29 @@ def build_parts(
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     torch.set_num_threads(threads)
-    place = job.model
-    folder = fetch_model(place.path, revision=place.revision, adapter=place.adapter, s3=job.s3)
+    place, recipe = job.model, job.recipe
+    folder = fetch_model(place.checkpoint, place.revision, adapter=place.adapter)
     info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-    networks = load_networks(folder, place, job.decoder, job.s3, model_cache=model_cache)
+    networks = load_networks(folder, place, recipe.decoder, model_cache=model_cache)
     on_gpu = networks.backbone.device.type != "cpu"
-    max_rows = job.max_rows or slots_of(networks, most_canvases(job.task, job.decoder, job.unit_rows))
-    stops = stops_of(job.task, job.sampling, folder, tokenizer, info)
+    max_rows = job.max_rows or slots_of(networks, most_canvases(recipe.task, recipe.decoder, job.unit_rows))
+    stops = stops_of(recipe.task, recipe.sampling, folder, tokenizer, info)
     decoder = build(
         networks,
         info,
-        job.task,
-        job.decoder,
-        job.sampling,
+        recipe.task,
+        recipe.decoder,
+        recipe.sampling,
         stops=stops,
         max_rows=max_rows,
         max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
         prompt_rows=job.prompt_rows,
         trace=job.trace,
-        has_constraints=getattr(job.task, "constraint", None) is not None or job.columns.constraint is not None,
+        has_constraints=getattr(recipe.task, "constraint", None) is not None or recipe.columns.constraint is not None,
     )
-    has_head = networks.heads is not None
-    unit_io = RowUnitIO(
-        job,
-        tokenizer=tokenizer,
-        info=info,
-        worker=name,
-        node=node,
-        has_head=has_head,
-        exact=networks.exact,
-        ends=stops.ids if stops else (),
-    )
+    has_head, exact = networks.heads is not None, networks.exact
+    unit_io = RowUnitIO(job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=has_head, exact=exact)
     return decoder, unit_io
 
 

@@ -30,7 +30,7 @@ from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 
 COLUMNS = ("id", "sample", "status", "text", "tokens", KEEP)
@@ -56,8 +56,7 @@ class MeasureJob:
     seconds for a row.
     """
 
-    store_url: str
-    s3: S3Options
+    store: Place
     fingerprint: str
     code_version: str
     metrics: tuple[ReadyMetric, ...]
@@ -93,7 +92,7 @@ class Meters:
         for index in lacking:
             metric = job.metrics[index]
             same = (meter for known, meter in loaded if known == replace(metric, field=""))
-            meters[index] = next(same, None) or build_meter(metric, threads=threads, s3=job.s3)
+            meters[index] = next(same, None) or build_meter(metric, threads=threads)
         self._judges = [
             (job.metrics[index], meter) for index, meter in meters.items() if job.metrics[index].place is not None
         ]
@@ -165,7 +164,7 @@ class MeasureRunner:
         """Measure and write one unit. A probe measures its values and writes nothing; values with a verdict have its error."""
         failpoint("measure.unit")
         job, place = self.job, self.job.units[unit.unit]
-        store = open_store(job.store_url, s3=job.s3)
+        store = open_store(job.store)
         chosen = [job.metrics[index] for index in place.metrics]
         needs_all = any(metric.source is not None for metric in chosen)
         [table] = read_results(store, objects=[place.object], columns=None if needs_all else COLUMNS)

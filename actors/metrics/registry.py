@@ -26,6 +26,7 @@ from draftmill.actors.loop.memory import fit
 from draftmill.actors.metrics.base import Answer, MeasuredRow, Measuring, Meter, RowByRow, Values, try_metric
 from draftmill.actors.metrics.settings import PLACE, Judge, Metric, OwnMetric, PassAtK
 from draftmill.actors.metrics.texts import METERS
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.text import load_tokenizer
@@ -36,7 +37,6 @@ from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric, pass_at_k
-from draftmill.storage.stores.interface import S3Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class ReadyMetric:
     samples: int | None = None
 
 
-def build_meter(metric: ReadyMetric, *, threads: int, s3: S3Options) -> Meter:
+def build_meter(metric: ReadyMetric, *, threads: int) -> Meter:
     """The meter of a metric; a judge's model is loaded here."""
     settings = metric.settings
     if isinstance(settings, Judge):
         assert metric.place is not None
-        return load_judge(metric.place, prompt=settings.prompt, max_rows=settings.max_rows, threads=threads, s3=s3)
+        return load_judge(metric.place, prompt=settings.prompt, max_rows=settings.max_rows, threads=threads)
     if isinstance(settings, PassAtK):
         assert metric.sandbox is not None
         find_sandbox(metric.sandbox, field=f"{metric.field}.sandbox")  # this machine may be another than the driver's
@@ -295,20 +295,20 @@ def _values(outcome: Outcome) -> Values | Exception:
     return outcome.logprob, math.exp(min(-outcome.logprob / count, 700.0)), float(count)
 
 
-def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads: int, s3: S3Options) -> JudgeMeter:
+def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads: int) -> JudgeMeter:
     """Load a judge. Raises UserError or ValueError if the model can't be loaded or is not causal."""
     import torch
 
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     torch.set_num_threads(threads)
-    folder = fetch_model(place.path, revision=place.revision, s3=s3)
+    folder = fetch_model(place.checkpoint, place.revision)
     info, task, decoder = inspect_model(folder), Score(kind="score"), AutoregressiveSettings(kind="autoregressive")
-    networks = load_networks(folder, place, decoder, s3)
+    networks = load_networks(folder, place, decoder)
     max_tokens = max_rows * (512 if networks.backbone.device.type == "cpu" else 2048)
     scorer = build(networks, info, task, decoder, Sampling(), stops=None, max_rows=max_rows, max_tokens=max_tokens)
     fit(scorer, threads=threads)
     tokenizer = load_tokenizer(folder, place.tokenizer)
     columns = Columns(completion="completion", prompt=None if prompt is None else "prompt")
-    maker = maker_for(task, columns, tokenizer, info, decoder=decoder, sampling=Sampling())
+    maker = maker_for(RowRecipe(task, columns, decoder, Sampling()), tokenizer, info)
     return JudgeMeter(scorer, maker, prompt)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from draftmill.actors.task import as_tuple
-from draftmill.decoders.common_settings import MODEL, Dtype, Place, Settings
+from draftmill.decoders.common_settings import MODEL, Dtype, PathMark, Settings
 from draftmill.storage.stores.interface import is_local
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.@-]*$", max_length=100)]
@@ -253,7 +253,7 @@ class OwnMetric(MetricBase):
     needs_text: ClassVar[bool] = False
     changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "path"})
     kind: Literal["file"]
-    path: Annotated[str, Field(min_length=1), Place()] = Field(description="the Python file")
+    path: Annotated[str, Field(min_length=1), PathMark()] = Field(description="the Python file")
     values: Annotated[tuple[Column, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
         default=(), description="keys of the dict that it returns"
     )

@@ -27,20 +27,18 @@ import ray
 from ray.exceptions import RayError
 
 from draftmill.actors.checkpoints.models import TOKENIZER_FILES
-from draftmill.actors.planning.surveying import HASH, SURVEYED, Piece, Reading, survey_pieces
+from draftmill.actors.planning.surveying import HASH, SURVEYED, Piece, survey_pieces
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import id_hashes
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import NO_CHAT, Chat, Side
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KeptTypes, NewTypes
 from draftmill.storage.inputs.reader import count_lines, has_lines
 from draftmill.storage.inputs.rows import FIELD, InputFile, Slice
 from draftmill.storage.inputs.tables import group_slices
-from draftmill.storage.stores.interface import S3Options, about
+from draftmill.storage.stores.interface import about
 
 ITEM_TABLES = 8
 """Tables of an item, at most: 8,192 rows, or 32 million characters."""
@@ -48,16 +46,12 @@ ITEM_TABLES = 8
 
 @dataclass(frozen=True, slots=True)
 class SurveyJob:
-    """Everything that a task needs besides its chunk; plain data."""
+    """Everything that a task needs besides its chunk; plain data. `kept` are the columns that are copied into the results."""
 
-    reading: Reading
+    recipe: RowRecipe
+    kept: tuple[str, ...]
     info: ModelInfo
-    decoder: DecoderSettings
-    sampling: Sampling
-    ends: tuple[int, ...]
-    truncate: Side | None
     tokenizer: TokenizerParcel | None
-    chat: Chat = NO_CHAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +70,11 @@ class Broken:
     reason: str
 
 
-def maker_of(job: SurveyJob) -> Maker:
-    """The canvas maker of a job."""
-    return maker_for(
-        job.reading.task,
-        job.reading.columns,
-        unpack_tokenizer(job.tokenizer),
-        job.info,
-        decoder=job.decoder,
-        sampling=job.sampling,
-        ends=job.ends,
-        truncate=job.truncate,
-        prompt=job.reading.prompt,
-        chat=job.chat,
-    )
-
-
-def items(reading: Reading, maker: Maker, pieces: Sequence[Piece], *, limit: int | None = None) -> Iterator[Item]:
+def items(job: SurveyJob, maker: Maker, pieces: Sequence[Piece], *, limit: int | None = None) -> Iterator[Item]:
     """Yield the rows of a chunk, at most `limit`. Raises UserError if a file is missing or damaged, after the items before."""
-    kept = KeptTypes(reading.kept) if reading.kept else None
+    kept = KeptTypes(job.kept) if job.kept else None
     held: list[pa.Table] = []
-    for table in survey_pieces(reading, maker, pieces, kept, limit=limit):
+    for table in survey_pieces(job.recipe, maker, pieces, kept, limit=limit):
         held.append(table)
         if len(held) == ITEM_TABLES:
             yield _item(held, kept)
@@ -182,7 +160,6 @@ class Question:
     file: InputFile
     start: int
     stop: int
-    s3: S3Options
     slice_bytes: int
 
 
@@ -195,20 +172,18 @@ Ask = Callable[[Question], Callable[[], Answer]]
 
 def answer(question: Question) -> Answer:
     """Look into the file. Raises UserError or StoreError if it is damaged or missing."""
-    file, s3 = question.file, question.s3
+    file = question.file
     if file.format == "parquet":
-        return list(group_slices(file, question.slice_bytes, s3))
-    return count_lines(file, question.start, question.stop, s3)
+        return list(group_slices(file, question.slice_bytes))
+    return count_lines(file, question.start, question.stop)
 
 
-def chunks(
-    inputs: Sequence[InputFile], chunk_chars: int | None, s3: S3Options, ask: Ask, *, ahead: int
-) -> Iterator[Chunk]:
+def chunks(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, *, ahead: int) -> Iterator[Chunk]:
     """Yield chunks whose rows, one after another, are the rows of the inputs."""
     held: list[Piece] = []
     size = row = 0
     broken = None
-    for piece, question, answered in _ask_ahead(inputs, chunk_chars, s3, ask, ahead):
+    for piece, question, answered in _ask_ahead(inputs, chunk_chars, ask, ahead):
         is_full = size + (piece.file.size or CHUNK_BYTES) > CHUNK_BYTES or len(held) == MOST_FILES
         if held and (question is not None or is_full):
             yield _together(held, size)
@@ -245,14 +220,12 @@ def _cut(piece: Piece, question: Question, reply: Answer, row: int) -> tuple[lis
 Asked = tuple[Piece, Question | None, Callable[[], Answer]]
 
 
-def _ask_ahead(
-    inputs: Sequence[InputFile], chunk_chars: int | None, s3: S3Options, ask: Ask, ahead: int
-) -> Iterator[Asked]:
+def _ask_ahead(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, ahead: int) -> Iterator[Asked]:
     """Yield each file, with a question for each part of a large one; questions are asked `ahead` of the caller."""
     waiting: deque[Asked] = deque()
     for number, file in enumerate(inputs):
         for start, stop in _ranges(file, chunk_chars):
-            question = Question(file, start, stop, s3, CHUNK_BYTES)
+            question = Question(file, start, stop, CHUNK_BYTES)
             waiting.append((Piece(number, file), question, ask(question)))
             if len(waiting) > ahead:
                 yield waiting.popleft()
@@ -301,8 +274,8 @@ def survey_chunk(key: str, job: list[Any], chunk: Chunk, skip: int) -> Iterator[
         the_job: SurveyJob = ray.get(job[0])
         if key not in _makers:
             _makers.clear()
-            _makers[key] = maker_of(the_job)
-        for item in islice(items(the_job.reading, _makers[key], chunk.pieces), skip, None):
+            _makers[key] = maker_for(the_job.recipe, unpack_tokenizer(the_job.tokenizer), the_job.info)
+        for item in islice(items(the_job, _makers[key], chunk.pieces), skip, None):
             yield Item(item.table, item.new_types, os.getpid())
     except Exception as error:  # noqa: BLE001 - the planner finds out what it is
         yield Broken(" ".join(str(error).split())[:500] or type(error).__name__)
@@ -361,13 +334,12 @@ class SurveyPool:
 
     def _last(self, stream: Stream, maker: Maker, limit: int | None) -> Item:
         """The item that has just arrived, cut at the limit of rows that was left when its chunk began."""
-        again = items(self.job.reading, maker, stream.chunk.pieces, limit=limit)
+        again = items(self.job, maker, stream.chunk.pieces, limit=limit)
         return next(islice(again, stream.taken - 1, None))
 
     def _start_ahead(self, inputs: Sequence[InputFile]) -> Iterator[Stream]:
         """The chunks in order, while the tasks of the next ones run."""
-        reading = self.job.reading
-        for chunk in chunks(inputs, reading.chunk_chars, reading.s3, self._ask, ahead=2 * self.at_once):
+        for chunk in chunks(inputs, self.job.recipe.chunk_chars, self._ask, ahead=2 * self.at_once):
             self._streams.append(self._start(Stream(chunk)))
             if len(self._streams) >= self.at_once:
                 yield self._streams[0]
@@ -400,7 +372,7 @@ class SurveyPool:
             self.arrived(item)
             yield item
         is_odd = stream.task is not None and not self._alone
-        for item in islice(items(self.job.reading, maker, stream.chunk.pieces, limit=limit), stream.taken, None):
+        for item in islice(items(self.job, maker, stream.chunk.pieces, limit=limit), stream.taken, None):
             stream.taken += 1
             yield item
         if is_odd:  # no error here: it was the cluster's

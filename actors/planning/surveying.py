@@ -16,18 +16,17 @@ import numpy as np
 import pyarrow as pa
 
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Size
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import Values, row_id, row_key
 from draftmill.actors.rows.unit_io import try_row
-from draftmill.actors.task import NO_PROMPT, Columns, Prompt, Task
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
 from draftmill.storage.inputs.rows import WHOLE, InputFile, Row, Slice, default_id
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.parallel import side_by_side
 
 CONSTRAINED = pa.field("constrained", pa.bool_(), nullable=False)
@@ -41,22 +40,6 @@ HASH = pa.field("hash", pa.binary(16), nullable=False)
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
 """A batch is measured when it reaches one of these limits; the second bounds memory when rows are long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a spec says about reading: the task and its columns, how texts are cut, the seed of the keys, the copied columns.
-
-    `prompt` has a template, whose columns are read, too.
-    """
-
-    task: Task
-    columns: Columns
-    chunk_chars: int | None
-    seed: int
-    s3: S3Options
-    kept: tuple[str, ...] = ()
-    prompt: Prompt = NO_PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +61,7 @@ class Batch:
 
 
 def survey_pieces(
-    reading: Reading,
+    recipe: RowRecipe,
     maker: Maker,
     pieces: Sequence[Piece],
     kept: KeptTypes | None,
@@ -93,9 +76,9 @@ def survey_pieces(
     """
 
     def measure(batch: Batch) -> pa.Table:
-        return _measure_batch(reading, maker, batch)
+        return _measure_batch(recipe, maker, batch)
 
-    pending = batches(reading, pieces, kept, limit)
+    pending = batches(recipe, pieces, kept, limit)
     if not threads:
         yield from map(measure, pending)
         return
@@ -104,20 +87,20 @@ def survey_pieces(
 
 
 def batches(
-    reading: Reading, pieces: Sequence[Piece], kept: KeptTypes | None, limit: int | None = None
+    recipe: RowRecipe, pieces: Sequence[Piece], kept: KeptTypes | None, limit: int | None = None
 ) -> Iterator[Batch]:
     """Yield the rows of the pieces in batches of one piece each, at most `limit` rows in total."""
-    left, s3 = limit, reading.s3
+    left = limit
     places = ((piece.file, [(piece.part.row, piece.part.offset)]) for piece in pieces)
-    for piece, (file, _) in zip(pieces, fetch_ahead(places, s3=s3), strict=True):
+    for piece, (file, _) in zip(pieces, fetch_ahead(places), strict=True):
         batch = Batch(piece)
-        columns = read_columns(reading.columns, reading.task, reading.prompt)
-        types = column_types(file, reading.kept, s3) if kept is not None else None
+        columns = read_columns(recipe)
+        types = column_types(file, kept.names) if kept is not None else None
         if kept is not None and types is not None:
             kept.see_types(types)
         elif kept is not None:
-            columns |= names_read(reading.kept)
-        for row in iterate(file, columns=columns, chunk_chars=reading.chunk_chars, s3=s3, part=piece.part):
+            columns |= names_read(kept.names)
+        for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars, part=piece.part):
             if left == 0:
                 break
             left = None if left is None else left - 1
@@ -145,8 +128,8 @@ def _chars(value: Any) -> int:
     return sum(map(_chars, value)) if value and isinstance(value[0], str | dict | list) else len(value)
 
 
-def _measure_batch(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
-    named = [_name_row(reading, batch.piece.file, row) for row in batch.rows]
+def _measure_batch(recipe: RowRecipe, maker: Maker, batch: Batch) -> pa.Table:
+    named = [_name_row(recipe, batch.piece.file, row) for row in batch.rows]
     good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
     sizes = iter(_sizes(maker, good))
     return table_of(
@@ -171,14 +154,14 @@ def _size(maker: Maker, row: tuple[Values, int]) -> Size | RowError:
     return size
 
 
-def _name_row(reading: Reading, file: InputFile, row: Row) -> tuple[str, int | RowError]:
+def _name_row(recipe: RowRecipe, file: InputFile, row: Row) -> tuple[str, int | RowError]:
     name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
     if row.error is not None:
         return name, row.error
     values = row.values or {}
     try:
-        name = row_id(values, reading.columns) or name
-        return name, row_key(values, reading.columns, job_seed=reading.seed, sample_id=name)
+        name = row_id(values, recipe.columns) or name
+        return name, row_key(values, recipe.columns, job_seed=recipe.seed, sample_id=name)
     except RowError as error:
         return name, error
 

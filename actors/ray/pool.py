@@ -33,7 +33,6 @@ from draftmill.actors.loop.worker import DecodeWorker, EarlyWorker
 from draftmill.actors.messages import Died, PoolEvent, Reported, TurnReport, Up, WorkUnit, turn_s
 from draftmill.actors.ray.notices import Notices
 from draftmill.decoders.backbones.families.shares import Share
-from draftmill.storage.stores.interface import S3Options
 
 Spare = tuple[tuple[Any, ...], Any]
 """A worker without a job: the place of its resources, and its actor."""
@@ -308,7 +307,7 @@ class LeadWorker(DecodeWorker):
         group = get_current_placement_group()
         self._others = [_actor(Follower, group, rank, part).remote() for rank in range(1, processes)]
         self._serving = [
-            other.serve.remote(_with_share(job.model, rank, processes), job.s3, meeting.port, threads)
+            other.serve.remote(_with_share(job.model, rank, processes), meeting.port, threads)
             for rank, other in enumerate(self._others, 1)
         ]
         threading.Thread(target=self._die_with_them, name="group", daemon=True).start()
@@ -328,7 +327,7 @@ class LeadWorker(DecodeWorker):
 class Follower:
     """Another process of a group: has its share of the model and repeats the first one's calls."""
 
-    def serve(self, place: ModelPlace, s3: S3Options, port: int, threads: int) -> None:
+    def serve(self, place: ModelPlace, port: int, threads: int) -> None:
         """Load the share and follow until the first process is gone."""
         import torch
 
@@ -337,7 +336,7 @@ class Follower:
         assert place.share is not None
         torch.set_num_threads(threads)
         join(open_meeting(place.share.count, port), place.share)
-        folder = fetch_model(place.path, revision=place.revision, adapter=place.adapter, s3=s3)
+        folder = fetch_model(place.checkpoint, place.revision, adapter=place.adapter)
         backbone = load_model(folder, place)
         assert isinstance(backbone, SplitBackbone)
         follow(backbone)

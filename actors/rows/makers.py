@@ -26,6 +26,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas, CanvasMaker, RowMaker, Size, runs
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import IDS, Infilling, Template, fills_in_middle, template_of
@@ -47,15 +48,10 @@ from draftmill.actors.rows.row import (
 from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import (
-    NO_CHAT,
-    NO_PROMPT,
-    Chat,
-    Columns,
     Complete,
     ConstraintSettings,
     Infill,
     Marker,
-    Prompt,
     Score,
     Side,
     SpanFraction,
@@ -63,8 +59,6 @@ from draftmill.actors.task import (
     Task,
 )
 from draftmill.decoders.base import HOLE, ModelInfo
-from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import RowError
 
 MORE_ROUNDS = 8
@@ -288,41 +282,28 @@ DEFAULT_LIMIT: Final = 128
 
 
 def maker_for(
-    task: Task,
-    columns: Columns,
-    tokenizer: Tokenizer | None,
-    info: ModelInfo,
-    *,
-    decoder: DecoderSettings,
-    sampling: Sampling,
-    ends: Sequence[int] = (),
-    truncate: Side | None = None,
-    prompt: Prompt = NO_PROMPT,
-    chat: Chat = NO_CHAT,
-    constraints: ConstraintMaker | None = None,
+    recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo, *, constraints: ConstraintMaker | None = None
 ) -> Maker:
-    """Return the maker of a task's canvases; `truncate` says which side of a long prompt is cut, None for none.
+    """Return the maker of a job's canvases; without `constraints`, as in planning, they have none.
 
-    `prompt` and `chat` are the spec's, with the rows of the examples in place of their file.
-
-    `decoder` and `sampling` decide which settings a row may have; `ends` are the job's end tokens. Without `constraints`, as in
-    planning, canvases have none. Raises UserError if a causal model has to fill holes but lacks the special tokens for it.
+    Raises UserError if a causal model has to fill holes but lacks the special tokens for it.
     """
+    task, columns, decoder = recipe.task, recipe.columns, recipe.decoder
     open_ended = isinstance(task, Infill) and fills_in_middle(task, info)
     rules = RowRules(
         task,
         columns,
         decoder.kind,
-        sampling,
+        recipe.sampling,
         tokenizer,
-        tuple(ends),
+        recipe.ends,
         open_ended,
         constraints,
         vocab_size=info.vocab_size,
         edits=getattr(decoder, "tau_edit", None) is not None,
     )
-    prompter = prompter_of(prompt, chat, columns, task)
-    base = own_columns(prompt, columns, task), tokenizer, info
+    prompter = prompter_of(recipe.prompt, recipe.chat, columns, task)
+    base = own_columns(recipe.prompt, columns, task), tokenizer, info
     if isinstance(task, Infill) and open_ended:
         return FimMaker(task, *base, template_of(task.fim, tokenizer, info), rules=rules, prompter=prompter)
     if isinstance(task, Infill):
@@ -330,7 +311,7 @@ def maker_for(
     if isinstance(task, Score) and task.mask is not None:
         return ScoreMaker(CanvasMaker(task, *base, rules=rules, prompter=prompter))
     noted = shares_beginnings(task, info)
-    return PromptMaker(task, *base, truncate=truncate, rules=rules, notes_beginnings=noted, prompter=prompter)
+    return PromptMaker(task, *base, truncate=recipe.truncate, rules=rules, notes_beginnings=noted, prompter=prompter)
 
 
 def shares_beginnings(task: Task, info: ModelInfo) -> bool:

@@ -20,6 +20,7 @@ from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefine
 from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Const, Getattr, Getitem, Name, Node
 
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.chat import LimitedEnvironment, environment
 from draftmill.actors.rows.row import Messages, Values, check_text, missing, prompt_of, string_of
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Complete, Infill, Prompt, Score, Task
@@ -83,10 +84,10 @@ def _items_of_row(tree: Node) -> set[str]:
     return names
 
 
-def read_columns(columns: Columns, task: Task, prompt: Prompt) -> dict[str, str]:
+def read_columns(recipe: RowRecipe) -> dict[str, str]:
     """The columns to read of each row, as readers take them: those of the task, and those of the template."""
-    own = () if prompt.template is None else columns_of(prompt.template)
-    return columns.to_read(task) | {f"{FIELD}.{name}": name for name in own}
+    own = () if recipe.prompt.template is None else columns_of(recipe.prompt.template)
+    return recipe.columns.to_read(recipe.task) | {f"{FIELD}.{name}": name for name in own}
 
 
 def render(source: str, values: Values, examples: Sequence[Mapping[str, Any]] | None = None) -> str:

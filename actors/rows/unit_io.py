@@ -203,33 +203,21 @@ class RowUnitIO:
         node: str,
         has_head: bool = False,
         exact: bool | None = None,
-        ends: Sequence[int] = (),
     ) -> None:
-        self._job = job
-        self._store = open_store(job.store_url, s3=job.s3)
+        self._job, self._recipe = job, job.recipe
+        self._store = open_store(job.store)
         self._plan = PlanTable(self._store, job.parts)
         self._tokenizer = tokenizer
-        self._maker = maker_for(
-            job.task,
-            job.columns,
-            tokenizer,
-            info,
-            decoder=job.decoder,
-            sampling=job.sampling,
-            ends=ends,
-            truncate=job.truncate,
-            constraints=None if tokenizer is None else ConstraintMaker(tokenizer, info, ends),
-            prompt=job.prompt,
-            chat=job.chat,
-        )
-        self._stops = stop_strings(job.task, job.sampling, tokenizer)
+        constraints = None if tokenizer is None else ConstraintMaker(tokenizer, info, job.recipe.ends)
+        self._maker = maker_for(job.recipe, tokenizer, info, constraints=constraints)
+        self._stops = stop_strings(job.recipe.task, job.recipe.sampling, tokenizer)
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)
         self._keep = None if job.keep is None else schema_from_bytes(job.keep)
         self._schema = schema_of(self._keep)
         kept = names_read(self._keep.names if self._keep is not None else ())
-        self._columns = read_columns(job.columns, job.task, job.prompt) | kept
+        self._columns = read_columns(job.recipe) | kept
         self._exact = exact
         self._latest: tuple[Row, int, Canvas] | None = None
 
@@ -272,7 +260,7 @@ class RowUnitIO:
     # ---- rows in
 
     def _sample(self, unit: WorkUnit, index: int, planned: PlannedRow) -> Sample:
-        key = nth_key(sample_key(self._job.seed, planned.id), planned.sample)
+        key = nth_key(sample_key(self._recipe.seed, planned.id), planned.sample)
         sample = Sample(index, key=key, note=Note(planned))
         for verdict in unit.verdicts:
             if verdict.start <= index < verdict.stop:
@@ -286,8 +274,8 @@ class RowUnitIO:
         for row in sorted(planned, key=lambda row: row.file):
             by_file.setdefault(row.file, {})[row.row, row.offset] = None
         files = ((self._job.files[number], list(places)) for number, places in by_file.items())
-        for number, (file, places) in zip(by_file, fetch_ahead(files, s3=self._job.s3), strict=True):
-            read = read_rows(file, places, columns=self._columns, chunk_chars=self._job.chunk_chars, s3=self._job.s3)
+        for number, (file, places) in zip(by_file, fetch_ahead(files), strict=True):
+            read = read_rows(file, places, columns=self._columns, chunk_chars=self._recipe.chunk_chars)
             rows |= {(number, row.row): row for row in read}
         return [rows[row.file, row.row] for row in planned]
 
@@ -323,7 +311,7 @@ class RowUnitIO:
         if self._latest is None or self._latest[0] is not row:
             values = row.values or {}
             self._check_id(planned, values)
-            key = row_key(values, self._job.columns, job_seed=self._job.seed, sample_id=planned.id)
+            key = row_key(values, self._recipe.columns, job_seed=self._recipe.seed, sample_id=planned.id)
             self._latest = row, key, self._maker.make(values, key)
         _, key, canvas = self._latest
         sample.key = nth_key(key, planned.sample)
@@ -332,7 +320,7 @@ class RowUnitIO:
     def _check_id(self, planned: PlannedRow, values: Values) -> None:
         """Raise ChangedInput if the row has another id than in the plan, RowError for an invalid one, as planning did."""
         file = self._job.files[planned.file]
-        own_id = row_id(values, self._job.columns) or default_id(file, planned.row)
+        own_id = row_id(values, self._recipe.columns) or default_id(file, planned.row)
         if own_id != planned.id:
             raise ChangedInput(
                 f"input.path: {file.uri} has changed since it was planned: row {planned.row} has the id {brief(own_id)}, which "
@@ -359,8 +347,8 @@ class RowUnitIO:
             "pass": unit.pass_,
             "attempt": unit.attempt,
             "status": "ok" if sample.error is None else "failed",
-            "decoder": self._job.decoder.kind,
-            "model": self._job.model.path,
+            "decoder": self._recipe.decoder.kind,
+            "model": self._job.model.checkpoint.url,
             "drafter": self._drafter,
             "key": sample.key,
             "worker": self._worker,
@@ -379,14 +367,14 @@ class RowUnitIO:
         outcome, canvas = sample.outcome, sample.note.canvas
         assert outcome is not None and canvas is not None
         if canvas.infilling is not None:
-            task = self._job.task
+            task = self._recipe.task
             assert isinstance(task, Infill), "only holes are filled one after another"
             return infilled_columns(task, canvas, sample.parts, outcome, self._tokenizer)
         found: dict[str, Any] = {}
         if sample.search is not None:
             canvas = canvas.with_lengths(sample.search.taken)
             found = {"length_logprob": sample.search.logprob, "lengths_tried": sample.search.num_tried}
-        return decoded_columns(self._job.task, canvas, outcome, self._tokenizer, self._stops) | found
+        return decoded_columns(self._recipe.task, canvas, outcome, self._tokenizer, self._stops) | found
 
 
 def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
@@ -408,7 +396,7 @@ def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
 
 def drafter_of(job: Job, has_head: bool) -> str | None:
     """What drafts: the model itself, its draft head, an n-gram table, an index of texts, a model's path; None without drafts."""
-    match getattr(job.decoder, "drafter", None):
+    match getattr(job.recipe.decoder, "drafter", None):
         case DrafterPlace(path=path):
             return path
         case NgramDrafterSettings():

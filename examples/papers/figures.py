@@ -13,6 +13,7 @@ from draftmill.jobs.analysis.comparison import Comparison, RunFigures, compare_r
 from draftmill.jobs.analysis.rows import RunRows, read_rows
 from draftmill.jobs.analysis.runs import FinishedRun, find_runs, open_run
 from draftmill.jobs.analysis.statistics import Interval, Statistic, bootstrap, grouped_sums, wilson
+from draftmill.storage.stores.interface import Place
 
 
 @dataclass(slots=True)
@@ -26,13 +27,13 @@ class Results:
 
     def cases(self, preset: str) -> list[str]:
         """The names of a preset's finished cases, in the order of its file."""
-        return [run.name for run in find_runs([str(self.folder / preset)])[0]]
+        return [run.name for run in find_runs([Place(str(self.folder / preset))])[0]]
 
     def run(self, preset: str, case: str) -> FinishedRun:
         """One finished case."""
         key = (preset, case)
         if key not in self._runs:
-            self._runs[key] = open_run(str(self.folder / preset / "cases" / case))
+            self._runs[key] = open_run(Place(str(self.folder / preset / "cases" / case)))
         return self._runs[key]
 
     def rows(self, preset: str, case: str) -> RunRows:

@@ -21,7 +21,7 @@ from draftmill.jobs.analysis.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import table_lines
 from draftmill.storage.errors import printable
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place
 
 Table = list[list[str]]
 """A header and rows of cells."""
@@ -242,14 +242,12 @@ def _plain(value: Any) -> Any:
 Form = Literal["text", "json", "markdown"]
 
 
-def compare(
-    places: Sequence[str], *, form: Form = "text", baseline: str | None = None, s3: S3Options | None = None
-) -> int:
+def compare(places: Sequence[Place], *, form: Form = "text", baseline: str | None = None) -> int:
     """Print the comparison; a sweep's directory stands for its cases, `baseline` names one run. Returns the exit code.
 
     Raises UserError if a place has no finished run, or if the runs did not decode the same samples.
     """
-    runs, unfinished = find_runs(places, s3=s3)
+    runs, unfinished = find_runs(places)
     comparisons = compare_runs(runs, unfinished=unfinished, baseline=baseline)
     if form == "json":
         print(json.dumps(as_data(comparisons), indent=1))

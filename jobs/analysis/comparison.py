@@ -144,7 +144,7 @@ def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]
     decoder if there is such a case: a grid's decoders are compared at the same temperature. All others: with the first.
     """
     if baseline is not None:
-        names = [{run.name, run.short, run.place.rstrip("/")} for run in runs]
+        names = [{run.name, run.short, run.store.url.rstrip("/")} for run in runs]
         place = next((number for number, own in enumerate(names) if baseline.rstrip("/") in own), None)
         if place is None:
             allowed = ", ".join(run.name for run in runs)
@@ -181,7 +181,7 @@ def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
     tokens = sums["new_tokens"]
     return RunFigures(
         name=run.name,
-        place=run.place,
+        place=run.store.url,
         fingerprint=run.plan.fingerprint,
         decoder=run.plan.spec.decoder.kind,
         model=run.plan.spec.model.path,
@@ -206,7 +206,7 @@ def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: 
     """One run against the baseline."""
     pairs = pair(baseline, rows)
     if not pairs.both:
-        raise UserError(f"{run.place} and {first.place} have no sample in common: no id is in both")
+        raise UserError(f"{run.store.url} and {first.store.url} have no sample in common: no id is in both")
     equal = int((baseline.digest_N[pairs.first_P] == rows.digest_N[pairs.second_P]).sum())
     ratios, metrics = _figures(pairs, baseline, rows)
     scored = first.plan.spec.task.kind == "score"

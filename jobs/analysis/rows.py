@@ -124,7 +124,7 @@ def metrics_of_files(
         return {}
     place_N, row_M = positions(ids, sample_N, table["id"], numbers(table, "sample", np.int32))
     if len(row_M) != table.num_rows:
-        raise StoreError(f"{run.place}/metrics has rows that are not in the run; measure it again")
+        raise StoreError(f"{run.store.url}/metrics has rows that are not in the run; measure it again")
     columns = {name: np.full(len(sample_N), np.nan) for name in table.column_names[2:]}
     for name, values in columns.items():
         values[place_N] = table[name].cast(pa.float64()).to_numpy()[row_M]

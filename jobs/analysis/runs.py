@@ -15,19 +15,18 @@ from draftmill.jobs.spec.sweep_spec import CASES, RECORD, short_names
 from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST
-from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.interface import Place, Store
 from draftmill.storage.stores.store import open_store
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A finished run. `name` is unique among the runs that are read together; `place` is its directory or URL.
+    """A finished run. `name` is unique among the runs that are read together.
 
     `short` is set for a case of a sweep: its name, or what tells it apart from the grid's other cases.
     """
 
     name: str
-    place: str
     passes: tuple[Pass, ...]
     short: str = ""
 
@@ -42,7 +41,7 @@ class FinishedRun:
         return self.passes[0].store
 
 
-def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> tuple[list[FinishedRun], list[str]]:
+def find_runs(places: Iterable[Place]) -> tuple[list[FinishedRun], list[str]]:
     """The runs at these places, in order; a sweep's directory stands for its cases. Then the names of its unfinished cases.
 
     UserError if a place is neither a run nor a sweep, or if a run that is no case of a sweep is not finished.
@@ -50,25 +49,24 @@ def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> tuple[li
     runs: list[FinishedRun] = []
     unfinished: list[str] = []
     for place in places:
-        store = open_store(place, s3=s3)
+        store = open_store(place)
         if not store.exists(RECORD):
-            runs.append(open_run(place, s3=s3))
+            runs.append(open_run(place))
             continue
         names = short_names(cases_of(store))
         for name in names:
-            case = f"{place.rstrip('/')}/{CASES}/{name}"
-            if open_store(case, s3=s3).exists(MANIFEST):
-                runs.append(replace(open_run(case, s3=s3), name=name, short=names[name]))
+            case = place.below(f"{CASES}/{name}")
+            if open_store(case).exists(MANIFEST):
+                runs.append(replace(open_run(case), name=name, short=names[name]))
             else:
                 unfinished.append(name)
     return list(_with_unique_names(runs)), unfinished
 
 
-def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
+def open_run(place: Place) -> FinishedRun:
     """The finished run at a place; UserError if there is none."""
-    store = open_store(place, s3=s3)
-    name = place.rstrip("/").rpartition("/")[2] or place
-    return FinishedRun(name, place, tuple(finished_passes(passes_of(store, s3=s3))))
+    passes = finished_passes(passes_of(open_store(place)))
+    return FinishedRun(place.url.rstrip("/").rpartition("/")[2] or place.url, tuple(passes))
 
 
 def cases_of(store: Store) -> dict[str, dict[str, Any]]:
@@ -86,7 +84,7 @@ def _with_unique_names(runs: Sequence[FinishedRun]) -> Iterable[FinishedRun]:
     counts = Counter(run.name for run in runs)
     times: Counter[str] = Counter()
     for run in runs:
-        place = run.place.rstrip("/")
+        place = run.store.url.rstrip("/")
         times[place] += 1
         again = f" ({times[place]})" if times[place] > 1 else ""
         yield run if counts[run.name] == 1 else replace(run, name=f"{place}{again}")

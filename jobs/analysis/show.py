@@ -21,7 +21,6 @@ from rich.text import Text
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.decoders.backbones.checkpoint import inspect_model
@@ -37,7 +36,7 @@ from draftmill.storage.errors import Error, UserError, printable
 from draftmill.storage.parquet import read_parquet
 from draftmill.storage.runs.commit import trace_name
 from draftmill.storage.runs.records import read_results
-from draftmill.storage.stores.interface import NotFound, S3Options
+from draftmill.storage.stores.interface import NotFound, Place
 from draftmill.storage.stores.store import open_store
 
 ON_TERMINAL: Final = 10
@@ -88,21 +87,20 @@ class ShownRow:
 
 
 def show(
-    run_dir: str,
+    place: Place,
     *,
     ids: Sequence[str] = (),
     failed: bool = False,
     limit: int | None = None,
     html: str | None = None,
     overwrite: bool = False,
-    s3: S3Options | None = None,
 ) -> int:
     """Print rows of a run, or write a page of them; returns the exit code. Of an unfinished run, those of its finished units.
 
     `ids` and `failed` choose rows, of which at most `limit` are shown. UserError if there is no run, or no row with an id.
     """
-    passes = passes_of(open_store(run_dir, s3=s3), s3=s3)
-    remaking = Remaking(passes, s3)
+    passes = passes_of(open_store(place))
+    remaking = Remaking(passes)
     most = limit or (ON_TERMINAL if html is None else ON_PAGE)
     rows = list(islice(remaking.shown(chosen_rows(passes, ids, failed=failed)), most))
     lacking = [name for name in ids if name not in {shown.row["id"] for shown in rows}]
@@ -118,7 +116,7 @@ def show(
     lead = f"{spec.decoder.kind} on {spec.model.path}, task {spec.task.kind}, {scope}"
     last = max((piece.forward or 0 for shown in rows for piece in shown.pieces), default=0)
     content = {"title": f"Rows: {spec.name}", "lead": lead, "rows": rows, "last": last}
-    size = write_page(html, lambda: render_page("show.html.j2", **content), field="--html", overwrite=overwrite)
+    size = write_page(html, lambda: render_page(**content, sections=[], foot=""), field="--html", overwrite=overwrite)
     print(f"{html}: {size:,} bytes, {scope}")
     return OK
 
@@ -142,7 +140,6 @@ class Remaking:
     """Makes the canvases of samples again and reads their traces. `problem` says why it can't, once that is known."""
 
     passes: Sequence[Pass]
-    s3: S3Options | None = None
     problem: str | None = None
     tokenizer: Tokenizer | None = None
     _unit_ios: dict[int, RowUnitIO] = field(default_factory=dict)
@@ -186,15 +183,12 @@ class Remaking:
     def _unit_io(self, part: Pass) -> RowUnitIO:
         """What makes the canvases of a pass: as in a worker, without networks."""
         if part.number not in self._unit_ios:
-            job = replace(make_job(part.plan.spec, part.plan), store_url=part.store.url)
-            job = job if self.s3 is None else replace(job, s3=self.s3)
+            job = replace(make_job(part.plan.spec.with_s3(part.store.place.s3), part.plan), store=part.store.place)
             place = job.model
-            folder = fetch_model(place.path, place.revision, adapter=place.adapter, s3=job.s3)
+            folder = fetch_model(place.checkpoint, place.revision, adapter=place.adapter)
             info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
             self.tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-            stops = stops_of(job.task, job.sampling, folder, self.tokenizer, info)
-            ends = stops.ids if stops else ()
-            unit_io = RowUnitIO(job, tokenizer=self.tokenizer, info=info, worker="show", node="", ends=ends)
+            unit_io = RowUnitIO(job, tokenizer=self.tokenizer, info=info, worker="show", node="")
             self._unit_ios[part.number] = unit_io
         return self._unit_ios[part.number]
 

@@ -28,7 +28,7 @@ from draftmill.jobs.driving.ray_session import (
     ray_session,
 )
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.plan import Survey, reading_of, survey
+from draftmill.jobs.plan.plan import Survey, survey
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.job_spec import JobSpec
@@ -421,16 +421,8 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
     ) -> Iterator[pa.Table]:
         from draftmill.actors.planning.survey_pool import SurveyJob, SurveyPool, pack_tokenizer
 
-        job = SurveyJob(
-            reading=reading_of(spec),
-            info=prepared.info,
-            decoder=spec.decoder,
-            sampling=spec.sampling,
-            ends=tuple(prepared.hashes.ends),
-            truncate=spec.input.truncate,
-            tokenizer=pack_tokenizer(prepared.folder, spec.model.tokenizer),
-            chat=spec.chat,
-        )
+        tokenizer = pack_tokenizer(prepared.folder, spec.model.tokenizer)
+        job = SurveyJob(spec.recipe(prepared.hashes.ends), spec.kept, prepared.info, tokenizer)
         at_once = min(MOST_TASKS, num_cpus if is_ours else 2 * num_cpus)
         pool = SurveyPool(job, cpus=0 if is_ours else 1, at_once=at_once, note=note)
         return pool.tables(maker, inputs, kept, spec.input.limit)

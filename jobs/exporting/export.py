@@ -40,7 +40,7 @@ from draftmill.jobs.spec.places import is_inside, path_problem
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.records import SCHEMA_VERSION
-from draftmill.storage.stores.interface import AlreadyExists, S3Options, is_local
+from draftmill.storage.stores.interface import AlreadyExists, Place, is_local
 from draftmill.storage.stores.local import link_new, sync_folder
 from draftmill.storage.stores.store import open_store
 
@@ -54,7 +54,7 @@ PART = re.compile(rf"part-\d{{5,}}\.parquet|{SUCCESS}")
 
 
 def export(
-    run_dir: str,
+    place: Place,
     kind: str,
     out: str,
     *,
@@ -63,7 +63,6 @@ def export(
     overwrite: bool = False,
     order: str = "plan",
     file_mb: int | None = None,
-    s3: S3Options | None = None,
 ) -> int:
     """Write the run's rows to `out` (and those that are not ok to `errors`, if given); returns the exit code.
 
@@ -72,8 +71,8 @@ def export(
 
     Raises UserError if the run is not finished, or if it can't be exported in this way.
     """
-    store = open_store(run_dir, s3=s3)
-    passes = finished_passes(passes_of(store, s3=s3))
+    store = open_store(place)
+    passes = finished_passes(passes_of(store))
     names = columns_of(passes[0].plan, kind, columns)
     if kind == "openai":
         check_openai(passes[0].plan)
@@ -83,13 +82,13 @@ def export(
         out = out.rstrip("/") or out
     check_places(store.url, kind, out, errors)
     if file_mb is not None:
-        return export_parts(passes, names, out, file_bytes=file_mb * 2**20, overwrite=overwrite, order=order, s3=s3)
+        return export_parts(passes, names, place.at(out), file_bytes=file_mb * 2**20, overwrite=overwrite, order=order)
     with ExitStack() as stack:
         # Closed in reverse order: if `out` exists, its errors do too.
         files = [
-            stack.enter_context(open_whole(place, field=field, overwrite=overwrite, s3=s3))
-            for field, place in ((OUT, out), (ERRORS, errors))
-            if place is not None
+            stack.enter_context(open_whole(place.at(file), field=field, overwrite=overwrite))
+            for field, file in ((OUT, out), (ERRORS, errors))
+            if file is not None
         ]
         sinks = [sink_for(kind, file, passes[0].plan, names) for file in files]
         counts = write_rows(passes, names, sinks, order=order)
@@ -101,21 +100,14 @@ def export(
 
 
 def export_parts(
-    passes: Sequence[Pass],
-    columns: Sequence[str],
-    out: str,
-    *,
-    file_bytes: int,
-    overwrite: bool,
-    order: str,
-    s3: S3Options | None,
+    passes: Sequence[Pass], columns: Sequence[str], out: Place, *, file_bytes: int, overwrite: bool, order: str
 ) -> int:
     """Write Parquet files of a chosen size into the folder `out`; files of an earlier export go."""
-    store = open_store(out, s3=s3)
+    store = open_store(out)
     # Other names are not ours to replace or delete.
     earlier = [stat.name for prefix in ("part-", SUCCESS) for stat in store.list(prefix) if PART.fullmatch(stat.name)]
     if earlier and not overwrite:
-        raise UserError(f"{out!r} has {earlier[0]} already; --overwrite replaces it", field=OUT)
+        raise UserError(f"{out.url!r} has {earlier[0]} already; --overwrite replaces it", field=OUT)
     if SUCCESS in earlier:
         store.delete(SUCCESS)
     sink = PartsSink(store, *parquet_format(passes[0].plan, columns), file_bytes)
@@ -123,7 +115,7 @@ def export_parts(
     for name in set(earlier) - {SUCCESS} - {part_name(number) for number in range(sink.count)}:
         store.delete(name)
     store.put(SUCCESS, b"")
-    print(f"{out}: {counted(count, 'sample')} in {counted(sink.count, 'file')}")
+    print(f"{out.url}: {counted(count, 'sample')} in {counted(sink.count, 'file')}")
     return OK
 
 
@@ -337,16 +329,16 @@ def _inside(place: str, run_url: str) -> bool:
 # ---- a file that appears whole or not at all
 
 
-def open_whole(place: str, *, field: str, overwrite: bool, s3: S3Options | None) -> AbstractContextManager[Target]:
+def open_whole(place: Place, *, field: str, overwrite: bool) -> AbstractContextManager[Target]:
     """A file that appears under its name when the block succeeds; if the block raises, nothing is left.
 
     Raises UserError if the place can't be written. `field` is the argument that names the place.
     """
-    if place == STDOUT:
+    if place.url == STDOUT:
         return _standard_output()
-    if place.startswith(S3):
-        return _object(place, field, overwrite, s3 or S3Options())
-    return _local_file(place, field, overwrite)
+    if place.url.startswith(S3):
+        return _object(place, field, overwrite)
+    return _local_file(place.url, field, overwrite)
 
 
 @contextmanager
@@ -356,21 +348,21 @@ def _standard_output() -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iterator[Target]:
+def _object(place: Place, field: str, overwrite: bool) -> Iterator[Target]:
     # Imported only here: importing boto3 takes a third of a second, and an export to local disk doesn't need it.
     from draftmill.storage.stores.s3 import S3Store
     from draftmill.storage.stores.upload import Upload, abort_orphans
 
-    bucket, _, key = place.removeprefix(S3).partition("/")
-    store = S3Store(f"{S3}{bucket}", options)
+    bucket, _, key = place.url.removeprefix(S3).partition("/")
+    store = S3Store(f"{S3}{bucket}", place.s3)
     abort_orphans(store, key)
     if not overwrite and store.exists(key):
-        raise _exists_error(place, field)
+        raise _exists_error(place.url, field)
     try:
         with Upload(store, key, overwrite=overwrite) as file:
             yield file
     except AlreadyExists:
-        raise _exists_error(place, field) from None
+        raise _exists_error(place.url, field) from None
 
 
 @contextmanager

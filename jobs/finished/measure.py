@@ -30,14 +30,15 @@ from draftmill.jobs.driving.totals import Totals, ratio
 from draftmill.jobs.finished.passes import Pass, finished_passes
 from draftmill.jobs.formatting import counted, duration
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.worker_job import absolute, limits_of, where
+from draftmill.jobs.plan.worker_job import limits_of
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.places import absolute, with_absolute
 from draftmill.jobs.spec.rules import metric_problem, reference_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet, measured_units, metric_sets, record_set
-from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.interface import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,6 @@ def ready_metrics(
     kept: Sequence[str],
     *,
     reference: str | None = None,
-    s3: S3Options,
 ) -> Ready:
     """Check metrics against a job whose results keep the columns `kept`; UserError, with the path, if one can't be measured.
 
@@ -79,7 +79,7 @@ def ready_metrics(
     )
     if problem is not None:
         raise UserError(problem[1], field=problem[0])
-    checked = {index: _check_metric(metric, fields[index], spec, s3) for index, metric in enumerate(metrics)}
+    checked = {index: _check_metric(metric, fields[index], spec) for index, metric in enumerate(metrics)}
     ready = []
     for index, part in expand_metrics(metrics):
         extra, more = checked[index]
@@ -118,7 +118,7 @@ def check_columns(ready: Ready, sets: Mapping[str, MetricSet]) -> None:
                 )
 
 
-def _check_metric(metric: Metric, field: str, spec: JobSpec, s3: S3Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def _check_metric(metric: Metric, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """What else decides the metric's values (hashes), and the fields of its ReadyMetric; UserError if it can't be measured."""
     package = PACKAGES.get(metric.kind)
     if package is not None and importlib.util.find_spec(package) is None:
@@ -127,7 +127,7 @@ def _check_metric(metric: Metric, field: str, spec: JobSpec, s3: S3Options) -> t
         case OwnMetric():
             return _own(metric, field)
         case Judge():
-            return _judge(metric, field, s3)
+            return _judge(metric, field, spec)
         case PassAtK():
             return _programs(metric, field, spec)
     return {}, {}
@@ -142,11 +142,11 @@ def _own(metric: OwnMetric, field: str) -> tuple[dict[str, Any], dict[str, Any]]
     return {"sha256": hashlib.sha256(source.encode()).hexdigest()}, {"source": source}
 
 
-def _judge(metric: Judge, field: str, s3: S3Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def _judge(metric: Judge, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
     place = f"{field}.model"
-    folder = fetch_model(metric.model, metric.revision, s3=s3, field=place)
+    folder = fetch_model(spec.place(metric.model), metric.revision, field=place)
     try:
         info = inspect_model(folder)
     except ValueError as error:
@@ -156,9 +156,8 @@ def _judge(metric: Judge, field: str, s3: S3Options) -> tuple[dict[str, Any], di
         raise UserError(f"{metric.model} is of family {info.family!r}; allowed: causal models", field=place)
     if not has_tokenizer(folder):
         raise UserError(f"{metric.model} has no tokenizer, which texts need", field=place)
-    model = ModelPlace(
-        where(metric.model), metric.revision, "auto", None, "auto", metric.dtype, metric.device, trust_remote_code=False
-    )
+    checkpoint = spec.place(with_absolute(metric).model)
+    model = ModelPlace(checkpoint, metric.revision, "auto", None, "auto", metric.dtype, metric.device, False)
     hashes = {"model_sha256": model_hash(folder), "tokenizer_sha256": tokenizer_hash(folder)}
     return hashes, {"place": model}
 
@@ -236,7 +235,6 @@ def measure_units(
     display: Display,
     stop: StopFlag,
     grace_s: float,
-    s3: S3Options,
 ) -> bool:
     """Measure what is missing; returns whether all is measured, False if it was interrupted.
 
@@ -249,7 +247,7 @@ def measure_units(
     for lacking in dict.fromkeys(unit.metrics for unit in units.values()):
         record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
     limits = limits_of(spec)
-    job = _job_of(store, passes[0].plan, ready, units, row_s=limits.lease_s, s3=s3)
+    job = _job_of(store, passes[0].plan, ready, units, row_s=limits.lease_s)
     rows, all_rows = sum(unit.rows for unit in units.values()), sum(part.plan.rows for part in finished_passes(passes))
     totals = Totals(units=len(units), rows=all_rows, rows_before=all_rows - rows)
     indices = sorted({index for unit in units.values() for index in unit.metrics})
@@ -278,12 +276,9 @@ def measure_units(
     return is_done
 
 
-def _job_of(
-    store: Store, plan: Plan, ready: Ready, units: Mapping[int, UnitToMeasure], *, row_s: float, s3: S3Options
-) -> MeasureJob:
+def _job_of(store: Store, plan: Plan, ready: Ready, units: Mapping[int, UnitToMeasure], *, row_s: float) -> MeasureJob:
     return MeasureJob(
-        store_url=absolute(store.url),
-        s3=s3,
+        store=store.place.at(absolute(store.url)),
         fingerprint=plan.fingerprint,
         code_version=draftmill.__version__,
         metrics=ready.metrics,

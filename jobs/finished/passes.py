@@ -25,7 +25,7 @@ from draftmill.storage.runs.commit import Manifest, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA
-from draftmill.storage.stores.interface import Level, S3Options, Store, level_of
+from draftmill.storage.stores.interface import Level, Store, level_of
 from draftmill.storage.stores.store import open_store
 
 FOLDER = "passes/"
@@ -95,16 +95,16 @@ def require_plan(store: Store) -> Plan:
     )
 
 
-def pass_store(store: Store, number: int, s3: S3Options | None) -> Store:
+def pass_store(store: Store, number: int) -> Store:
     """The run directory of a pass, inside the run's own directory."""
-    return store if number == 1 else open_store(f"{store.url.rstrip('/')}/{FOLDER}{number:04d}", s3=s3)
+    return store if number == 1 else open_store(store.place.below(f"{FOLDER}{number:04d}"))
 
 
-def passes_of(store: Store, *, s3: S3Options | None = None) -> list[Pass]:
+def passes_of(store: Store) -> list[Pass]:
     """Every pass that has a plan, in order; only the last may lack its manifest. UserError if there is no plan."""
     passes = [Pass(1, store, require_plan(store), read_manifest(store))]
     while passes[-1].manifest is not None:
-        place = pass_store(store, len(passes) + 1, s3)
+        place = pass_store(store, len(passes) + 1)
         plan = load_plan(place)
         if plan is None:
             break

@@ -21,16 +21,17 @@ from draftmill.actors.loop.loading import build, load_networks, most_canvases
 from draftmill.actors.loop.memory import Room, fit
 from draftmill.actors.planning.surveying import CONSTRAINED
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.makers import Maker
+from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.plan import check_names, each_sample, lacks_a_column, make_maker, no_column, survey
+from draftmill.jobs.plan.plan import check_names, each_sample, lacks_a_column, no_column, survey
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.worker_job import decoder_of, place_of
+from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.places import with_absolute
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.reader import iterate
@@ -123,7 +124,7 @@ def estimate_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
 
 def maker_of(prepared: Prepared) -> Maker:
     """The maker of this job's canvases."""
-    return make_maker(prepared.spec, prepared.tokenizer, prepared.info, prepared.hashes)
+    return maker_for(prepared.spec.recipe(prepared.hashes.ends), prepared.tokenizer, prepared.info)
 
 
 def first_canvases(prepared: Prepared, count: int) -> list[RowCanvas]:
@@ -134,9 +135,9 @@ def first_canvases(prepared: Prepared, count: int) -> list[RowCanvas]:
 
 def _canvases(prepared: Prepared) -> Iterator[RowCanvas | RowError]:
     spec, maker = prepared.spec, maker_of(prepared)
-    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
+    columns = read_columns(spec.recipe())
     for file in prepared.inputs:
-        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
+        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars):
             yield try_row(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
 
 
@@ -158,7 +159,7 @@ def load(prepared: Prepared, unit_rows: int) -> LoadedModel:
 
     spec, batching, threads = prepared.spec, prepared.spec.batching, torch.get_num_threads()
     try:
-        networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options())
+        networks = load_networks(prepared.folder, place_of(spec), with_absolute(spec.decoder))
         most = most_canvases(spec.task, spec.decoder, unit_rows)
         decoder = build(
             networks,

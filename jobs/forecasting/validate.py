@@ -213,7 +213,7 @@ def validate(spec: JobSpec) -> int:
     path = spec.output.path if has_date(spec.output.path) else None
     spec = at_date(spec, datetime.now(UTC))
     check_places(spec)
-    store = open_store(spec.output.path, s3=spec.s3.options())
+    store = open_store(spec.place(spec.output.path))
     new_inputs = new_files(spec, store, path)
     if new_inputs is not None:
         print(f"since     {new_inputs.text}")
@@ -270,8 +270,8 @@ def failure_lines(prepared: Prepared, sample: RowSample) -> Iterator[str]:
 def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
     """Why a row of the survey has no canvas: it is read again."""
     spec, file = prepared.spec, prepared.inputs[row["file"]]
-    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
+    columns = read_columns(spec.recipe())
     place = [(row["row"], row["offset"])]
-    (again,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+    (again,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars)
     outcome = try_row(partial(canvas_of, spec, maker_of(prepared), again, row["id"]), "tokenize", "tokenize_error")
     return outcome.message if isinstance(outcome, RowError) else ""

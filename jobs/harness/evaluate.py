@@ -75,7 +75,7 @@ def _load_model(spec: EvalSpec, options: EvalOptions) -> Model:
     from draftmill.jobs.harness.model import Model
 
     job = spec.any_job()
-    folder = fetch_model(job.model.path, job.model.revision, adapter=job.model.adapter, s3=job.s3.options())
+    folder = fetch_model(job.place(job.model.path), job.model.revision, adapter=job.model.adapter)
     info = inspect(job, folder)
     tokenizer = load_tokenizer(folder, job.model.tokenizer, trust_remote_code=job.model.trust_remote_code)
     if tokenizer is None:
@@ -91,7 +91,7 @@ def _runner(options: RunOptions, stack: ExitStack) -> Callable[[JobSpec], int]:
 
     def run(job: JobSpec) -> int:
         nonlocal is_up
-        if not is_up and not is_closed(open_store(job.output.path, s3=job.s3.options())):
+        if not is_up and not is_closed(open_store(job.place(job.output.path))):
             stack.enter_context(ray_session(options.ray_address, note=_note(options)))
             is_up = True
         with redirect_stdout(sys.stderr):  # standard output is for lm_eval's table
@@ -123,7 +123,7 @@ def _evaluate(spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenT
         for name, of_task in facts.items()
     }
     results[KEY] = {name: totals(of_task) for name, of_task in answers.items()}
-    store = open_store(spec.any_job().output.path, s3=spec.any_job().s3.options())
+    store = open_store(spec.any_job().place(spec.any_job().output.path))
     names = _save(tracker, results, samples, store)
     _print_results(spec, options, model, results, answers)
     print(f"{store.url}/{next(name for name in names if '/results_' in name)}")

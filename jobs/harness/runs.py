@@ -151,8 +151,8 @@ class Runs:
         Raises Unfinished if the job was interrupted or too many of its rows failed, UserError if the directory is a run's.
         """
         any_job = self.spec.any_job()
-        base, options = any_job.output.path.rstrip("/"), any_job.s3.options()
-        store = open_store(base, s3=options)
+        base = any_job.output.path.rstrip("/")
+        store = open_store(any_job.place(base))
         lines = rows.lines()
         if store.exists(PLAN):
             raise UserError(f"{base!r} is a job's run directory; use another directory", field="output.path")
@@ -163,7 +163,7 @@ class Runs:
         code = self.run(job(f"{base}/{requests}", place))
         if code != OK:
             raise Unfinished(code)
-        passes = passes_of(open_store(place, s3=options), s3=options)
+        passes = passes_of(open_store(store.place.at(place)))
         answers = (row for table in latest_rows(passes, columns=COLUMNS) for row in table.to_pylist())
         return Results(place, {row["id"]: row for row in answers})
 

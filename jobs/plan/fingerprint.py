@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from draftmill.actors.task import Infill
@@ -75,7 +75,7 @@ def identity(file: InputFile) -> dict[str, Any]:
     """What identifies a version of an input: name, format, size, and its hash or etag, or else its modification time."""
     known = {
         key: value
-        for key, value in asdict(file).items()
+        for key, value in file.facts().items()
         if key not in _NO_IDENTITY and (key != "sha256" or value is not None)
     }
     if file.sha256 is not None or file.etag is not None:

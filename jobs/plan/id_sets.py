@@ -22,7 +22,7 @@ from draftmill.actors.rows.row import id_hashes
 HELD_ROWS = 2**18
 """Rows kept in memory before they are written to the files."""
 
-Place = tuple[int, int]
+RowPlace = tuple[int, int]
 """(file, row)"""
 
 Hashes = NDArray[np.bytes_]
@@ -95,7 +95,7 @@ class DuplicateFinder(ExitStack):
                 self.enter_context(self._folder)
             self._spread(self._folder)
 
-    def first(self) -> tuple[Place, Place] | None:
+    def first(self) -> tuple[RowPlace, RowPlace] | None:
         """Return both places of the first repeated id in input order; None if there is none."""
         return min((pair for part in self._parts() for pair in _twice(part)), key=lambda pair: pair[1], default=None)
 
@@ -112,7 +112,7 @@ class DuplicateFinder(ExitStack):
         self._held, self._count = [], 0
 
 
-def _twice(records: NDArray[np.void]) -> list[tuple[Place, Place]]:
+def _twice(records: NDArray[np.void]) -> list[tuple[RowPlace, RowPlace]]:
     """At most one pair of places: the one whose second place comes first."""
     ordered = records[np.lexsort((records["row"], records["file"], records["hash"]))]
     at = np.flatnonzero(ordered["hash"][1:] == ordered["hash"][:-1])
@@ -120,7 +120,7 @@ def _twice(records: NDArray[np.void]) -> list[tuple[Place, Place]]:
     return [min(pairs, key=lambda pair: pair[1])] if pairs else []
 
 
-def _place(record: np.void) -> Place:
+def _place(record: np.void) -> RowPlace:
     return int(record["file"]), int(record["row"])
 
 

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 import draftmill
-from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, Reading, survey_pieces
+from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, survey_pieces
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.prompts import FIELD as TEMPLATE
 from draftmill.actors.rows.prompts import columns_of, prompter_of, read_columns
@@ -40,7 +40,7 @@ from draftmill.jobs.plan.fingerprint import (
     results_key,
     shorten,
 )
-from draftmill.jobs.plan.id_sets import DuplicateFinder, Place, hashes_in, hashes_of
+from draftmill.jobs.plan.id_sets import DuplicateFinder, RowPlace, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
@@ -75,20 +75,7 @@ def survey(
     """
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     pieces = [Piece(number, file) for number, file in enumerate(inputs)]
-    return survey_pieces(reading_of(spec), maker, pieces, kept, limit=spec.input.limit, threads=threads)
-
-
-def reading_of(spec: JobSpec) -> Reading:
-    """What a spec says about reading its inputs."""
-    return Reading(
-        task=spec.task,
-        columns=spec.input.columns,
-        chunk_chars=spec.input.chunk_chars,
-        seed=spec.seed,
-        s3=spec.s3.options(),
-        kept=tuple(spec.kept),
-        prompt=spec.prompt,
-    )
+    return survey_pieces(spec.recipe(), maker, pieces, kept, limit=spec.input.limit, threads=threads)
 
 
 def each_sample(table: pa.Table, count: int) -> Iterator[pa.Table]:
@@ -215,7 +202,7 @@ def build_plan(
     `survey` reads the rows; the plan does not depend on how it does so. Raises UserError, and leaves no files, if the inputs
     have no rows, an id occurs twice, no row has a column that the spec names, or a file is damaged.
     """
-    maker = make_maker(spec, tokenizer, info, hashes)
+    maker = maker_for(spec.recipe(hashes.ends), tokenizer, info)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
     discard_parts(store, epoch)
@@ -237,22 +224,6 @@ def build_plan(
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
     return create_plan(store, spec, results_key(spec, info, hashes, inputs), inputs, writer, keep=keep)
-
-
-def make_maker(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, hashes: Hashes) -> Maker:
-    """The canvas maker of a spec."""
-    return maker_for(
-        spec.task,
-        spec.input.columns,
-        tokenizer,
-        info,
-        decoder=spec.decoder,
-        sampling=spec.sampling,
-        ends=hashes.ends,
-        truncate=spec.input.truncate,
-        prompt=spec.prompt,
-        chat=spec.chat,
-    )
 
 
 def create_plan(
@@ -293,7 +264,7 @@ def store_plan(
         "totals": totals,
         "results": results,
         "spec": spec.model_dump(mode="json"),
-        "inputs": [asdict(file) for file in inputs],
+        "inputs": [file.facts() for file in inputs],
         "parts": parts,
         "keep": schema_to_json(keep),
     }
@@ -391,7 +362,7 @@ def check_survey(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[Inp
             raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
         if lacks_a_column(kinds):
             raise no_column(spec, inputs)
-        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs, spec.s3.options())):
+        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
             raise UserError(f"none of {rows:,} rows can be read{hint}", field="input.delimiter")
         if kinds[None] and not is_constrained:
             check_names(spec)
@@ -424,10 +395,9 @@ def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
 
 def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     """The error of a job whose rows all lack a needed column: then the spec is wrong, not the rows."""
-    s3 = spec.s3.options()
 
     def rows_of() -> Iterator[Row]:
-        return (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=s3))
+        return (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars))
 
     first = next((row for row in rows_of() if row.error is None), None)
     there = (first.values if first is not None else None) or {}
@@ -457,7 +427,7 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
         says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
     elif value is not None:
         says = f"no row has a text in a column {column!r}; the first one that has it holds {type(value).__name__} there"
-    return UserError(f"{says} ({inputs[0].name}){delimiter_hint(inputs, s3)}", field=f"input.columns.{name}")
+    return UserError(f"{says} ({inputs[0].name}){delimiter_hint(inputs)}", field=f"input.columns.{name}")
 
 
 TEXT_COLUMNS: Final = ("text", "prompt", "completion", "prefix", "suffix", "system")
@@ -471,17 +441,15 @@ def _expected_column(task: Task, there: dict[str, Any]) -> str:
     return "prompt" if isinstance(task, Complete) or has_text else "text"
 
 
-def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Place) -> UserError:
+def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: RowPlace, second: RowPlace) -> UserError:
     name = _id_at(spec, inputs[second[0]], second[1])
     places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
     return UserError(f"the id {brief(name)} occurs twice: {places}; ids must be unique", field="input.columns.id")
 
 
 def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
-    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
-    found = next(
-        read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
-    )
+    columns = read_columns(spec.recipe())
+    found = next(read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars))
     return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
 
 

@@ -68,7 +68,7 @@ from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, wit
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, is_closed
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import S3Options, Store, about
+from draftmill.storage.stores.interface import Place, Store, about
 from draftmill.storage.stores.store import open_store
 
 HEAD_FIELD = "decoder.head"
@@ -112,18 +112,18 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         spec = as_planned(spec, plan)
         compare_settings(plan, spec)
     model = spec.model
-    folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=spec.s3.options())
+    folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
     info = inspect(spec, folder)
     if asked.from_checkpoint:
         spec = with_sampling(spec, recommended(asked, folder))
     tokenizer = loaders.tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
     planned = None if plan is None else plan.results["input"].get("run")
-    run = None if spec.input.run is None else run_state(spec.input.run, planned, spec.s3.options())
+    run = None if spec.input.run is None else run_state(spec.place(spec.input.run), planned)
     if run is None:
-        inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
+        inputs = loaders.inputs(*spec.input_places, delimiter=spec.input.delimiter)
     elif plan is not None:
-        inputs = copied_files(plan, store, spec.s3.options())
+        inputs = copied_files(plan, store)
     else:
         inputs = []
     if plan is not None:
@@ -247,15 +247,15 @@ def with_examples(spec: JobSpec) -> JobSpec:
     examples = spec.prompt.examples
     if examples is None or examples.path is None:
         return spec
-    chosen = Examples(rows=tuple(read_examples(examples, spec.s3.options())), answer=examples.answer)
+    chosen = Examples(rows=tuple(read_examples(examples, spec.place(examples.path))), answer=examples.answer)
     return spec.model_copy(update={"prompt": spec.prompt.model_copy(update={"examples": chosen})})
 
 
-def read_examples(examples: Examples, s3: S3Options) -> list[dict[str, Any]]:
+def read_examples(examples: Examples, place: Place) -> list[dict[str, Any]]:
     """The first k rows of the file, or k drawn by the seed, in JSON form; UserError if it has fewer, or if one can't be read."""
     assert examples.path is not None and examples.k is not None
     try:
-        rows = chain.from_iterable(iterate(file, s3=s3) for file in list_inputs(examples.path, s3=s3))
+        rows = chain.from_iterable(iterate(file) for file in list_inputs(place))
         if examples.seed is None:
             chosen = list(islice(rows, examples.k))
         else:
@@ -297,28 +297,28 @@ def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
     """Whether the first row is an OpenAI request; then the others are, too. Rows of a run never are."""
     if spec.input.run is not None:
         return False
-    columns = read_columns(spec.input.columns, spec.task, spec.prompt)
+    columns = read_columns(spec.recipe())
     try:
-        rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+        rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars)
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
     except UserError:  # a damaged file: planning says what is wrong
         return False
 
 
-def run_state(place: str, planned: dict[str, str] | None, s3: S3Options) -> dict[str, str]:
+def run_state(place: Place, planned: dict[str, str] | None) -> dict[str, str]:
     """What identifies the rows of a finished run: its fingerprint, and a digest of its passes' manifests and its metrics.
 
     It is the `planned` one if the run has been deleted or pruned since: the rows were copied then. UserError if there is no
     finished run.
     """
     with about("input.run"):
-        run = open_store(place, s3=s3)
+        run = open_store(place)
         if planned is not None and next(run.list("data/"), None) is None:
             return planned
         plan = load_plan(run)
         if plan is None or not is_closed(run):
             what = "no run directory" if plan is None else "not finished; `draftmill run` resumes it"
-            raise UserError(f"{place!r} is {what}", field="input.run")
+            raise UserError(f"{place.url!r} is {what}", field="input.run")
         names = sorted(stat.name for folder in ("metrics/", "passes/") for stat in run.list(folder))
         manifests = [MANIFEST, *(name for name in names if name.endswith(f"/{MANIFEST}"))]
         hashes = [hashlib.sha256(run.get(name)).hexdigest() for name in manifests]
@@ -330,10 +330,10 @@ def copied_folder(files: Sequence[InputFile]) -> str:
     return "input/" + files[0].uri.rpartition("/input/")[2].rpartition("/")[0]
 
 
-def copied_files(plan: Plan, store: Store, s3: S3Options) -> list[InputFile]:
+def copied_files(plan: Plan, store: Store) -> list[InputFile]:
     """The files there, wherever the run directory is now; those of the plan if `draftmill prune` has deleted them."""
     try:
-        return list_inputs(f"{store.url.rstrip('/')}/{copied_folder(plan.files)}", s3=s3)
+        return list_inputs(store.place.below(copied_folder(plan.files)))
     except NothingThere:
         return list(plan.files)
 

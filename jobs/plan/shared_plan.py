@@ -7,7 +7,6 @@ it has its own `_plan.json` with its own fingerprint, and its own copy of the pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -68,7 +67,7 @@ def canvas_key(prepared: Prepared) -> str:
 @lru_cache(maxsize=16)
 def _files_key(files: tuple[InputFile, ...]) -> str:
     """A digest of inputs as they were listed; a hash is known only of those that were planned before."""
-    return digest([asdict(file) | {"sha256": None} for file in files])
+    return digest([file.facts() | {"sha256": None} for file in files])
 
 
 def settings_key(prepared: Prepared) -> str:

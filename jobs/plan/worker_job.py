@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from draftmill.actors.job import Job, ModelPlace
-from draftmill.decoders.common_settings import DrafterPlace
-from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.places import absolute, with_absolute
 from draftmill.storage.inputs.rows import InputFile, InputFiles
 from draftmill.storage.runs.unit_table import parts_of
-from draftmill.storage.stores.interface import is_local
 
 
 def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> Job:
@@ -22,72 +19,49 @@ def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> 
 
     `inputs` are the inputs as this session found them, whose content is the plan's: their location and date may have changed.
     """
+    ends = plan.results["task"].get("ends", ())
     here = {file.name: file for file in inputs}
     current = [here.get(file.name, file) for file in plan.files]
     return Job(
-        store_url=absolute(spec.output.path),
-        s3=spec.s3.options(),
+        store=spec.place(absolute(spec.output.path)),
         fingerprint=plan.fingerprint,
         code_version=plan.code_version,
         trace=spec.output.trace == "steps",
-        seed=spec.seed,
         model=place_of(spec),
-        decoder=decoder_of(spec),
-        sampling=spec.sampling,
+        # The plan has the date and the rows of the examples.
+        recipe=replace(
+            spec.recipe(ends), task=plan.spec.task, prompt=plan.spec.prompt, decoder=with_absolute(spec.decoder)
+        ),
         max_rows=None if spec.batching.max_rows == "auto" else spec.batching.max_rows,
         max_tokens=None if spec.batching.max_tokens == "auto" else spec.batching.max_tokens,
         prompt_rows=None if spec.batching.prompt_rows == "auto" else spec.batching.prompt_rows,
         unit_rows=max((size.rows for size in plan.sizes()), default=1),
-        task=plan.spec.task,  # with the plan's date
-        columns=spec.input.columns,
-        chunk_chars=spec.input.chunk_chars,
-        files=InputFiles(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+        files=InputFiles(
+            (replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+            spec.s3.options(),
+        ),
         parts=parts_of(plan.parts),
-        truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
-        prompt=plan.spec.prompt,  # with the rows of the examples
-        chat=spec.chat,
     )
 
 
 def place_of(spec: JobSpec) -> ModelPlace:
     """The model section, with absolute local paths; `device: auto` of a job whose workers get no GPU is the CPU."""
-    model = spec.model
+    model = with_absolute(spec.model)
     without_gpus = all(shape.gpus == 0 for shape in spec.shapes)
     return ModelPlace(
-        path=where(model.path),
+        checkpoint=spec.place(model.path),
         revision=model.revision,
         family=model.family,
         mask_id=model.mask_id,
-        tokenizer=model.tokenizer if model.tokenizer in {"auto", "none"} else absolute(model.tokenizer),
+        tokenizer=model.tokenizer,
         dtype=model.dtype,
         device="cpu" if model.device == "auto" and without_gpus else model.device,
         trust_remote_code=model.trust_remote_code,
-        adapter=None if model.adapter is None else where(model.adapter),
+        adapter=model.adapter,
         exact=model.exact,
         weights=model.weights,
     )
-
-
-def decoder_of(spec: JobSpec) -> DecoderSettings:
-    """The decoder's settings, with absolute paths of a draft head and of a drafter model."""
-    head = getattr(spec.decoder, "head", None)
-    if head not in {None, "auto", "none"}:
-        return spec.decoder.model_copy(update={"head": absolute(head)})
-    drafter = getattr(spec.decoder, "drafter", None)
-    if isinstance(drafter, DrafterPlace):
-        return spec.decoder.model_copy(update={"drafter": drafter.model_copy(update={"path": where(drafter.path)})})
-    return spec.decoder
-
-
-def where(path: str) -> str:
-    """A model's path: absolute if it exists on this machine, otherwise unchanged."""
-    return absolute(path) if Path(path).exists() else path
-
-
-def absolute(path: str) -> str:
-    """A local path made absolute; URLs stay unchanged."""
-    return str(Path(path).expanduser().absolute()) if is_local(path) else path
 
 
 def limits_of(spec: JobSpec) -> Limits:

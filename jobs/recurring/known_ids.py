@@ -24,7 +24,7 @@ from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.commit import MANIFEST
-from draftmill.storage.stores.interface import S3Options, Store, level_of
+from draftmill.storage.stores.interface import Store, level_of
 
 IDS = "_ids.parquet"
 """In a pruned run: the hashes of its ids that are ok."""
@@ -33,7 +33,7 @@ SCHEMA = pa.schema([("id", pa.binary(HASH_BYTES))])
 
 
 @contextmanager
-def sifting(base: Store, runs: Sequence[FoundRun], display: Notes, *, s3: S3Options | None) -> Iterator[Sift]:
+def sifting(base: Store, runs: Sequence[FoundRun], display: Notes) -> Iterator[Sift]:
     """During the block, a function that skips the rows whose ids these finished runs have as ok.
 
     Call it under the lease of the name, since it brings the cache up to date. At the end a note says how many rows were skipped.
@@ -41,7 +41,7 @@ def sifting(base: Store, runs: Sequence[FoundRun], display: Notes, *, s3: S3Opti
     skipped = 0
     with IdIndex() as index:
         for run in runs:
-            index.add(hashes_in(ids_of(base, run, s3=s3)["id"]))
+            index.add(hashes_in(ids_of(base, run)["id"]))
 
         def sift(table: pa.Table) -> pa.Table:
             nonlocal skipped
@@ -55,7 +55,7 @@ def sifting(base: Store, runs: Sequence[FoundRun], display: Notes, *, s3: S3Opti
     )
 
 
-def ids_of(base: Store, run: FoundRun, *, s3: S3Options | None) -> pa.Table:
+def ids_of(base: Store, run: FoundRun) -> pa.Table:
     """A table of SCHEMA with the hashed ids that are ok in a finished run; enters it into the cache."""
     if PRUNED in run.level.files:
         return read_parquet(run.store.get(IDS)).replace_schema_metadata(None)
@@ -67,16 +67,16 @@ def ids_of(base: Store, run: FoundRun, *, s3: S3Options | None) -> pa.Table:
             return table.replace_schema_metadata(None)
     except (StoreError, pa.ArrowInvalid, OSError):  # missing or damaged
         pass
-    table = ok_ids(run.store, s3=s3)
+    table = ok_ids(run.store)
     failpoint("ledger.before_cache")
     base.put(name, write_parquet(table, facts))
     return table
 
 
-def ok_ids(store: Store, *, s3: S3Options | None) -> pa.Table:
+def ok_ids(store: Store) -> pa.Table:
     """The same from the run's results."""
     ok, others = [hashes_of([])], [hashes_of([])]
-    for table in latest_rows(passes_of(store, s3=s3), columns=["id", "status"]):
+    for table in latest_rows(passes_of(store), columns=["id", "status"]):
         is_ok = pc.equal(table["status"], "ok")
         ok.append(hashes_of(table.filter(is_ok)["id"].to_pylist()))
         others.append(hashes_of(table.filter(pc.invert(is_ok))["id"].to_pylist()))

@@ -8,7 +8,7 @@ file of which only the mtime or the place has changed is hashed: with the same n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import planned_inputs
 from draftmill.jobs.plan.prepare import Loaders
-from draftmill.jobs.recurring.runs import FoundRun, finished_runs
-from draftmill.jobs.spec.dated_path import base_of
+from draftmill.jobs.recurring.runs import FoundRun, base_store, finished_runs
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
@@ -28,7 +27,6 @@ from draftmill.storage.inputs.sources import with_hashes
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.parallel import parallel_map
-from draftmill.storage.stores.store import open_store
 
 FILES = pa.schema(
     [
@@ -89,15 +87,15 @@ def new_inputs(spec: JobSpec, path: str) -> NewInputs:
 
     UserError if the inputs can't be listed, or if there are none and no run has finished yet.
     """
-    s3 = spec.s3.options()
-    runs = finished_runs(path, s3=s3)
+    base = base_store(spec.place(path))
+    runs = finished_runs(base)
     try:
-        listed = list_inputs(spec.input.paths, s3=s3, delimiter=spec.input.delimiter)
+        listed = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
     except NothingThere:  # files may be moved away when they are done
         if not runs:
             raise
         listed = []
-    return difference(listed, done_inputs(open_store(base_of(path), s3=s3), runs), runs=len(runs))
+    return difference(listed, done_inputs(base, runs), runs=len(runs))
 
 
 def done_inputs(base: Store, runs: Sequence[FoundRun]) -> pa.Table:
@@ -110,7 +108,7 @@ def done_inputs(base: Store, runs: Sequence[FoundRun]) -> pa.Table:
 
 def difference(listed: Sequence[InputFile], done: pa.Table, *, runs: int) -> NewInputs:
     """The listed files without those that are in `done` (a table of FILES) in the same version."""
-    table = pa.Table.from_pylist([asdict(file) for file in listed], FILES)
+    table = pa.Table.from_pylist([file.facts() for file in listed], FILES)
     is_known = _among(table["uri"], done["uri"]) | _among(table["name"], done["name"])
     is_same = _among(versions(table, "uri"), versions(done, "uri"))
     is_same |= _among(versions(table, "name"), versions(done, "name"))

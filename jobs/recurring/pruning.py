@@ -31,7 +31,7 @@ from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import LEASE, LeaseHeld
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import AlreadyExists, Level, S3Options, Stat, Store, level_of
+from draftmill.storage.stores.interface import AlreadyExists, Level, Place, Stat, Store, level_of
 from draftmill.storage.stores.store import open_store, remove_empty_folders
 
 FOLDERS = ("data/", "traces/", "metrics/", "passes/", "plan/", "input/", "attempts/", "log/")
@@ -70,9 +70,9 @@ class Candidate:
         return sum(stat.size for stat in self.objects)
 
 
-def candidates(base: Store, keep: Keep, now: datetime, *, unfinished: bool, s3: S3Options | None) -> list[Candidate]:
+def candidates(base: Store, keep: Keep, now: datetime, *, unfinished: bool) -> list[Candidate]:
     """Every run below the base path, oldest first, and whether it goes."""
-    runs = [(run, facts_of(run, s3=s3)) for run in runs_below(base, s3=s3) if run.name]
+    runs = [(run, facts_of(run)) for run in runs_below(base) if run.name]
     runs.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
     free = [facts.name for _, facts in runs if not facts.is_pruned and not _obstacle(facts, unfinished=unfinished)]
     newest = set(free[-keep.newest :] if keep.newest else ())
@@ -120,7 +120,7 @@ def _objects(store: Store, level: Level, *, is_success: bool) -> Iterator[Stat]:
         yield from (replace(stat, name=name) for name, stat in own.items())
 
 
-def prune_run(candidate: Candidate, on_lost: Callable[[str], None], *, s3: S3Options | None) -> None:
+def prune_run(candidate: Candidate, on_lost: Callable[[str], None]) -> None:
     """Delete what goes of a run, under its lease; may be called again after it was killed. LeaseHeld if a driver has started.
 
     LeaseLost if this process was suspended over its lease: what is left may belong to a driver that has resumed the run.
@@ -132,7 +132,7 @@ def prune_run(candidate: Candidate, on_lost: Callable[[str], None], *, s3: S3Opt
         # Again: it was looked at without the lease.
         objects = list(_objects(store, level_of(store), is_success=is_success))
         if is_success:
-            _prove(candidate, objects, s3=s3)
+            _prove(candidate, objects)
         for name in [stat.name for stat in objects] + ([] if is_success else [PLAN, LEASE]):
             failpoint("prune.before_delete")
             lease.check()
@@ -140,38 +140,38 @@ def prune_run(candidate: Candidate, on_lost: Callable[[str], None], *, s3: S3Opt
     remove_empty_folders(store)
 
 
-def _prove(candidate: Candidate, objects: Sequence[Stat], *, s3: S3Options | None) -> None:
+def _prove(candidate: Candidate, objects: Sequence[Stat]) -> None:
     """Keep the ids that are ok, then say that the results are gone."""
     store = candidate.run.store
     if store.exists(PRUNED):
         return
     with suppress(AlreadyExists):
-        store.create(IDS, write_parquet(ok_ids(store, s3=s3), {}))
+        store.create(IDS, write_parquet(ok_ids(store), {}))
     failpoint("prune.before_mark")
     facts = {
         "pruned_at": format_date(datetime.now(UTC)),
         "objects": len(objects),
         "bytes": sum(stat.size for stat in objects),
         "samples": candidate.facts.samples,
-        "failed": count_failed(passes_of(store, s3=s3)),
+        "failed": count_failed(passes_of(store)),
     }
     with suppress(AlreadyExists):
         store.create(PRUNED, (json.dumps(facts) + "\n").encode())
 
 
-def prune(base: str, keep: Keep, *, yes: bool = False, unfinished: bool = False, s3: S3Options | None = None) -> int:
+def prune(base: Place, keep: Keep, *, yes: bool = False, unfinished: bool = False) -> int:
     """Show, and with `yes` delete, the runs that go; returns the exit code. UserError if `base` is no base path."""
-    store = open_store(base, s3=s3)
+    store = open_store(base)
     check_base(store)
     if not yes:
-        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
+        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished)
         print("\n".join([*lines_of(store, keep, runs), _summary(runs)]))
         return OK
     stop = StopFlag()
     with base_lease(store, stop.set):
-        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished, s3=s3)
+        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished)
         print("\n".join(lines_of(store, keep, runs, verb="pruned")), flush=True)
-        return delete(runs, stop, s3)
+        return delete(runs, stop)
 
 
 def check_base(store: Store) -> None:
@@ -187,7 +187,7 @@ def check_base(store: Store) -> None:
         )
 
 
-def delete(runs: Sequence[Candidate], stop: StopFlag, s3: S3Options | None) -> int:
+def delete(runs: Sequence[Candidate], stop: StopFlag) -> int:
     """Delete what goes; returns the exit code. A run that a driver has taken meanwhile stays."""
     for candidate in runs:
         if candidate.stays is not None:
@@ -196,7 +196,7 @@ def delete(runs: Sequence[Candidate], stop: StopFlag, s3: S3Options | None) -> i
             print(f"draftmill: {stop.reason}; run it again to continue", file=sys.stderr)
             return INTERRUPTED
         try:
-            prune_run(candidate, stop.set, s3=s3)
+            prune_run(candidate, stop.set)
         except LeaseHeld as error:
             print(f"draftmill: {candidate.facts.name} stays: {error}", file=sys.stderr)
     return OK

@@ -44,12 +44,12 @@ def with_run_rows(prepared: Prepared, store: Store) -> Prepared:
     For a run directory, call it under the lease. UserError, and nothing is written, if no row is left, or if the filter does not
     fit the columns.
     """
-    settings, s3 = prepared.spec.input, prepared.spec.s3.options()
+    settings = prepared.spec.input
     if settings.run is None or prepared.plan is not None:
         return prepared
     assert prepared.hashes.run is not None
     folder = f"input/{digest([prepared.hashes.run, settings.where])[:12]}"
-    passes = finished_passes(passes_of(open_store(settings.run, s3=s3), s3=s3))
+    passes = finished_passes(passes_of(open_store(prepared.spec.place(settings.run))))
     several = passes[0].plan.spec.sampling.n > 1  # ids must be unique
     rows = kept = files = 0
     for table in run_rows(passes):
@@ -67,7 +67,7 @@ def with_run_rows(prepared: Prepared, store: Store) -> Prepared:
         )
     source = {"run": settings.run, **prepared.hashes.run, "where": settings.where, "rows": rows, "kept": kept}
     _create(store, f"{folder}/{SOURCE}", (json.dumps(source) + "\n").encode())
-    return replace(prepared, inputs=list_inputs(f"{store.url.rstrip('/')}/{folder}", s3=s3))
+    return replace(prepared, inputs=list_inputs(store.place.below(folder)))
 
 
 def source_of(spec: JobSpec, files: Sequence[InputFile], store: Store) -> dict[str, Any] | None:

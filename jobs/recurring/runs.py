@@ -16,7 +16,7 @@ from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import Level, S3Options, Stat, Store, level_of
+from draftmill.storage.stores.interface import Level, Place, Stat, Store, level_of
 from draftmill.storage.stores.parallel import thread_pool
 from draftmill.storage.stores.store import open_store
 
@@ -44,7 +44,7 @@ class FoundRun:
         return self.level.files.get(SUCCESS) if is_finished else None
 
 
-def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_LEVELS) -> list[FoundRun]:
+def runs_below(store: Store, *, levels: int = MOST_LEVELS) -> list[FoundRun]:
     """Every run directory at most `levels` below a folder, sorted by name; the folder itself if it is one.
 
     A folder with `_lease.json` that holds nothing else but parts of a plan is a run that is being planned, or was.
@@ -57,7 +57,7 @@ def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_
             names = []
             for name, level in listed:
                 if PLAN in level.files or (name and is_unplanned(level)):
-                    place = open_store(f"{store.url.rstrip('/')}/{name}", s3=s3) if name else store
+                    place = open_store(store.place.below(name)) if name else store
                     runs.append(FoundRun(name, place, level))
                 elif depth < levels:
                     inner = [folder for folder in level.folders if folder[:1] not in "._"]  # on S3 a name may be empty
@@ -65,16 +65,21 @@ def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_
     return sorted(runs, key=lambda run: run.name)
 
 
-def runs_of(path: str, *, s3: S3Options | None = None) -> dict[datetime, FoundRun]:
-    """The runs of a recurring job, by date; `path` is its output path with the date. Other folders below the base are ignored."""
-    runs = runs_below(open_store(base_of(path), s3=s3), s3=s3, levels=depth_of(path))
-    dated = {date_in(below_base(path), run.name): run for run in runs}
+def runs_of(place: Place) -> dict[datetime, FoundRun]:
+    """The runs of a recurring job, by date; `place` is its output path with the date. Other folders are ignored."""
+    runs = runs_below(base_store(place), levels=depth_of(place.url))
+    dated = {date_in(below_base(place.url), run.name): run for run in runs}
     return {date: dated[date] for date in sorted(date for date in dated if date is not None)}
 
 
-def finished_runs(path: str, *, s3: S3Options | None = None) -> list[FoundRun]:
+def base_store(place: Place) -> Store:
+    """The folder above the date in an output path: that of all runs of a recurring job."""
+    return open_store(place.at(base_of(place.url)))
+
+
+def finished_runs(base: Store) -> list[FoundRun]:
     """Every finished run below the base path, whatever its name: the base belongs to this job alone."""
-    return [run for run in runs_below(open_store(base_of(path), s3=s3), s3=s3) if run.success is not None]
+    return [run for run in runs_below(base) if run.success is not None]
 
 
 State = Literal["finished", "failed", "running", "interrupted", "damaged"]
@@ -108,7 +113,7 @@ class RunFacts:
         return self.logical_date or self.planned_at
 
 
-def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
+def facts_of(run: FoundRun) -> RunFacts:
     """The facts of a run."""
     driver = driver_of(run.store)
     try:
@@ -123,9 +128,7 @@ def facts_of(run: FoundRun, *, s3: S3Options | None = None) -> RunFacts:
                 state = "failed" if is_bad else "interrupted"
             return _facts(run, plan, state, driver, len(done))
         is_pruned = PRUNED in run.level.files
-        failed = (
-            int(parse_json(run.store.get(PRUNED))["failed"]) if is_pruned else count_failed(passes_of(run.store, s3=s3))
-        )
+        failed = int(parse_json(run.store.get(PRUNED))["failed"]) if is_pruned else count_failed(passes_of(run.store))
         state = "failed" if too_many_failed(failed, plan.rows, plan.spec.errors) else "finished"
         return _facts(run, plan, state, driver, plan.units, failed)
     except (ValueError, KeyError, TypeError, DamagedRun):  # a UserError is a ValueError

@@ -16,10 +16,10 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK, code_of, severest
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.recurring.new_inputs import difference, done_inputs
-from draftmill.jobs.recurring.runs import FoundRun, facts_of, finished_runs, runs_of
+from draftmill.jobs.recurring.runs import FoundRun, base_store, facts_of, finished_runs, runs_of
 from draftmill.jobs.running.run import run_job
 from draftmill.jobs.running.session import RunOptions
-from draftmill.jobs.spec.dated_path import base_of, floor_date, following, format_date, has_date, period_of
+from draftmill.jobs.spec.dated_path import floor_date, following, format_date, has_date, period_of
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, with_logical_date
 from draftmill.storage.errors import Error, UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
@@ -38,7 +38,7 @@ def due_dates(spec: JobSpec, now: datetime, first: datetime | None = None) -> li
     path = spec.output.path
     if not has_date(path):
         raise UserError(f"{path!r} has no date; allowed: base/{{date:%Y-%m-%d}}", field="output.path")
-    runs = runs_of(path, s3=spec.s3.options())
+    runs = runs_of(spec.place(path))
     if first is None and not runs:
         raise UserError("there is no run yet, so the first date is not known; allowed: a date", field="--catch-up")
     date = floor_date(first, path) if first is not None else min(runs)
@@ -57,19 +57,20 @@ def _is_due(spec: JobSpec, date: datetime, run: FoundRun | None) -> bool:
     """Whether the run of a date is missing, or can be continued."""
     if run is None:
         return _has_data(spec, date)
-    is_interrupted = facts_of(run, s3=spec.s3.options()).state == "interrupted"
+    is_interrupted = facts_of(run).state == "interrupted"
     return is_interrupted and not (spec.input.since is not None and _is_superseded(spec, run))
 
 
 def _has_data(spec: JobSpec, date: datetime) -> bool:
     """Whether the input path or run of a date has something; not looked at if the input is the same for all dates."""
-    given, s3 = at_date(spec, date).input, spec.s3.options()
+    dated = at_date(spec, date)
+    given = dated.input
     if given == spec.input:
         return True
     if given.run is not None:
-        return is_closed(open_store(given.run, s3=s3))
+        return is_closed(open_store(spec.place(given.run)))
     try:
-        return bool(list_inputs(given.paths, s3=s3))
+        return bool(list_inputs(*dated.input_places))
     except NothingThere:
         return False
     except UserError:  # the run of this date says what is wrong
@@ -78,10 +79,11 @@ def _has_data(spec: JobSpec, date: datetime) -> bool:
 
 def _is_superseded(spec: JobSpec, run: FoundRun) -> bool:
     """Whether finished runs have read all inputs of an interrupted one meanwhile, so that nothing is missing."""
-    plan, s3 = load_plan(run.store), spec.s3.options()
+    plan = load_plan(run.store)
     if plan is None:
         return False
-    base, finished = open_store(base_of(spec.output.path), s3=s3), finished_runs(spec.output.path, s3=s3)
+    base = base_store(spec.place(spec.output.path))
+    finished = finished_runs(base)
     return not difference(plan.files, done_inputs(base, finished), runs=len(finished)).files
 
 

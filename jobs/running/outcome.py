@@ -174,7 +174,7 @@ def payload(store: Store) -> dict[str, Any]:
 
 def close(spec: JobSpec, store: Store, *, prints: bool = True) -> None:
     """Print the table of a finished run, if it `prints`; raises Ended if too many samples are still failed."""
-    passes = passes_of(store, s3=spec.s3.options())
+    passes = passes_of(store)
     if prints:
         print_table(spec, passes[0])
         print_metrics(store, passes)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,7 +48,7 @@ from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.recurring.known_ids import sifting
 from draftmill.jobs.recurring.new_inputs import base_path, new_files
 from draftmill.jobs.recurring.run_input import with_run_rows
-from draftmill.jobs.recurring.runs import finished_runs
+from draftmill.jobs.recurring.runs import base_store, finished_runs
 from draftmill.jobs.running.outcome import (
     RunOutcome,
     close,
@@ -60,12 +59,12 @@ from draftmill.jobs.running.outcome import (
     report_outcome,
 )
 from draftmill.jobs.running.session import Run, RunOptions, decode
-from draftmill.jobs.spec.dated_path import base_of, has_date
+from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden
 from draftmill.jobs.spec.places import check_places
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import is_closed
-from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.interface import Place, Store
 from draftmill.storage.stores.store import delete_strays, open_store, probe
 
 
@@ -105,7 +104,7 @@ def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> None:
     if not has_date(spec.output.path):
         return _run(dated, options, stop)
     check_places(dated)
-    with base_lease(open_store(base_of(spec.output.path), s3=spec.s3.options()), stop.set):
+    with base_lease(base_store(spec.place(spec.output.path)), stop.set):
         _run(dated, options, stop, path=spec.output.path)
 
 
@@ -115,7 +114,7 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
     `path` is the output path with the date, if it had one; then the caller holds the base path's lease. How the run ends is
     reported to its log and to the receivers of `notify`.
     """
-    store = open_store(spec.output.path, s3=spec.s3.options())
+    store = open_store(spec.place(spec.output.path))
     with report_outcome(spec, store, prints=options.prints) as outcome:
         _work(spec, store, options, stop, outcome, path=path)
 
@@ -136,7 +135,7 @@ def _work(
             return options.say(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
         options.say(f"{store.url} is already finished")
         if ready is not None:
-            measure_run(store, spec, ready, options, s3=spec.s3.options())
+            measure_run(store, spec, ready, options)
         return close(spec, store, prints=options.prints)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
@@ -154,8 +153,7 @@ def _work(
                 run.outcome = outcome
                 finish = decode(run)
                 if finish.how == "done" and ready is not None:
-                    s3 = spec.s3.options()
-                    _measure(store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3)
+                    _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
     except NothingLeft:
         why = "finished runs have all its ids as ok"
         raise NothingLeft(f"nothing is new in {spec.input.shown}: {why}; no run is started") from None
@@ -173,11 +171,11 @@ def plan_run(
 ) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
     prepared = with_run_rows(prepared, store)
-    spec, s3 = prepared.spec, prepared.spec.s3.options()
+    spec = prepared.spec
     if spec.input.dedupe is None:
         return make_plan(prepared, store, display, epoch=epoch, survey=backend.survey(prepared, display))
-    path = base_path(spec, path)
-    with sifting(open_store(base_of(path), s3=s3), finished_runs(path, s3=s3), display, s3=s3) as sift:
+    base = base_store(spec.place(base_path(spec, path)))
+    with sifting(base, finished_runs(base), display) as sift:
         return make_plan(prepared, store, display, epoch=epoch, sift=sift)
 
 
@@ -187,22 +185,22 @@ def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
         return None
     fields = [f"metrics.{index}" for index in range(len(spec.metrics))]
     kept = spec.kept if plan is None else kept_columns(plan)
-    return ready_metrics(spec.metrics, fields, spec, kept, s3=spec.s3.options())
+    return ready_metrics(spec.metrics, fields, spec, kept)
 
 
-def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions, *, s3: S3Options | None) -> None:
+def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions) -> None:
     """Measure what a finished run lacks, under its lease.
 
     Raises Ended if it is interrupted, AnotherDriver if another driver has the run.
     """
-    if not units_to_measure(store, passes_of(store, s3=s3), ready):
+    if not units_to_measure(store, passes_of(store), ready):
         return
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
         with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
             delete_strays(store)
-            _measure(store, spec, ready, options, backend=backend, display=display, stop=stop, s3=s3)
+            _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
     except RayDidNotStart as error:
         raise StoreError(f"{error}; run it again to resume") from error
 
@@ -216,9 +214,8 @@ def _measure(
     backend: Backend,
     display: Display,
     stop: StopFlag,
-    s3: S3Options | None,
 ) -> None:
-    passes = passes_of(store, s3=s3)
+    passes = passes_of(store)
     is_done = measure_units(
         store,
         spec,
@@ -228,7 +225,6 @@ def _measure(
         display=display,
         stop=stop,
         grace_s=options.grace_s,
-        s3=s3 or S3Options(),
     )
     if not is_done:
         units = sum(part.plan.units for part in finished_passes(passes))
@@ -238,26 +234,24 @@ def _measure(
 
 
 def measure(
-    run_dir: str,
+    place: Place,
     words: Sequence[str],
     options: RunOptions,
     *,
     allow_code_execution: bool = False,
     reference: str | None = None,
-    s3: S3Options | None = None,
 ) -> int:
     """Measure metrics, given as on the command line, on a finished run; returns the exit code."""
-    store = open_store(run_dir, s3=s3)
+    store = open_store(place)
     fields = [f"--metric {word}" for word in words]
     metrics = [parse_metric(word, allow_code_execution=allow_code_execution) for word in words]
-    passes = passes_of(store, s3=s3)
+    passes = passes_of(store)
     finished_passes(passes)
     plan = passes[0].plan
-    ready = ready_metrics(
-        metrics, fields, plan.spec, kept_columns(plan), reference=reference, s3=s3 or plan.spec.s3.options()
-    )
+    spec = plan.spec.with_s3(place.s3)
+    ready = ready_metrics(metrics, fields, spec, kept_columns(plan), reference=reference)
     try:
-        measure_run(store, plan.spec, ready, options, s3=s3)
+        measure_run(store, spec, ready, options)
     except KeyboardInterrupt:  # a signal before or after the units are measured; while they are, it only sets a flag
         print("draftmill: interrupted; run it again to resume", file=sys.stderr)
         return INTERRUPTED
@@ -305,15 +299,15 @@ _EXAMPLES = {
 }
 
 
-def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s3: S3Options | None = None) -> int:
+def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -> int:
     """Decode the failed samples of a finished run again, in a new pass; returns the exit code of the run as a whole.
 
     Raises UserError if the run is not finished, or if `overrides` (KEY=VALUE), the model or the inputs make it another job,
     and Ended as `complete_job` does.
     """
-    store = open_store(run_dir, s3=s3)
-    spec = spec_of(require_plan(store), run_dir, overrides, s3)
-    finished_passes(passes_of(store, s3=s3))
+    store = open_store(place)
+    spec = spec_of(require_plan(store), place, overrides)
+    finished_passes(passes_of(store))
     with make_display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)
@@ -321,9 +315,9 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     probe(store)
     stop = StopFlag()
     with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
-        passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
+        passes = passes_of(store)  # read again: under the lease, no other driver can start a pass
         is_interrupted = passes[-1].manifest is None
-        plan = passes[-1].plan if is_interrupted else plan_pass(passes, s3, display, epoch=lease.epoch)
+        plan = passes[-1].plan if is_interrupted else plan_pass(passes, display, epoch=lease.epoch)
         if plan is None:
             print(f"{store.url}: no failed samples")
             judge(spec, passes)
@@ -334,31 +328,29 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
         raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
     ready = ready_for(spec, plan)
     if ready is not None:
-        measure_run(store, spec, ready, options, s3=spec.s3.options())
-    passes = passes_of(store, s3=s3)
+        measure_run(store, spec, ready, options)
+    passes = passes_of(store)
     print_table(inside, passes[-1])
     print_metrics(store, passes)
     judge(spec, passes)
     return OK
 
 
-def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | None) -> JobSpec:
+def spec_of(plan: Plan, place: Place, overrides: Sequence[str]) -> JobSpec:
     """The spec with which the run was planned, with the run directory's current path and `overrides`.
 
-    Settings given in `s3` apply to the workers too.
+    The place's S3 options apply to the workers too.
     """
-    data = plan.spec.model_dump(mode="json")
-    data["s3"] |= {key: value for key, value in asdict(s3 or S3Options()).items() if value not in {None, "auto"}}
-    spec = check_overridden(data, overrides)
-    return spec.model_copy(update={"output": spec.output.model_copy(update={"path": run_dir})})
+    spec = check_overridden(plan.spec.with_s3(place.s3).model_dump(mode="json"), overrides)
+    return spec.model_copy(update={"output": spec.output.model_copy(update={"path": place.url})})
 
 
-def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *, epoch: int) -> Plan | None:
+def plan_pass(passes: Sequence[Pass], display: Display, *, epoch: int) -> Plan | None:
     """Plan a pass over the failed rows of the last one, in their order; None if there are none."""
     if not count_failed(passes):
         return None
     first, last = passes[0].plan, passes[-1]
-    store = pass_store(first.store, last.number + 1, s3)
+    store = pass_store(first.store, last.number + 1)
     unit_rows = None if first.spec.output.unit_rows == "auto" else first.spec.output.unit_rows
     window = first.spec.batching.window
     writer = PlanWriter(store, window=window, unit_rows=unit_rows, keep_order=True, epoch=epoch)

@@ -35,21 +35,21 @@ from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import S3Options, Stat, Store, level_of
+from draftmill.storage.stores.interface import Place, Stat, Store, level_of
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
 
 
-def status(run_dir: str, *, s3: S3Options | None = None) -> int:
+def status(place: Place) -> int:
     """Print done, running and failed units and samples, the rate and the remaining time; returns the exit code."""
-    store = open_store(run_dir, s3=s3)
+    store = open_store(place)
     try:
         plan = require_plan(store)
     except NoPlanYet as state:
         print(state)
         return OK
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
-    later = passes_of(store, s3=s3)[1:] if store.exists(SUCCESS) else []
+    later = passes_of(store)[1:] if store.exists(SUCCESS) else []
     lines += [pass_line(part) for part in later]
     lines += device_time_lines([store, *(part.store for part in later)], is_running=driver_of(store) is not None)
     if metrics := metric_lines(store, plan.rows):
@@ -118,12 +118,10 @@ def failed_samples(store: Store) -> int:
     return manifest.total("failed") if manifest else read_sessions(store).committed.failed
 
 
-def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None) -> int:
+def list_runs(folder: Place, *, as_json: bool = False) -> int:
     """Print the runs below a folder; returns the exit code. UserError if nothing is there."""
-    store = open_store(folder, s3=s3)
-    runs = [
-        promise.result() for _, promise in parallel_map(store, find_runs(store, s3), lambda run: facts_of(run, s3=s3))
-    ]
+    store = open_store(folder)
+    runs = [promise.result() for _, promise in parallel_map(store, find_runs(store), facts_of)]
     if as_json:
         print(json.dumps([asdict(facts) for facts in runs], indent=1))
     else:
@@ -131,9 +129,9 @@ def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None
     return OK
 
 
-def find_runs(store: Store, s3: S3Options | None) -> list[FoundRun]:
+def find_runs(store: Store) -> list[FoundRun]:
     """The runs below a folder; UserError if nothing at all is there."""
-    runs = runs_below(store, s3=s3)
+    runs = runs_below(store)
     if not runs:
         level = level_of(store)
         if not level.folders and not level.files:
@@ -173,9 +171,9 @@ Read = dict[str, tuple[int, str]]
 """How many lines of each file are known, and the etag that it had then."""
 
 
-def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Options | None = None) -> int:
+def logs(place: Place, *, as_json: bool = False, follow: bool = False) -> int:
     """Print the run's events; with `follow`, new ones too, until no driver works on the run. Returns the exit code."""
-    store = open_store(run_dir, s3=s3)
+    store = open_store(place)
     if not _has_plan(store, follow=follow):
         return OK
     read: Read = {}

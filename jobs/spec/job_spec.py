@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import asdict
 from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,9 +16,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from draftmill.actors.metrics.settings import Metrics
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
 from draftmill.decoders.causal.settings import HeadDrafterSettings
-from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, Place, Sampling, Settings
+from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, PathMark, Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.spec.dated_path import format_date, has_date, read_date, with_date
 from draftmill.jobs.spec.notify_settings import Receivers
@@ -36,7 +38,7 @@ from draftmill.jobs.spec.spec_file import apply_change, apply_override, read_map
 from draftmill.jobs.spec.worker_shape import Shapes, WorkerShape
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.where import parse_where
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
@@ -65,9 +67,10 @@ class InputSettings(Settings):
     """Where the rows are: one path or several, each of which must exist, or a finished run."""
 
     path: Annotated[
-        Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None, Place(("s3", "hf"))
+        Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None,
+        PathMark(("s3", "hf")),
     ] = Field(default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them")
-    run: Annotated[Text | None, Place(("s3",))] = Field(
+    run: Annotated[Text | None, PathMark(("s3",))] = Field(
         default=None, description="a finished run, whose result rows are the input; not with path"
     )
     where: Annotated[Text, AfterValidator(_where)] | None = Field(
@@ -165,7 +168,7 @@ def _date(value: Any) -> Any:
 class OutputSettings(Settings):
     """Where the results go. A path with a date, as in `base/{date:%Y-%m-%d}`, is that of a recurring job."""
 
-    path: Annotated[Text, Place(("s3", "memory"))] = Field(
+    path: Annotated[Text, PathMark(("s3", "memory"))] = Field(
         description="a folder or s3://bucket/prefix; {date:...} for a recurring job"
     )
     logical_date: Annotated[str, BeforeValidator(_date)] | None = Field(
@@ -237,6 +240,36 @@ class JobSpec(Settings):
     def shapes(self) -> tuple[WorkerShape, ...]:
         """The kinds of workers that the job uses."""
         return self.workers if isinstance(self.workers, tuple) else (self.workers,)
+
+    def recipe(self, ends: Sequence[int] = ()) -> RowRecipe:
+        """What makes the canvases of the rows; `ends` are the end tokens of the model."""
+        given = self.input
+        return RowRecipe(
+            task=self.task,
+            columns=given.columns,
+            decoder=self.decoder,
+            sampling=self.sampling,
+            ends=tuple(ends),
+            truncate=given.truncate,
+            chunk_chars=given.chunk_chars,
+            seed=self.seed,
+            prompt=self.prompt,
+            chat=self.chat,
+        )
+
+    def place(self, url: str) -> Place:
+        """A place that this job reads or writes."""
+        return Place(url, self.s3.options())
+
+    @property
+    def input_places(self) -> list[Place]:
+        """The places of `input.path`."""
+        return [self.place(path) for path in self.input.paths]
+
+    def with_s3(self, options: S3Options) -> JobSpec:
+        """The same job with those S3 options that are not the defaults."""
+        given = {key: value for key, value in asdict(options).items() if value not in {None, "auto"}}
+        return self.model_copy(update={"s3": self.s3.model_copy(update=given)})
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from draftmill.decoders.common_settings import Place
+from draftmill.decoders.common_settings import PathMark
 from draftmill.jobs.spec.dated_path import EXAMPLE, date_problem, given_problem, with_date
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import expand_braces, glob_pattern
@@ -27,7 +28,7 @@ MAX_NAME_BYTES = 255
 def place_problem(data: Any) -> str | None:
     """The first problem with a path in a spec (a JobSpec), starting with its key; None if all are valid."""
     for found in places_of(data):
-        if problem := path_problem(found.value, found.place.schemes):
+        if problem := path_problem(found.value, found.mark.schemes):
             return f"{found.key}: {problem}"
     if problem := date_problem(data.output.path):
         return f"output.path: {problem}"
@@ -92,7 +93,7 @@ class FoundPlace:
 
     keys: tuple[str | int, ...]
     value: str
-    place: Place
+    mark: PathMark
 
     @property
     def key(self) -> str:
@@ -104,7 +105,7 @@ class FoundPlace:
         """Whether it is a path of this machine, and neither a builtin model or input nor, as far as can be seen, a hub's id."""
         if not is_local(self.value) or self.value.startswith("builtin:"):
             return False
-        return not self.place.is_model or not HUB_ID.fullmatch(self.value) or os.path.exists(self.value)
+        return not self.mark.is_model or not HUB_ID.fullmatch(self.value) or os.path.exists(self.value)
 
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)|\w[\w.-]*/\w[\w.-]*/\w[\w.-]*\.gguf", re.ASCII)
@@ -112,17 +113,40 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)|\w[\w.-]*/\w[\w.-]*/\w[\
 
 
 def places_of(data: Any, *keys: str | int) -> Iterator[FoundPlace]:
-    """Every path and URL in settings: the values of all fields that are marked with a Place, at any depth."""
+    """Every path and URL in settings: the values of all fields that are marked with a PathMark, at any depth."""
     if isinstance(data, BaseModel):
         for name, field in type(data).model_fields.items():
             value = getattr(data, name)
-            place = next((mark for mark in field.metadata if isinstance(mark, Place)), None)
-            if place is None:
+            mark = next((item for item in field.metadata if isinstance(item, PathMark)), None)
+            if mark is None:
                 yield from places_of(value, *keys, name)
-            elif isinstance(value, str) and not re.fullmatch(place.other, value):
-                yield FoundPlace((*keys, name), value, place)
+            elif isinstance(value, str) and not re.fullmatch(mark.other, value):
+                yield FoundPlace((*keys, name), value, mark)
             elif isinstance(value, tuple):
-                yield from (FoundPlace((*keys, name, index), path, place) for index, path in enumerate(value))
+                yield from (FoundPlace((*keys, name, index), path, mark) for index, path in enumerate(value))
     elif isinstance(data, tuple | Mapping):
         for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
             yield from places_of(value, *keys, key)
+
+
+Given = TypeVar("Given", bound=BaseModel)
+
+
+def with_absolute(settings: Given) -> Given:
+    """The settings with absolute paths where they are paths of this machine: a worker may have another working directory."""
+    for found in places_of(settings):
+        if found.is_here:
+            settings = _with(settings, found.keys, absolute(found.value))
+    return settings
+
+
+def _with(settings: Given, keys: Sequence[str | int], value: str) -> Given:
+    name, *inner = keys
+    assert isinstance(name, str), "a list of paths"
+    new = _with(getattr(settings, name), inner, value) if inner else value
+    return settings.model_copy(update={name: new})
+
+
+def absolute(path: str) -> str:
+    """A local path made absolute; URLs stay unchanged."""
+    return str(Path(path).expanduser().absolute()) if is_local(path) else path

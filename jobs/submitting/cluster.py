@@ -31,8 +31,8 @@ from urllib.parse import urlsplit
 
 from draftmill.actors.ray.ray_inside import DO_REQUEST, authentication_error, inside
 from draftmill.jobs.driving.ray_session import check_reachable
-from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.places import absolute
 from draftmill.storage.errors import StoreError, UserError
 
 FIELD = "--address"

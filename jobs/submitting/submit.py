@@ -27,9 +27,9 @@ import draftmill
 from draftmill.jobs.driving.driver import interruptible
 from draftmill.jobs.driving.leases import TTL_S
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
-from draftmill.jobs.plan.worker_job import absolute
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden, load_spec, with_logical_date
+from draftmill.jobs.spec.places import absolute
 from draftmill.jobs.spec.spec_file import read_mapping
 from draftmill.jobs.submitting.cluster import (
     FIELD,
@@ -51,7 +51,7 @@ from draftmill.jobs.submitting.cluster import (
 from draftmill.jobs.submitting.request import Request, SubmitOptions, request_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
-from draftmill.storage.stores.interface import S3Options, Store, is_local
+from draftmill.storage.stores.interface import Place, Store, is_local
 from draftmill.storage.stores.store import open_store
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
@@ -283,31 +283,31 @@ SPARE_S = 30.0
 
 
 def stop(
-    target: str,
+    place: Place,
     address: str | None,
     *,
     overrides: Sequence[str] = (),
     logical_date: str | None = None,
     wait_s: float = 60.0,
-    s3: S3Options | None = None,
 ) -> int:
     """Stop a job by its name, its run directory or its spec; without `address`, the driver on this machine. Returns 0 or 1.
 
     With `wait_s` 0 it returns as soon as the request is made.
     """
-    run = absolute(target.rstrip("/"))
+    target = place.url
+    run = place.at(absolute(target.rstrip("/")))
     if target.endswith((".yaml", ".yml")) and is_local(target):
         spec = load_spec(target, overrides)
         if logical_date is not None:
             spec = with_logical_date(spec, logical_date)
-        run, s3 = run_of(at_date(spec, datetime.now(UTC))), spec.s3.options()
+        run = spec.place(run_of(at_date(spec, datetime.now(UTC))))
     if address is None:
         if target.startswith("draftmill-") and not Path(target).exists():
             raise UserError("missing; a submitted job is stopped by its cluster", field="--address")
-        is_stopped = stop_driver(open_store(run, s3=s3), limit_s=wait_s) or not wait_s
+        is_stopped = stop_driver(open_store(run), limit_s=wait_s) or not wait_s
     else:
         client = RayJobs(address)
-        is_stopped = stop_jobs(client, jobs_of(client, target, run), wait=wait_s > 0)
+        is_stopped = stop_jobs(client, jobs_of(client, target, run.url), wait=wait_s > 0)
     return OK if is_stopped else UNEXPECTED
 
 

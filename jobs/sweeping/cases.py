@@ -65,7 +65,7 @@ class SweepCase:
         """Whether it is decoded and some of its units lack metrics."""
         if self.metrics is None or not self.is_decoded:
             return False
-        passes = passes_of(self.store, s3=self.spec.s3.options())
+        passes = passes_of(self.store)
         return bool(units_to_measure(self.store, passes, self.metrics))
 
     def fail(self, code: int, problem: object) -> None:
@@ -97,7 +97,7 @@ def check_cases(
 
 
 def _check_case(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
-    store = open_store(spec.output.path, s3=spec.s3.options())
+    store = open_store(spec.place(spec.output.path))
     if spec.input.run is not None:
         raise UserError(
             "a sweep reads files; `draftmill export` makes one of the run, for input.path", field="input.run"

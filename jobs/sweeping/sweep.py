@@ -80,7 +80,7 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
         for line in dry_run_lines(spec, cases):
             print(line, flush=True)
         return UNUSABLE if problems else OK
-    store = open_store(spec.path, s3=cases[0].spec.s3.options())
+    store = open_store(cases[0].spec.place(spec.path))
     ready = [case for case in cases if case.is_ready]
     if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, spec, cases):
         run_cases(spec, cases, store, backend, options)
@@ -187,19 +187,17 @@ def measure_cases(
 
 def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Display, backend: Backend) -> None:
     """Measure one case; a problem of this case alone does not end the sweep."""
-    s3 = case.spec.s3.options()
     assert case.metrics is not None
     with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set):
         is_done = measure_units(
             case.store,
             case.spec,
-            passes_of(case.store, s3=s3),
+            passes_of(case.store),
             case.metrics,
             backend=backend,
             display=display,
             stop=stop,
             grace_s=options.grace_s,
-            s3=s3,
         )
         if not is_done:
             case.code = INTERRUPTED
@@ -223,7 +221,7 @@ def blame_case(case: SweepCase, stops: Stops, display: Display) -> Iterator[Stop
 
 def judge_case(case: SweepCase) -> int:
     """The exit code of a finished case: 3 if too many of its samples are still failed, else 0."""
-    passes = passes_of(case.store, s3=case.spec.s3.options())
+    passes = passes_of(case.store)
     hopeless = too_many_failed(count_failed(passes), passes[0].plan.rows, case.spec.errors)
     return TOO_MANY_FAILED if hopeless else OK
 
@@ -316,7 +314,7 @@ def _row(case: SweepCase) -> list[str]:
         rate_text(rate) if rate else "-",
         f"{tally.nfe / tally.new_tokens:.3f}" if tally.new_tokens else "-",
         f"{tally.accepted / tally.proposed:.1%}" if tally.proposed else "-",
-        f"{count_failed(passes_of(case.store, s3=case.spec.s3.options())):,}",
+        f"{count_failed(passes_of(case.store)):,}",
     ]
 
 

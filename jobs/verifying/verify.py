@@ -40,7 +40,7 @@ from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units,
 from draftmill.storage.runs.records import REMEDY, SCHEMA_VERSION, read_results
 from draftmill.storage.runs.sums import Sums, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits
-from draftmill.storage.stores.interface import NotFound, S3Options, Store
+from draftmill.storage.stores.interface import NotFound, Place, Store
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
 
@@ -75,15 +75,15 @@ class Findings:
         return bool(self.moved) and len(self.moved) == self.same
 
 
-def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) -> int:
+def verify(place: Place, *, invariance: int = 0) -> int:
     """Check the run and print what was checked; returns 0 if every promise holds, else 1.
 
     Failed samples are not a problem: the promise is that each is returned with its reason. `invariance` is the number of
     ok samples to decode again; if the run is `exact: true`, each must be equal.
     """
-    store = open_store(run_dir, s3=s3)
+    store = open_store(place)
     try:
-        passes = passes_of(store, s3=s3)
+        passes = passes_of(store)
     except DamagedRun as error:  # for this command, damage is a finding
         print(f"{store.url}\n  BROKEN: {error}")
         return UNEXPECTED
@@ -100,7 +100,7 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
     if invariance and not findings.problems:
         from draftmill.jobs.plan.prepare import prepare
 
-        prepare(plan.spec, store)  # checks that model and inputs are the ones that were decoded
+        prepare(plan.spec.with_s3(store.place.s3), store)  # checks that model and inputs are the ones that were decoded
         share = check_invariance(store, plan, manifest, samples=invariance)
         if share < 1 and manifest.exact:  # else the batch may change last bits, and only the share is reported
             findings.problems.append("the run is `exact: true`, but samples decoded alone differ from its results")
@@ -378,7 +378,7 @@ Result = tuple[list[int], list[float] | None, float | None]
 
 def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
     """Decode `samples` stored samples alone; prints and returns the share with equal results."""
-    job = replace(make_job(plan.spec, plan), store_url=store.url, max_rows=1, trace=False)
+    job = replace(make_job(plan.spec, plan), store=store.place, max_rows=1, trace=False)
     decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
     scores = isinstance(plan.spec.task, Score)

@@ -10,14 +10,14 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.huggingface import list_dataset
 from draftmill.storage.inputs.rows import FIELD, InputFile
-from draftmill.storage.stores.interface import S3Options, Stat, about, is_local
+from draftmill.storage.stores.interface import Place, Stat, about, is_local
 from draftmill.storage.stores.store import open_store
 
 STDLIB = "builtin:python-stdlib"
@@ -55,19 +55,16 @@ _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # the innermost ones
 MOST_ALTERNATIVES = 1000
 
 
-def list_inputs(
-    path: str | Sequence[str], *, s3: S3Options | None = None, delimiter: str | None = None
-) -> list[InputFile]:
-    """Return the inputs at `path`, sorted by name, never an empty list; for several paths one after the other.
+def list_inputs(*places: Place | str, delimiter: str | None = None) -> list[InputFile]:
+    """Return the inputs at a place, sorted by name, never an empty list; for several places one after the other.
 
-    A path is a file, a folder, a glob (`**` for any depth, `{a,b}` for either), the same under s3://, `hf://DATASET` or
+    A place is a file, a folder, a glob (`**` for any depth, `{a,b}` for either), the same under s3://, `hf://DATASET` or
     `builtin:python-stdlib`. A file or folder of exactly that name comes before the meaning as a glob. In a folder hidden files,
-    names with a leading `_` and unknown endings are skipped. A file found by several paths is listed once, and names are
-    relative to the paths' common part. `delimiter` is stored with each csv file. Raises UserError if nothing matches, or a
+    names with a leading `_` and unknown endings are skipped. A file found at several places is listed once, and names are
+    relative to the places' common part. `delimiter` is stored with each csv file. Raises UserError if nothing matches, or a
     file's format is unknown.
     """
-    paths = [path] if isinstance(path, str) else list(path)
-    files = _join([_list_any(place, s3) for place in paths])
+    files = _join([_list_any(Place(place) if isinstance(place, str) else place) for place in places])
     if delimiter is None:
         return files
     if not any(file.format == "csv" for file in files):
@@ -76,36 +73,38 @@ def list_inputs(
     return [replace(file, delimiter=delimiter) if file.format == "csv" else file for file in files]
 
 
-def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
-    """The files at one path; an existing file or folder with braces in its name takes precedence over expansion."""
-    alternatives = expand_braces(path)
-    if len(alternatives) == 1 or _exists(path, s3):
-        return _list_one(path, s3)
+def _list_any(place: Place) -> list[InputFile]:
+    """The files at one place; an existing file or folder with braces in its name takes precedence over expansion."""
+    alternatives = expand_braces(place.url)
+    if len(alternatives) == 1 or _exists(place):
+        return _list_one(place)
     groups = []
     for alternative in alternatives:
         try:
-            groups.append(_list_one(alternative, s3))
+            groups.append(_list_one(place.at(alternative)))
         except NothingThere:  # of the four patterns in `{a,b}/*.{jsonl,csv}` not all must match
             if not _WILD.search(alternative):
                 raise
     if not groups:
-        raise NothingThere(f"nothing is at {path!r}", field=FIELD)
+        raise NothingThere(f"nothing is at {place.url!r}", field=FIELD)
     return sorted(_join(groups), key=lambda file: file.name)
 
 
-def _exists(path: str, s3: S3Options | None) -> bool:
+def _exists(place: Place) -> bool:
     """Whether a file or folder of exactly this name exists."""
+    path = place.url
     if is_local(path):
         return os.path.exists(os.path.expanduser(path))
     bucket, _, key = path.removeprefix("s3://").partition("/")
     if not path.startswith("s3://") or _BRACES.search(bucket):
         return False
     with about(FIELD):
-        found = open_store(f"s3://{bucket}", s3=s3).list(key.rstrip("/"))
+        found = open_store(place.at(f"s3://{bucket}")).list(key.rstrip("/"))
         return any(f"{stat.name}/".startswith(f"{key.rstrip('/')}/") for stat in found)
 
 
-def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
+def _list_one(place: Place) -> list[InputFile]:
+    path = place.url
     if path == STDLIB:
         return _list_stdlib()
     if path.startswith("builtin:"):
@@ -113,7 +112,7 @@ def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
     if path.startswith("hf://"):
         return list_dataset(path, list_inputs)
     if path.startswith("s3://"):
-        return _list_s3(path, s3)
+        return _list_s3(place)
     if not is_local(path):
         raise UserError(f"{path!r}: inputs are local paths, s3://, hf:// or builtin:", field=FIELD)
     return _list_local(os.path.expanduser(path))
@@ -195,20 +194,21 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"{error.filename}: {error.strerror}", field=FIELD)
 
 
-def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:
+def _list_s3(place: Place) -> list[InputFile]:
+    path = place.url
     bucket, _, key = path.removeprefix("s3://").partition("/")
     wild, folder = bool(_WILD.search(key)), f"{key.rstrip('/')}/" if key else ""
     root = _fixed_part(key) if wild else key
     with about(FIELD):
-        objects = _without_markers(open_store(f"s3://{bucket}", s3=s3).list(root))
+        objects = _without_markers(open_store(place.at(f"s3://{bucket}")).list(root))
     if exact := [stat for stat in objects if stat.name == key]:
-        return _sorted(path, [_s3_file(bucket, os.path.dirname(key), stat) for stat in exact])
+        return _sorted(path, [_s3_file(place, os.path.dirname(key), stat) for stat in exact])
     inside = [stat for stat in objects if stat.name.startswith(folder)]
     if inside or not wild:
-        files = [_s3_file(bucket, folder, stat) for stat in inside]
+        files = [_s3_file(place, folder, stat) for stat in inside]
         return _data_files(path, [file for file in files if not any(map(_is_hidden, file.name.split("/")))])
     pattern = glob_pattern(key)
-    return _sorted(path, [_s3_file(bucket, root, stat) for stat in objects if pattern.fullmatch(stat.name)])
+    return _sorted(path, [_s3_file(place, root, stat) for stat in objects if pattern.fullmatch(stat.name)])
 
 
 def _without_markers(objects: Iterable[Stat]) -> list[Stat]:
@@ -220,9 +220,10 @@ def _without_markers(objects: Iterable[Stat]) -> list[Stat]:
     return [stat for stat in files if stat.name not in empty]
 
 
-def _s3_file(bucket: str, root: str, stat: Stat) -> InputFile:
+def _s3_file(place: Place, root: str, stat: Stat) -> InputFile:
+    uri = f"s3://{place.url.split('/')[2]}/{stat.name}"
     name = stat.name.removeprefix(root).lstrip("/")
-    return InputFile(f"s3://{bucket}/{stat.name}", name, stat.size, stat.etag, stat.mtime_s, *format_of(stat.name))
+    return InputFile(uri, name, stat.size, stat.etag, stat.mtime_s, *format_of(stat.name), s3=place.s3)
 
 
 def _list_stdlib() -> list[InputFile]:

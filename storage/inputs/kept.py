@@ -56,6 +56,7 @@ class KeptTypes:
     """Finds the type of each kept column from the inputs seen so far, in constant memory."""
 
     def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
         self._columns = {name: _Column() for name in names}
 
     def see(self, values: Mapping[str, Any]) -> None:

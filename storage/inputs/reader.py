@@ -33,7 +33,7 @@ from draftmill.storage.inputs.sources import (
 )
 from draftmill.storage.inputs.tables import Columns, pick_table_rows, table_rows, table_schema
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, ahead
-from draftmill.storage.stores.interface import S3Options, about
+from draftmill.storage.stores.interface import about
 
 Places = Sequence[tuple[int, int | None]]
 """Rows of a file: number, and offset where there is one."""
@@ -45,12 +45,7 @@ _UNPACKED = DecompressionCache()
 
 
 def iterate(
-    file: InputFile,
-    *,
-    columns: Mapping[str, str] | None = None,
-    chunk_chars: int | None = None,
-    s3: S3Options | None = None,
-    part: Slice = WHOLE,
+    file: InputFile, *, columns: Mapping[str, str] | None = None, chunk_chars: int | None = None, part: Slice = WHOLE
 ) -> Iterator[Row]:
     """Yield every row of the file, or of a slice of it, in order, one at a time: memory does not grow with the file.
 
@@ -60,9 +55,9 @@ def iterate(
     """
     with about(FIELD):
         if file.format in TABLE_FORMATS:
-            yield from table_rows(file, _projection(columns), s3, part)
+            yield from table_rows(file, _projection(columns), part)
         else:
-            with open_stream(file, s3=s3) as stream:
+            with open_stream(file) as stream:
                 if part.is_first:
                     _refuse_json_array(file, stream)
                 else:
@@ -74,12 +69,7 @@ def iterate(
 
 
 def read_rows(
-    file: InputFile,
-    rows: Places,
-    *,
-    columns: Mapping[str, str] | None = None,
-    chunk_chars: int | None = None,
-    s3: S3Options | None = None,
+    file: InputFile, rows: Places, *, columns: Mapping[str, str] | None = None, chunk_chars: int | None = None
 ) -> Iterator[Row]:
     """Yield exactly the requested rows, in the requested order, each as `iterate` yielded it.
 
@@ -90,9 +80,9 @@ def read_rows(
     places = sorted(set(rows), key=lambda place: place[0])
     with about(FIELD), _caches:
         if file.format in TABLE_FORMATS:
-            read = pick_table_rows(file, [row for row, _ in places], _projection(columns), s3)
+            read = pick_table_rows(file, [row for row, _ in places], _projection(columns))
         else:
-            read = _with_fields(_pick_stream_rows(file, places, _reader(file, chunk_chars), s3), columns)
+            read = _with_fields(_pick_stream_rows(file, places, _reader(file, chunk_chars)), columns)
         by_number = {row.row: row for row in read}
     for number, offset in rows:
         yield by_number.get(number) or failed_row(
@@ -100,9 +90,7 @@ def read_rows(
         )
 
 
-def fetch_ahead(
-    files: Iterable[tuple[InputFile, Places]], *, s3: S3Options | None
-) -> Iterator[tuple[InputFile, Places]]:
+def fetch_ahead(files: Iterable[tuple[InputFile, Places]]) -> Iterator[tuple[InputFile, Places]]:
     """Yield files with places in them, in order, while the data of the next ones is fetched from S3.
 
     Small files are fetched whole, large ones only around the offsets; large tables and compressed files are not fetched ahead,
@@ -112,10 +100,10 @@ def fetch_ahead(
     def blocks(item: tuple[InputFile, Places]) -> Iterable[Block]:
         file, places = item
         if file.size is not None and file.size <= BLOCK_BYTES:
-            return blocks_at(file, [0], s3)
+            return blocks_at(file, [0])
         if file.format in TABLE_FORMATS or file.compression is not None:
             return []
-        return blocks_at(file, [offset for _, offset in places if offset is not None], s3)
+        return blocks_at(file, [offset for _, offset in places if offset is not None])
 
     return ahead(files, blocks)
 
@@ -126,14 +114,14 @@ def has_lines(file: InputFile, chunk_chars: int | None) -> bool:
     return is_lines and file.compression is None and file.size is not None
 
 
-def count_lines(file: InputFile, start: int, stop: int, s3: S3Options | None) -> tuple[int, int]:
+def count_lines(file: InputFile, start: int, stop: int) -> tuple[int, int]:
     """Return the offset of the first line that begins in the bytes [start, stop), and how many lines begin there.
 
     The offset is `stop` if none does. `stop` is at most the size of the file. Raises StoreError if the file can't be read.
     """
     first, count = (0, 1) if start == 0 else (stop, 0)
     at = max(0, start - 1)  # a line begins after each line end, so that the last byte of the range has no say
-    with open_bytes(file, s3=s3) as stream:
+    with open_bytes(file) as stream:
         stream.seek(at)
         while at < stop - 1 and (data := stream.read(min(2**20, stop - 1 - at))):
             if not count and (end := data.find(b"\n")) >= 0:
@@ -172,23 +160,23 @@ def _reader(file: InputFile, chunk_chars: int | None) -> lines.Reader:
     return {"jsonl": lines.jsonl_rows, "txt": lines.txt_rows, "text": lines.whole_rows}[file.format]
 
 
-def column_types(file: InputFile, columns: Iterable[str], s3: S3Options | None) -> dict[str, pa.DataType] | None:
+def column_types(file: InputFile, columns: Iterable[str]) -> dict[str, pa.DataType] | None:
     """The types of these columns in a columnar file; None for other files, whose rows have types of their own."""
     if file.format not in TABLE_FORMATS:
         return None
     with about(FIELD):
-        return types_in(table_schema(file, s3), columns)
+        return types_in(table_schema(file), columns)
 
 
 def _delimiter_of(file: InputFile) -> str:
     return file.delimiter or ("\t" if ".tsv" in file.name.lower() else ",")
 
 
-def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
+def delimiter_hint(files: Iterable[InputFile]) -> str:
     """A hint about the first csv file whose header seems to have another delimiter; empty if there is none."""
     for file in files:
         if file.format == "csv":
-            with open_stream(file, s3=s3) as stream:
+            with open_stream(file) as stream:
                 other = lines.likely_delimiter(stream, file.name, _delimiter_of(file))
             if other is not None:
                 named = "tab" if other == "\t" else other
@@ -197,15 +185,15 @@ def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
     return ""
 
 
-def _pick_stream_rows(file: InputFile, places: Places, reader: lines.Reader, s3: S3Options | None) -> Iterator[Row]:
+def _pick_stream_rows(file: InputFile, places: Places, reader: lines.Reader) -> Iterator[Row]:
     """Seek to each row if all have offsets, else read from the front to the last of them."""
     if any(offset is None for _, offset in places):
         numbers = {row for row, _ in places}
-        with open_stream(file, s3=s3) as front:
+        with open_stream(file) as front:
             rows = (row for row in reader(front, lines.Start()) if row.row in numbers)
             yield from islice(rows, len(numbers))
         return
-    stream = _UNPACKED.open(file, s3) if file.compression is not None else _seekable(file, s3, stamp_of(file))
+    stream = _UNPACKED.open(file) if file.compression is not None else _seekable(file, stamp_of(file))
     for row, offset in places:
         assert offset is not None
         stream.seek(offset)
@@ -213,6 +201,6 @@ def _pick_stream_rows(file: InputFile, places: Places, reader: lines.Reader, s3:
 
 
 @lru_cache(maxsize=64)
-def _seekable(file: InputFile, s3: S3Options | None, stamp: Stamp | None) -> BufferedReader:
+def _seekable(file: InputFile, stamp: Stamp | None) -> BufferedReader:
     """An open file; one that was written to since has another stamp, and is opened and checked again."""
-    return open_bytes(file, s3=s3, buffer_bytes=SEEK_BUFFER_BYTES)
+    return open_bytes(file, buffer_bytes=SEEK_BUFFER_BYTES)

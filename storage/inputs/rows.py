@@ -10,18 +10,20 @@ from typing import Any
 import pyarrow as pa
 
 from draftmill.storage.errors import RowError, UserError, printable
+from draftmill.storage.stores.interface import S3_DEFAULTS, S3Options
 
 FIELD = "input.path"
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One input as plain JSON-able data: its location, its version, and how to read it.
+    """One input: its location, its version, and how to read it. Plain JSON-able data, but for `s3`.
 
     `name` is relative to the input's root and stable when the data moves; row ids contain it. `format` is one of
     jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
     time; they and `etag` are None if the place does not provide them. `sha256` is that of the content, None if unknown
-    (storage/inputs/sources.py). `delimiter` is that of a csv file; None takes the one of the file's ending.
+    (storage/inputs/sources.py). `delimiter` is that of a csv file; None takes the one of the file's ending. `s3` is how an object
+    on S3 is reached: it belongs to the job, and is not stored with the file.
     """
 
     uri: str
@@ -33,15 +35,22 @@ class InputFile:
     compression: str | None = None
     sha256: str | None = None
     delimiter: str | None = None
+    s3: S3Options = S3_DEFAULTS
+
+    def facts(self) -> dict[str, Any]:
+        """What a plan stores of the file."""
+        return {name: getattr(self, name) for name in _FACTS}
+
+
+_FACTS = [item.name for item in fields(InputFile) if item.name != "s3"]
 
 
 class InputFiles(Sequence[InputFile]):
     """Inputs as JSON in one buffer: of a million of them, Python objects would take half a gigabyte in each worker."""
 
-    def __init__(self, files: Iterable[InputFile]) -> None:
-        names = [item.name for item in fields(InputFile)]
-        lines = (json.dumps([getattr(file, name) for name in names]).encode() for file in files)
-        self._lines = pa.array(lines, pa.large_binary())
+    def __init__(self, files: Iterable[InputFile], s3: S3Options = S3_DEFAULTS) -> None:
+        lines = (json.dumps(list(file.facts().values())).encode() for file in files)
+        self._lines, self._s3 = pa.array(lines, pa.large_binary()), s3
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -49,7 +58,7 @@ class InputFiles(Sequence[InputFile]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
-        return InputFile(*json.loads(self._lines[index].as_py()))
+        return InputFile(*[*json.loads(self._lines[index].as_py()), self._s3])
 
 
 @dataclass(frozen=True, slots=True)

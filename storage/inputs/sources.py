@@ -30,7 +30,7 @@ from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.inputs import STDLIB, local_path
 from draftmill.storage.inputs.rows import FIELD, InputFile, damage_error
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, RangeFile, SeekableFile
-from draftmill.storage.stores.interface import Conflict, S3Options, Store, about, is_local
+from draftmill.storage.stores.interface import Conflict, Place, Store, about, is_local
 from draftmill.storage.stores.local import translate_errors
 from draftmill.storage.stores.parallel import thread_pool
 from draftmill.storage.stores.store import open_store
@@ -57,23 +57,23 @@ SEEK_BUFFER_BYTES = 2**16
 MOST_FILES = 64
 
 
-def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: int = BUFFER_BYTES) -> io.BufferedReader:
+def open_bytes(file: InputFile, *, buffer_bytes: int = BUFFER_BYTES) -> io.BufferedReader:
     """Return the file's bytes as stored, seekable. Raises StoreError, or NotFound instead of FileNotFoundError.
 
     Opening and reading raise Conflict where the file is not the one that was listed or planned.
     """
     if file.uri.startswith("s3://"):
-        return io.BufferedReader(RangeFile(*_object(file, s3)), buffer_bytes)
+        return io.BufferedReader(RangeFile(*_object(file)), buffer_bytes)
     with translate_errors(local_path(file)):
         return io.BufferedReader(_LocalFile(file), buffer_bytes)
 
 
-def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader:
+def open_stream(file: InputFile) -> io.BufferedReader:
     """Return the file's content, decompressed, from the front; seekable only if it is not compressed.
 
     Damaged compression is a UserError while reading.
     """
-    source = open_bytes(file, s3=s3)
+    source = open_bytes(file)
     if file.compression is None:
         return source
     return io.BufferedReader(_Decompressed(file, source), BUFFER_BYTES)
@@ -172,23 +172,23 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
-def _object(file: InputFile, s3: S3Options | None) -> tuple[Store, str, str | None, int]:
+def _object(file: InputFile) -> tuple[Store, str, str | None, int]:
     """The store, name, etag and size of a file on S3."""
     assert file.size is not None, "a listing on S3 tells sizes"
     bucket, _, key = file.uri.removeprefix("s3://").partition("/")
-    return _bucket(bucket, s3), key, file.etag, file.size
+    return _bucket(Place(f"s3://{bucket}", file.s3)), key, file.etag, file.size
 
 
-def blocks_at(file: InputFile, offsets: Iterable[int], s3: S3Options | None) -> list[Block]:
+def blocks_at(file: InputFile, offsets: Iterable[int]) -> list[Block]:
     """The blocks of a file on S3 that are needed to read from these offsets; none for a local file."""
     if not file.uri.startswith("s3://"):
         return []
-    return [Block(*_object(file, s3), index) for index in sorted({offset // BLOCK_BYTES for offset in offsets})]
+    return [Block(*_object(file), index) for index in sorted({offset // BLOCK_BYTES for offset in offsets})]
 
 
 @lru_cache(maxsize=4)
-def _bucket(bucket: str, s3: S3Options | None) -> Store:
-    return open_store(f"s3://{bucket}", s3=s3)
+def _bucket(place: Place) -> Store:
+    return open_store(place)
 
 
 @dataclass(slots=True)
@@ -203,9 +203,9 @@ class _Piece:
 class _UnpackedFile(SeekableFile):
     """The content of a compressed file, seekable. Keeps at most `kept_bytes` and the head."""
 
-    def __init__(self, file: InputFile, s3: S3Options | None, kept_bytes: int) -> None:
+    def __init__(self, file: InputFile, kept_bytes: int) -> None:
         super().__init__(size=None)
-        self._source = (file, s3)
+        self._file = file
         self._kept_bytes = kept_bytes
         self._begin()
 
@@ -251,7 +251,7 @@ class _UnpackedFile(SeekableFile):
     def _unpack(self) -> None:
         try:
             if self._stream is None:
-                self._stream = open_stream(self._source[0], s3=self._source[1])
+                self._stream = open_stream(self._file)
             data = self._stream.read(READ_BYTES)
         except (OSError, UserError, StoreError):
             self._begin_again()  # otherwise the next read would look like the end
@@ -311,15 +311,15 @@ class DecompressionCache:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._open = OrderedDict[tuple[InputFile, S3Options | None], tuple[_UnpackedFile, io.BufferedReader]]()
+        self._open = OrderedDict[InputFile, tuple[_UnpackedFile, io.BufferedReader]]()
 
-    def open(self, file: InputFile, s3: S3Options | None) -> io.BufferedReader:
+    def open(self, file: InputFile) -> io.BufferedReader:
         """Return the file's content, seekable; it stays open here."""
-        entry = self._open.pop((file, s3), None)
+        entry = self._open.pop(file, None)
         if entry is None:
-            unpacked = _UnpackedFile(file, s3, self._kept_bytes // 2)
+            unpacked = _UnpackedFile(file, self._kept_bytes // 2)
             entry = unpacked, io.BufferedReader(unpacked, SEEK_BUFFER_BYTES)
-        self._open[file, s3] = entry
+        self._open[file] = entry
         while len(self._open) > 1 and (self.num_bytes > self._kept_bytes // 2 or len(self._open) > MOST_FILES):
             self._open.popitem(last=False)[1][1].close()
         return entry[1]

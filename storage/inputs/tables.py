@@ -28,7 +28,6 @@ from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.lines import too_long_message
 from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, InputFile, Row, Slice, damage_error, failed_row
 from draftmill.storage.inputs.sources import check_same, open_bytes
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.local import translate_errors
 
 BATCH_BYTES = 8 * 2**20
@@ -43,13 +42,13 @@ Columns = tuple[str, ...] | None
 """The file's columns to read, None for all; missing ones are skipped."""
 
 
-def group_slices(file: InputFile, slice_bytes: int, s3: S3Options | None) -> Iterator[Slice]:
+def group_slices(file: InputFile, slice_bytes: int) -> Iterator[Slice]:
     """Cut a Parquet file into slices of whole row groups, each of about `slice_bytes` uncompressed; at least one slice.
 
     Raises UserError if the file is damaged.
     """
     first, row, start, size = 0, 0, 0, 0
-    metadata = _open_parquet(file, s3).metadata
+    metadata = _open_parquet(file).metadata
     for group in range(metadata.num_row_groups - 1):
         row += metadata.row_group(group).num_rows
         size += metadata.row_group(group).total_byte_size
@@ -59,22 +58,22 @@ def group_slices(file: InputFile, slice_bytes: int, s3: S3Options | None) -> Ite
     yield Slice(start, groups=(first, metadata.num_row_groups))
 
 
-def _groups_of(file: InputFile, rows: Sequence[int], s3: S3Options | None) -> Iterator[tuple[int, int, list[int]]]:
+def _groups_of(file: InputFile, rows: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
     """Yield (group, its first row, the wanted rows in it) for sorted rows; those beyond the end are skipped."""
-    starts = _starts(file, s3)
+    starts = _starts(file)
     inside = [row for row in rows if row < starts[-1]]
     for group, numbers in groupby(inside, key=lambda row: bisect_right(starts, row) - 1):
         yield group, starts[group], list(numbers)
 
 
-def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
+def group_batches(file: InputFile, group: int, columns: Columns) -> Iterator[pa.RecordBatch]:
     """Yield a row group's batches; ArrowInvalid if its row count differs from the footer's."""
-    parquet = _open_parquet(file, s3)
+    parquet = _open_parquet(file)
     about = parquet.metadata.row_group(group)
     names = _leaves(parquet, columns)
     rows = min(BATCH_ROWS, BATCH_BYTES * about.num_rows // max(1, about.total_byte_size))
     if min(rows, about.num_rows) * about.total_byte_size > SHARED_BYTES:
-        rows = min(rows, SHARED_BYTES // max(1, _longest_shared(file, group, columns, s3)))
+        rows = min(rows, SHARED_BYTES // max(1, _longest_shared(file, group, columns)))
     num_rows = 0
     for batch in parquet.iter_batches(batch_size=max(1, rows), row_groups=[group], columns=names, use_threads=THREADS):
         num_rows += batch.num_rows
@@ -96,22 +95,22 @@ def _leaves(parquet: pq.ParquetFile, columns: Columns) -> list[str] | None:
 
 
 @lru_cache(maxsize=64)
-def _starts(file: InputFile, s3: S3Options | None) -> list[int]:
+def _starts(file: InputFile) -> list[int]:
     """The first row of each row group, and the number of rows at the end."""
-    metadata = _open_parquet(file, s3).metadata
+    metadata = _open_parquet(file).metadata
     return [0, *accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))]
 
 
-def _longest_shared(file: InputFile, group: int, columns: Columns, s3: S3Options | None) -> int:
+def _longest_shared(file: InputFile, group: int, columns: Columns) -> int:
     """Bytes of the longest texts in the dictionaries of a row group, one of each column added up; of its first row at least.
 
     A chunk's dictionary precedes its values, and is read whole for the first value.
     """
-    texts = [field.name for field in _open_parquet(file, s3).schema_arrow if _is_bytes(field.type)]
+    texts = [field.name for field in _open_parquet(file).schema_arrow if _is_bytes(field.type)]
     names = texts if columns is None else outer_columns(texts, columns)
     if not names:
         return 0
-    coded = _open_coded(file, tuple(names), s3)
+    coded = _open_coded(file, tuple(names))
     batch = next(coded.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=THREADS), None)
     if batch is None:
         return 0
@@ -119,19 +118,19 @@ def _longest_shared(file: InputFile, group: int, columns: Columns, s3: S3Options
 
 
 @lru_cache(maxsize=64)
-def _open_parquet(file: InputFile, s3: S3Options | None) -> pq.ParquetFile:
+def _open_parquet(file: InputFile) -> pq.ParquetFile:
     """An open file with its footer read. pre_buffer would hold whole row groups in memory, so it is off."""
     try:
-        return pq.ParquetFile(open_bytes(file, s3=s3), pre_buffer=False, buffer_size=2**20)
+        return pq.ParquetFile(open_bytes(file), pre_buffer=False, buffer_size=2**20)
     except DAMAGE as error:
         raise UserError(str(damage_error(file, 0, error))) from None
 
 
 @lru_cache(maxsize=4)
-def _open_coded(file: InputFile, names: tuple[str, ...], s3: S3Options | None) -> pq.ParquetFile:
+def _open_coded(file: InputFile, names: tuple[str, ...]) -> pq.ParquetFile:
     """The same with texts as dictionaries. Only for inspection: while reading, a dictionary grows to that of its whole group."""
-    metadata = _open_parquet(file, s3).metadata
-    source = open_bytes(file, s3=s3)
+    metadata = _open_parquet(file).metadata
+    source = open_bytes(file)
     return pq.ParquetFile(source, metadata=metadata, read_dictionary=list(names), pre_buffer=False, buffer_size=2**20)
 
 
@@ -235,63 +234,61 @@ _ARROW_FILE = b"ARROW1"
 _BATCHES = BatchCache()
 
 
-def table_rows(file: InputFile, columns: Columns, s3: S3Options | None, part: Slice = WHOLE) -> Iterator[Row]:
+def table_rows(file: InputFile, columns: Columns, part: Slice = WHOLE) -> Iterator[Row]:
     """Yield every row of a slice; UserError if the file is damaged, after the rows before the damage."""
     row = part.row
     try:
-        for batch in map(sound, _batches(file, columns, s3, part.groups)):
+        for batch in map(sound, _batches(file, columns, part.groups)):
             yield from _rows_of(batch, range(row, row + batch.num_rows), columns)
             row += batch.num_rows
     except DAMAGE as error:
         raise damage_error(file, row, error) from None
 
 
-def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns, s3: S3Options | None) -> Iterator[Row]:
+def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns) -> Iterator[Row]:
     """Yield the rows of these numbers (sorted, unique); numbers beyond the end are skipped."""
     try:
         if file.format == "parquet":
-            for group, first, inside in _groups_of(file, rows, s3):
-                batches = partial(group_batches, file, group, columns, s3)
-                yield from _pick((file, group, columns, s3), first, inside, columns, batches)
+            for group, first, inside in _groups_of(file, rows):
+                batches = partial(group_batches, file, group, columns)
+                yield from _pick((file, group, columns), first, inside, columns, batches)
         elif file.format == "hf":
             dataset = load(file)
             if inside := [row for row in rows if row < len(dataset)]:
                 yield from _rows_of(_project(dataset[inside], columns), inside, columns)
         else:
-            yield from _pick((file, columns, s3), 0, rows, columns, partial(_batches, file, columns, s3))
+            yield from _pick((file, columns), 0, rows, columns, partial(_batches, file, columns))
     except DAMAGE as error:
         raise damage_error(file, rows[0], error) from None
 
 
-def table_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
+def table_schema(file: InputFile) -> pa.Schema:
     """The schema of a file; UserError if it is damaged."""
     try:
         if file.format == "parquet":
-            return _open_parquet(file, s3).schema_arrow
+            return _open_parquet(file).schema_arrow
         if file.format == "hf":
             return load(file).features.arrow_schema
-        with _arrow_source(file, s3) as source:
+        with _arrow_source(file) as source:
             return _open_arrow(source).schema
     except DAMAGE as error:
         raise damage_error(file, 0, error) from None
 
 
-def _batches(
-    file: InputFile, columns: Columns, s3: S3Options | None, groups: tuple[int, int] | None = None
-) -> Iterator[pa.RecordBatch]:
+def _batches(file: InputFile, columns: Columns, groups: tuple[int, int] | None = None) -> Iterator[pa.RecordBatch]:
     if file.format == "parquet":
-        for group in range(*(groups or (0, _open_parquet(file, s3).num_row_groups))):
-            yield from group_batches(file, group, columns, s3)
+        for group in range(*(groups or (0, _open_parquet(file).num_row_groups))):
+            yield from group_batches(file, group, columns)
     elif file.format == "hf":
         dataset = load(file)
         for first in range(0, len(dataset), BATCH_ROWS):
             yield from _project(dataset[first : first + BATCH_ROWS], columns).to_batches()
     else:
-        yield from _arrow_batches(file, columns, s3)
+        yield from _arrow_batches(file, columns)
 
 
-def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
-    with _arrow_source(file, s3) as source:
+def _arrow_batches(file: InputFile, columns: Columns) -> Iterator[pa.RecordBatch]:
+    with _arrow_source(file) as source:
         reader = _open_arrow(source)
         is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
         for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
@@ -311,14 +308,14 @@ def _open_arrow(source: Any) -> Any:
     return open_(source, options=pa.ipc.IpcReadOptions(use_threads=THREADS))
 
 
-def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:
+def _arrow_source(file: InputFile) -> Any:
     # Skipping batches is free with mapped memory.
     if not file.uri.startswith("s3://") and file.size:
         path = local_path(file)
         with translate_errors(path):
             check_same(file, path.stat())
             return pa.memory_map(str(path))
-    return pa.PythonFile(open_bytes(file, s3=s3), mode="r")
+    return pa.PythonFile(open_bytes(file), mode="r")
 
 
 def _pick(

@@ -3,8 +3,8 @@
 Each verb's first sentence is its guarantee. Names are relative, with `/` between parts (`data/unit-00000017.parquet`).
 Knows no particular store (local.py, s3.py, store.py) and nothing of what the bytes mean.
 
-A new store needs a branch in `open_store`, its scheme in `SCHEMES` (jobs/spec/places.py) and a parameter of the fixture `store`
-(tests/storage/conftest.py), which holds it to every guarantee.
+A new store needs a branch in `open_store`, its scheme in the PathMark of output.path (jobs/spec/job_spec.py), and a parameter of
+the fixture `store` (tests/storage/conftest.py), which holds it to every guarantee.
 """
 
 from __future__ import annotations
@@ -44,6 +44,25 @@ class S3Options:
     region: str | None = None
     addressing: str = "auto"
     checksums: str = "auto"
+
+
+S3_DEFAULTS: Final = S3Options()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is: a local path or a URL, and how to reach S3 if it is there."""
+
+    url: str
+    s3: S3Options = S3_DEFAULTS
+
+    def at(self, url: str) -> Place:
+        """Another place that is reached in the same way."""
+        return Place(url, self.s3)
+
+    def below(self, name: str) -> Place:
+        """A name inside this folder."""
+        return self.at(f"{self.url.rstrip('/')}/{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +141,11 @@ def about(field: str) -> Iterator[None]:
 
 class Store(Protocol):
     """Bytes by name. Temporary failures are retried inside; what stays is a StoreError, a refusal StoreRefused."""
+
+    @property
+    def place(self) -> Place:
+        """The URL, and the S3 options that other places of a job share."""
+        ...
 
     @property
     def url(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Level, NotFound, Stat, check_name
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Level, NotFound, Place, Stat, check_name
 
 _REFUSALS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
@@ -26,8 +26,9 @@ TEMPORARY = ".tmp-"
 class LocalStore:
     """A folder as a store; made when first written. Durable: data and names are fsynced before a verb returns."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], place: Place | None = None) -> None:
         self.url = os.fspath(path)
+        self.place = place or Place(self.url)
         self.root = Path(path)
         self._made: list[Path] = []
 

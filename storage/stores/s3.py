@@ -33,7 +33,17 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.secrets import presentable
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, Level, NotFound, S3Options, Stat
+from draftmill.storage.stores.interface import (
+    AlreadyExists,
+    Body,
+    Conflict,
+    FileBody,
+    Level,
+    NotFound,
+    Place,
+    S3Options,
+    Stat,
+)
 
 TOKEN = "write-token"
 ATTEMPTS = 8
@@ -63,9 +73,9 @@ class S3Store:
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
         if not bucket:
             raise UserError(f"{url!r} names no bucket: s3://bucket/prefix")
-        self.url = url
+        self.url, self.place = url, Place(url, options)
         self._bucket, self._prefix = bucket, f"{prefix.rstrip('/')}/" if prefix else ""
-        self._options, self._sleep = options, sleep
+        self._sleep = sleep
         self._client = _client(options)
 
     def get(self, name: str) -> bytes:
@@ -179,7 +189,7 @@ class S3Store:
     @property
     def with_checksums(self) -> bool:
         """Whether writes carry SHA-256 checksums."""
-        return self._options.checksums != "when_required"
+        return self.place.s3.checksums != "when_required"
 
     def where(self, name: str) -> str:
         """The object's URL, for messages."""

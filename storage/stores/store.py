@@ -16,7 +16,7 @@ from draftmill.storage.stores.interface import (
     Body,
     Conflict,
     NotFound,
-    S3Options,
+    Place,
     Stat,
     Store,
     about,
@@ -32,8 +32,9 @@ class MemoryStore:
     _places: ClassVar[dict[str, dict[str, tuple[bytes, Stat]]]] = {}
     _lock: ClassVar[Lock] = Lock()
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, place: Place | None = None) -> None:
         self.url = f"memory://{name}"
+        self.place = place or Place(self.url)
         self._objects = self._places.setdefault(name, {})
 
     def get(self, name: str) -> bytes:
@@ -88,23 +89,24 @@ class MemoryStore:
         return stat
 
 
-def open_store(url: str, *, s3: S3Options | None = None) -> Store:
+def open_store(place: Place | str) -> Store:
     """Return the store at a local path, `memory://NAME` (this process only) or `s3://bucket/prefix`.
 
     Nothing is contacted or created yet. Raises UserError for a URL of another kind.
     """
-    scheme, separator, rest = url.partition("://")
+    place = Place(place) if isinstance(place, str) else place
+    scheme, separator, rest = (url := place.url).partition("://")
     if not separator:
-        if os.path.isfile(place := os.path.expanduser(url)):
+        if os.path.isfile(path := os.path.expanduser(url)):
             raise UserError(f"{url!r} is a file; allowed: a folder")
-        return LocalStore(place)
+        return LocalStore(path, place)
     if scheme == "memory":
-        return MemoryStore(rest)
+        return MemoryStore(rest, place)
     if scheme == "s3":
         # Importing boto3 takes a third of a second, which a job on local disk can save.
         from draftmill.storage.stores.s3 import S3Store
 
-        return S3Store(url, s3 or S3Options())
+        return S3Store(url, place.s3)
     raise UserError(f"{url!r} is not a place to store: use a local path, s3://bucket/prefix or memory://NAME")
 
 

@@ -18,7 +18,7 @@ from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
 from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.registry import find_heads
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.references import kernels as reference
 from tests.device.pretend import pretending
@@ -154,13 +154,13 @@ def test_draws_that_no_kernel_makes_are_refused(operations, sampling, reason):
 
 
 def test_networks_of_an_exact_place_are_exact(operations):
-    place = ModelPlace("builtin:ar-tiny", None, "auto", None, "auto", "float32", "cuda", False, exact=True)
+    place = ModelPlace(Place("builtin:ar-tiny"), None, "auto", None, "auto", "float32", "cuda", False, exact=True)
     drafts = SpeculativeSettings(
         kind="speculative", drafter=ModelDrafterSettings(kind="model", path="builtin:ar-micro")
     )
     with pretending():
-        exact = load_networks(BUILTIN / "ar-tiny", place, drafts, S3Options())
-        usual = load_networks(BUILTIN / "ar-tiny", replace(place, exact=False), drafts, S3Options())
+        exact = load_networks(BUILTIN / "ar-tiny", place, drafts)
+        usual = load_networks(BUILTIN / "ar-tiny", replace(place, exact=False), drafts)
     assert exact.exact and exact.drafter is not None and exact.drafter.exact and not usual.exact
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.interface import S3_DEFAULTS, Place, S3Options, Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 from tests.storage.stores.s3_server import S3Server
@@ -80,7 +80,7 @@ def test_sigterm_ends_within_its_grace_while_the_store_hangs(
         assert isinstance(options, S3Options)
         sections["s3"] = {"endpoint": options.endpoint, "region": options.region}
     spec = write_spec(tmp_path, rows=rows, output={"path": url, "unit_rows": 2}, batching={"max_rows": 1}, **sections)
-    store = open_store(url, s3=options)
+    store = open_store(Place(url, options or S3_DEFAULTS))
     program = "-c", PROGRAM, str(hangs), kind
     with running(spec, store, "worker.step=sleep:30:2", *program) as process:
         hangs.touch()

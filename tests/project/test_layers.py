@@ -167,12 +167,10 @@ def test_wheel_holds_the_builtin_models(wheel_names: set[str]) -> None:
     assert files <= wheel_names
 
 
-def test_wheel_holds_the_templates_and_styles(wheel_names: set[str]) -> None:
-    paths = [
-        path for folder in FOLDERS for ending in ("j2", "mplstyle") for path in (ROOT / folder).rglob(f"*.{ending}")
-    ]
+def test_wheel_holds_the_templates(wheel_names: set[str]) -> None:
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.j2")]
     files = {path.relative_to(ROOT).as_posix() for path in paths}
-    assert {"jobs/analysis/report.html.j2", "jobs/analysis/report.mplstyle"} <= files
+    assert "jobs/analysis/page.html.j2" in files
     assert {f"draftmill/{name}" for name in files} <= wheel_names
 
 

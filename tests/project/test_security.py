@@ -28,7 +28,7 @@ from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.secrets import HIDDEN, redacted
 from draftmill.storage.stores import s3 as s3_module
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.store import open_store
 from tests.actors.tokenizers_for_tests import model_info
 from tests.runs.causal_jobs import TOKENIZER
@@ -115,7 +115,7 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
         assert main([command[0], s3_url, *options, *command[1:]]) in {0, 3}
     (tmp_path / "broken.yaml").write_text(f"s3: {{secret: {planted['AWS_SECRET_ACCESS_KEY']}}}\nname: 'open")
     assert main(["run", str(tmp_path / "broken.yaml")]) == 2
-    store = open_store(s3_url, s3=s3_options)
+    store = open_store(Place(s3_url, s3_options))
     names = [stat.name for stat in store.list()]
     assert {name.partition("/")[0] for name in names} >= {"_plan.json", "data", "attempts", "passes"}
     texts = {name: f"{store.stat(name)} {readable(store.get(name), name)}" for name in names}

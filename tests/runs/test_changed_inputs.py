@@ -28,7 +28,7 @@ from draftmill.storage.inputs.tables import BatchCache
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores import block_cache
 from draftmill.storage.stores.block_cache import BlockCache
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import job_spec, results_of, save_model
@@ -178,11 +178,11 @@ def test_an_object_that_is_replaced_is_never_read_as_the_listed_one(
         s3_store.put("in/rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
     put(PLANNED)
-    (file,) = list_inputs(f"{s3_url}/in/rows.jsonl", s3=s3_options)
-    assert [row.values for row in read_rows(file, [(0, 0)], s3=s3_options)] == [PLANNED[0]]
+    (file,) = list_inputs(Place(f"{s3_url}/in/rows.jsonl", s3_options))
+    assert [row.values for row in read_rows(file, [(0, 0)])] == [PLANNED[0]]
     put(OTHERS)
     reader._seekable.cache_clear()
     monkeypatch.setattr(block_cache, "BLOCKS", BlockCache())
-    for rows in (iterate(file, s3=s3_options), read_rows(file, [(0, 0)], s3=s3_options)):
+    for rows in (iterate(file), read_rows(file, [(0, 0)])):
         with pytest.raises(ChangedInput, match=r"^input\.path: s3://.*rows\.jsonl has changed since it was listed"):
             list(rows)

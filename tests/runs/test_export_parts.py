@@ -15,7 +15,7 @@ from draftmill.jobs.exporting.formats import PartsSink, plain_rows
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.records import SCHEMA, table_from_rows
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.store import open_store
 from tests.jobs.analysis.made_runs import row, write_run
@@ -142,9 +142,10 @@ def test_a_size_that_no_file_may_have_is_refused(run: Path, size: str, capsys: p
 def test_on_s3_they_are_those_of_a_disk(run: Path, tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
     passes = passes_of(open_store(str(run)))
     columns = columns_of(passes[0].plan, "parquet", [])
-    for out in (str(tmp_path / "out"), f"{s3_url}/out"):
-        assert export_parts(passes, columns, out, file_bytes=2**20, overwrite=False, order="plan", s3=s3_options) == 0
-    store = open_store(f"{s3_url}/out", s3=s3_options)
+    place = Place(f"{s3_url}/out", s3_options)
+    for out in (Place(str(tmp_path / "out")), place):
+        assert export_parts(passes, columns, out, file_bytes=2**20, overwrite=False, order="plan") == 0
+    store = open_store(place)
     assert {stat.name: store.get(stat.name) for stat in store.list()} == {
         path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()
     }

@@ -15,7 +15,7 @@ import yaml
 from draftmill.jobs.cli import main
 from draftmill.jobs.spec.job_spec import at_date, check_spec
 from draftmill.storage.runs.commit import read_manifest
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.store import open_store
 from tests.runs import jobs_of_tests
 from tests.runs.causal_jobs import make_world
@@ -175,7 +175,7 @@ def test_both_runs_may_be_on_s3(world: Path, s3_url: str, s3_options: S3Options)
     second = spec_of(world, "", input=source, output={"path": f"{s3_url}/second"}, s3=s3)
     assert run(second, world / "second.yaml", "validate") == 0
     assert run(second, world / "second.yaml") == 0
-    store = open_store(f"{s3_url}/second", s3=s3_options)
+    store = open_store(Place(f"{s3_url}/second", s3_options))
     assert jobs_of_tests.rows_of(store)["id"].to_pylist() == ["b"]
     manifest = read_manifest(store)
     assert manifest is not None and manifest.source is not None and manifest.source["kept"] == 1

@@ -90,7 +90,7 @@ def test_validate_the_run_and_status_say_whether_results_are_exact(world, capsys
     assert validate(spec) == 0 and said(capsys) == {exact}
     with without_ray():
         assert run_job(spec, RunOptions(quiet=True)) == 0 and said(capsys) == {exact}
-    assert status(spec.output.path) == 0 and said(capsys) == {exact}
+    assert status(spec.place(spec.output.path)) == 0 and said(capsys) == {exact}
 
 
 @pytest.mark.slow

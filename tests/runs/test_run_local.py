@@ -27,6 +27,7 @@ from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
 from draftmill.storage.runs.commit import done_units
 from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
+from draftmill.storage.stores.interface import S3_DEFAULTS, Place
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
@@ -134,7 +135,7 @@ def test_results_of_units_that_are_done_are_not_read_again(
     rows.write_text(rows.read_text() + '{"id": "bad", "tokens": "none"}\n')
     output = {"path": url, "unit_rows": 4}
     spec = write_spec(tmp_path, rows=rows, output=output, errors={"max_rate": 1.0}, **more)
-    store = open_store(url, s3=options)
+    store = open_store(Place(url, options or S3_DEFAULTS))
     with monkeypatch.context() as patch, pytest.raises(FailpointError):
         patch.setenv("DRAFTMILL_FAILPOINTS", "driver.receipt=raise:5")
         main(["run", str(spec), "--local", "--quiet", "--debug"])

@@ -15,7 +15,7 @@ from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import LEASE
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, NotFound, Stat
+from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, NotFound, Place, Stat
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -119,6 +119,7 @@ class Handle:
     """The store as one process sees it. Hashable by identity, as stores are."""
 
     url = "sim://run"
+    place = Place(url)
 
     def __init__(self, world: World, process: Process) -> None:
         self.world, self.disk, self.process = world, world.disk, process

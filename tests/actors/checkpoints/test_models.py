@@ -24,7 +24,7 @@ from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
 from draftmill.decoders.backbones.heads.files import read_sizes
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.store import MemoryStore
 
 ASARM = BUILTIN / "asarm-tiny"
@@ -75,12 +75,12 @@ def test_a_model_on_s3_is_fetched_once_by_version(
 ) -> None:
     store = MemoryStore("bucket-of-models")
     monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "open_store", lambda url, s3: store)
+    monkeypatch.setattr(models, "open_store", lambda place: store)
     for file in checkpoint.iterdir():
         store.put(f"models/a/{file.name}", file.read_bytes())
     store.put("models/a/code.py", b"never fetched")
     store.put("models/ab/config.json", b"another model's")
-    folder = fetch_model("s3://bucket/models/a", s3=S3Options())
+    folder = fetch_model(Place("s3://bucket/models/a", S3Options()))
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert model_hash(folder) == model_hash(checkpoint)
     assert fetch_model("s3://bucket/models/a") == folder

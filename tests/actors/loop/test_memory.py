@@ -40,7 +40,7 @@ from draftmill.jobs.plan.worker_job import make_job, place_of
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 from tests.decoders.references.token_table import TokenTable
@@ -320,7 +320,7 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     assert found == ["cpu", "cuda", "cuda"]
     assert WorkerResources(1.0, 1.0, 1).job_on_ray(fixed).model.device == "cuda:0"
     judge = ReadyMetric(Judge(kind="judge", model="m"), MeasuredMetric({}, ("judge",)), "metrics.0", place=auto.model)
-    judging = MeasureJob("run", S3Options(), "f", "0", (judge,), {}, 1.0)
+    judging = MeasureJob(Place("run"), "f", "0", (judge,), {}, 1.0)
     devices = [judging.on_ray(WorkerResources(1.0, gpus, 1)).metrics[0].place for gpus in (0.0, 0.5)]
     assert [place and place.device for place in devices] == ["cpu", "auto"]
     without = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny"}, workers={"gpus": 0})

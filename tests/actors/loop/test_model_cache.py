@@ -15,20 +15,20 @@ from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import ModelCache, Networks, load_networks
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.causal.settings import HeadDrafterSettings, ModelDrafterSettings, SpeculativeSettings
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place
 
 BUILTIN = Path(__file__).parents[3] / "decoders" / "builtin"
 
 
 def place(dtype: str = "float32") -> ModelPlace:
-    return ModelPlace("unused", None, "auto", None, "auto", dtype, "cpu", False)
+    return ModelPlace(Place("unused"), None, "auto", None, "auto", dtype, "cpu", False)
 
 
 def take(model_cache: ModelCache, folder: Path, *, drafter: Path | None = None, dtype: str = "float32") -> Networks:
     settings = SpeculativeSettings(kind="speculative") if drafter is None else SpeculativeSettings(
         kind="speculative", drafter=ModelDrafterSettings(kind="model", path=str(drafter))
     )  # fmt: skip
-    return load_networks(folder, place(dtype), settings, S3Options(), model_cache=model_cache)
+    return load_networks(folder, place(dtype), settings, model_cache=model_cache)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_draft_head_is_loaded_again_where_its_model_is():
     settings, model_cache = SpeculativeSettings(kind="speculative", drafter=drafter), ModelCache()
 
     def loaded(dtype: str) -> list[str]:
-        networks = load_networks(BUILTIN / "ar-tiny", place(dtype), settings, S3Options(), model_cache=model_cache)
+        networks = load_networks(BUILTIN / "ar-tiny", place(dtype), settings, model_cache=model_cache)
         assert networks.drafter is not None and networks.drafter.dtype is networks.backbone.dtype
         return model_cache.loaded
 
@@ -113,7 +113,7 @@ def test_draft_heads_stay_with_their_model():
     model_cache = ModelCache()
     heads = [
         load_networks(
-            BUILTIN / "asarm-tiny", place(), AssdSettings(kind="assd", head=head), S3Options(), model_cache=model_cache
+            BUILTIN / "asarm-tiny", place(), AssdSettings(kind="assd", head=head), model_cache=model_cache
         ).heads
         for head in ("auto", "auto", "none")
     ]

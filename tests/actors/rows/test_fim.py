@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Core
 
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.fim import Infilling, TextPart, cut, template_of, together
 from draftmill.actors.rows.makers import FimMaker, maker_for
@@ -64,14 +65,9 @@ def infill(mask: dict[str, Any] | None = None, **task: Any) -> Infill:
 
 def maker(tokenizer: Tokenizer | None = None, *, columns: dict[str, str] | None = None, max_length: int | None = None,
           **task: Any) -> FimMaker:  # fmt: skip
-    found = maker_for(
-        infill(**task),
-        Columns(**(columns or {})),
-        tokenizer or with_tokens(byte_level(), QWEN),
-        causal_info(max_length=max_length),
-        decoder=AutoregressiveSettings(kind="autoregressive"),
-        sampling=Sampling(),
-    )
+    decoder = AutoregressiveSettings(kind="autoregressive")
+    recipe = RowRecipe(infill(**task), Columns(**(columns or {})), decoder, Sampling())
+    found = maker_for(recipe, tokenizer or with_tokens(byte_level(), QWEN), causal_info(max_length=max_length))
     assert isinstance(found, FimMaker)
     return found
 

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Core
 
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Infill
@@ -28,7 +29,7 @@ INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
 def asked(tokenizer: Tokenizer, before: str, after: str) -> list[int]:
     """The prompt for a hole between two texts."""
     columns, decoder = Columns(prefix="p", suffix="s"), AutoregressiveSettings(kind="autoregressive")
-    maker = maker_for(INFILL, columns, tokenizer, INFO, decoder=decoder, sampling=Sampling())
+    maker = maker_for(RowRecipe(INFILL, columns, decoder, Sampling()), tokenizer, INFO)
     canvas = maker.make({"p": before, "s": after}, 1)
     return [token for token in canvas.tokens.tolist() if token != HOLE]
 

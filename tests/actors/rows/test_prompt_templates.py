@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import Maker, PromptMaker, maker_for
 from draftmill.actors.rows.prompts import columns_of, read_columns
 from draftmill.actors.rows.requests import CHAT
@@ -35,6 +36,9 @@ def chatting() -> Tokenizer:
     return Tokenizer(plain._core, chat=ChatTemplate(TEMPLATE, {}))
 
 
+DECODER = AutoregressiveSettings(kind="autoregressive")
+
+
 def maker(
     section: dict[str, Any],
     task: Task = COMPLETE,
@@ -43,16 +47,11 @@ def maker(
     chat: dict[str, Any] | None = None,
     **columns: str,
 ) -> Maker:
-    return maker_for(
-        task,
-        Columns(**columns),
-        tokenizer or byte_level(),
-        model_info(max_length=400),
-        decoder=AutoregressiveSettings(kind="autoregressive"),
-        sampling=Sampling(),
-        prompt=Prompt.model_validate(section, strict=True),
-        chat=Chat(template_kwargs=chat or {}),
+    prompt = Prompt.model_validate(section, strict=True)
+    recipe = RowRecipe(
+        task, Columns(**columns), DECODER, Sampling(), prompt=prompt, chat=Chat(template_kwargs=chat or {})
     )
+    return maker_for(recipe, tokenizer or byte_level(), model_info(max_length=400))
 
 
 def prompt_of(made: Maker, row: dict[str, Any]) -> str:
@@ -110,7 +109,8 @@ def test_the_columns_of_a_template_are_read_and_no_others() -> None:
         "examples",
         "q",
     )
-    read = read_columns(Columns(id="key"), COMPLETE, Prompt(template="{{ id }}{{ row['a.b'] }}"))
+    prompt = Prompt(template="{{ id }}{{ row['a.b'] }}")
+    read = read_columns(RowRecipe(COMPLETE, Columns(id="key"), DECODER, Sampling(), prompt=prompt))
     assert set(read.values()) == {"key", "id", "a.b", "prompt", "text", "messages"}
     for template, problem in (
         ("{{ q", "line 1"),
@@ -196,17 +196,9 @@ def test_a_scored_answer_has_the_same_prompt(chatting: Tokenizer) -> None:
 
 
 def test_a_long_templated_chat_is_cut_with_its_arguments(chatting: Tokenizer) -> None:
-    made = maker_for(
-        ASKING,
-        Columns(),
-        chatting,
-        model_info(max_length=60),
-        decoder=AutoregressiveSettings(kind="autoregressive"),
-        sampling=Sampling(),
-        truncate="left",
-        prompt=Prompt(template="{{ q }}", system="s"),
-        chat=Chat(template_kwargs={"effort": "low"}),
-    )
+    prompt, chat = Prompt(template="{{ q }}", system="s"), Chat(template_kwargs={"effort": "low"})
+    recipe = RowRecipe(ASKING, Columns(), DECODER, Sampling(), truncate="left", prompt=prompt, chat=chat)
+    made = maker_for(recipe, chatting, model_info(max_length=60))
     canvas = made.make({"q": "7" * 99 + "x"}, 1)
     text = byte_level().decode(canvas.tokens[: canvas.holes[0][0]].tolist())
     assert text.startswith("<system>s<user>7") and text.endswith("7x<assistant>low") and canvas.truncated > 0

@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftmill.jobs.analysis.run_statistics import at_least, read_statistics
+from draftmill.jobs.analysis.report import at_least, read_statistics
 from draftmill.jobs.analysis.runs import open_run
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.commit import read_manifest
 from draftmill.storage.runs.metric_files import read_metrics
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import write_metrics
@@ -185,7 +186,7 @@ def test_pass_at_k(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_acceptance_by_position(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = python(folder, 2, monkeypatch)["by_position"]
     assert found["a"].tolist() == [1.0, 0.0, 0.0]
-    expected = at_least(read_statistics(open_run(str(folder / "runs" / "b"))).accept_hist)
+    expected = at_least(read_statistics(open_run(Place(str(folder / "runs" / "b")))).accept_hist)
     assert found["b"].tolist() == pytest.approx(expected.tolist())
 
 

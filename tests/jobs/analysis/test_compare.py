@@ -15,7 +15,7 @@ from scipy import stats
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.fingerprint import digest
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import failed, fill_store, row, write_metrics, write_run, write_sweep
@@ -194,7 +194,7 @@ def test_runs_on_s3_are_compared_with_local_ones(
     tmp_path: Path, s3_url: str, s3_options: S3Options, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = {name: numbers(30, seed) for seed, name in enumerate("ab")}
-    fill_store(open_store(s3_url, s3=s3_options), rows["b"])
+    fill_store(open_store(Place(s3_url, s3_options)), rows["b"])
     local = compared(capsys, write_run(tmp_path / "a", rows["a"]), write_run(tmp_path / "b", rows["b"]))
     service = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", "us-east-1"]
     assert main(["compare", str(tmp_path / "a"), s3_url, "--json", *service]) == 0

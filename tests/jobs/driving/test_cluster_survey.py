@@ -298,7 +298,7 @@ def test_where_tasks_fail_or_get_no_cpu_the_driver_plans_alone(
     spec = spec_for(folder, tmp_path / "there", {"keep": ["tag"]})
     assert planned_there(spec, cpus=99, note=notes.append, _wait_s=0.5) == here
     assert notes == ["the cluster has had no room for planning for 0 s: planning here"]
-    bad = survey_pool.SurveyJob(*(None for _ in range(7)))  # type: ignore[arg-type]
+    bad = survey_pool.SurveyJob(*(None for _ in range(4)))  # type: ignore[arg-type]
     shutil.rmtree(tmp_path / "there")
     monkeypatch.setattr(ray_session, "put", lambda job, put=ray_session.put: put(bad))
     assert planned_there(spec, note=notes.append) == here

@@ -72,7 +72,7 @@ def test_status_knows_what_has_ended_inside_a_unit(tmp_path: Path, capsys: pytes
     totals.decoded = Tally(rows=35, ok=35, new_tokens=140)
     store.put("attempts/epoch-0001-session.jsonl", json.dumps(session_record(totals)).encode())
     acquire(store, "elsewhere:boot:1", 60.0)
-    status(store.url)
+    status(store.place)
     said = capsys.readouterr().out
     assert "samples  35 of 40 done" in said and "rate     3.5 samples/s, 14 tokens/s" in said
 

@@ -17,7 +17,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
-from draftmill.storage.stores.interface import S3Options, Store
+from draftmill.storage.stores.interface import Place, S3Options, Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.finished.written_runs import failed, second_pass, spec_for, write_run, write_units
 
@@ -477,7 +477,7 @@ def test_a_run_on_s3_is_measured_there(tmp_path: Path, s3_url: str, s3_options: 
         "us-east-1",
     ]
     assert main([*words, "--metric", "exact_match"]) == 0
-    store = open_store(s3_url, s3=s3_options)
+    store = open_store(Place(s3_url, s3_options))
     assert by_id(store, "exact_match") == {name: float(name != "f") for name in "abcdef"}
     before = {stat.name: stat.etag for stat in store.list("metrics/")}
     assert len(before) == 4

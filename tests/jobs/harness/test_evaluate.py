@@ -19,7 +19,7 @@ import yaml
 from draftmill.jobs.cli import main
 from draftmill.jobs.harness.options import EvalOptions
 from draftmill.jobs.running.session import RunOptions
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.harness.tasks_of_tests import (
@@ -331,7 +331,7 @@ def test_requests_runs_and_results_may_be_on_s3(world: World, s3_server: S3Serve
     server = {"endpoint": s3_server.endpoint, "region": "us-east-1"}
     write_eval_spec(tmp_path, output={"path": url}, s3=server)
     assert evaluated(tmp_path, world.tasks, ["gen"], "--limit", "2") == 0
-    names = [stat.name for stat in open_store(url, s3=options).list()]
+    names = [stat.name for stat in open_store(Place(url, options)).list()]
     kinds = {name.split("/")[0] for name in names}
     assert kinds == {"requests", "runs", "builtin__ar-tiny"} and any("/samples_gen_" in name for name in names)
 

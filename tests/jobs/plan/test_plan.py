@@ -48,11 +48,11 @@ def spec_for(path: Path, **changes: Any) -> JobSpec:
 
 
 def plan(spec: JobSpec, store: Store) -> Plan:
-    return build_plan(spec, model_info(), byte_level(), HASHES, list_inputs(spec.input.paths), store)
+    return build_plan(spec, model_info(), byte_level(), HASHES, list_inputs(*spec.input_places), store)
 
 
 def key_of(spec: JobSpec) -> dict[str, Any]:
-    return results_key(spec, model_info(), HASHES, list_inputs(spec.input.paths))
+    return results_key(spec, model_info(), HASHES, list_inputs(*spec.input_places))
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(r
 
 def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path) -> None:
     store, spec = open_store("memory://meanwhile"), spec_for(rows)
-    looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(spec.input.paths), plan=None)
+    looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(*spec.input_places), plan=None)
     first = make_plan(looked, store, Silence(), epoch=1)
     before = names(store)
     assert make_plan(looked, store, Silence(), epoch=2).fingerprint == first.fingerprint

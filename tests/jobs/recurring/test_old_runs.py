@@ -243,12 +243,12 @@ def test_what_goes_is_what_is_there_once_the_lease_is_held(folder: Path) -> None
     base = open_store(str(folder / "nightly"))
     run_dir = folder / "nightly" / "2026-11-01"
     (run_dir / "_SUCCESS").unlink()
-    found = candidates(base, Keep(newest=0), datetime.now(UTC), unfinished=True, s3=None)
+    found = candidates(base, Keep(newest=0), datetime.now(UTC), unfinished=True)
     unit = next(run_dir.glob("data/*.parquet"))
     (run_dir / "data" / "unit-00000077.parquet").write_bytes(unit.read_bytes())  # by a driver that has ended since
     (run_dir / "_estimate.json").write_text("{}")
     (first,) = [one for one in found if one.stays is None and not one.facts.is_success]
-    prune_run(first, lambda reason: None, s3=None)
+    prune_run(first, lambda reason: None)
     assert not run_dir.exists()
 
 

@@ -128,9 +128,7 @@ def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
     decoder = {"kind": "assd" if task["kind"] == "infill" else "autoregressive"}
     parts = {"task": task, "decoder": decoder, "model": {"path": "m"}, "output": {"path": "out"}}
     spec = check_spec({**parts, "input": {"path": str(path), "columns": columns}})
-    return spec, maker_for(
-        spec.task, spec.input.columns, chatting(), model_info(), decoder=spec.decoder, sampling=spec.sampling
-    )
+    return spec, maker_for(spec.recipe(), chatting(), model_info())
 
 
 def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[str, Any]]:

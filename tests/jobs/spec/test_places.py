@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from draftmill.decoders.common_settings import Place
+from draftmill.decoders.common_settings import PathMark
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec, load_spec
 from draftmill.jobs.spec.places import path_problem
 from draftmill.storage.errors import UserError
@@ -73,7 +73,7 @@ def test_every_key_that_names_a_file_is_in_the_list_of_places() -> None:
     named = re.compile(r"\b(file|folder|path|bucket|hub id|finished run)\b|model\.path|s3://")
     texts = {key: info for key, info in found.items() if str in {info.annotation, *get_args(info.annotation)}}
     speaks = {key for key, info in texts.items() if named.search(info.description or "") or key.endswith("path")}
-    marked = {key for key, info in found.items() if any(isinstance(mark, Place) for mark in info.metadata)}
+    marked = {key for key, info in found.items() if any(isinstance(mark, PathMark) for mark in info.metadata)}
     assert speaks - marked <= NO_PLACES
     assert marked >= {*PLACES, "metrics.path", "metrics.model"}
 

@@ -13,8 +13,9 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.plan.fingerprint import Hashes, digest, results_key
 from draftmill.jobs.plan.prepare import check_chat, check_task
-from draftmill.jobs.plan.worker_job import decoder_of, place_of
+from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.jobs.spec.places import with_absolute
 from draftmill.jobs.spec.spec_file import apply_override
 from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import byte_level, model_info
@@ -162,9 +163,9 @@ def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place()
 def test_workers_are_given_the_drafters_absolute_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)
-    drafter: Any = getattr(decoder_of(spec_of(COMPLETE, SMALL)), "drafter", None)
+    drafter: Any = getattr(with_absolute(spec_of(COMPLETE, SMALL).decoder), "drafter", None)
     assert drafter.path == str(tmp_path / "small")
-    drafter = getattr(decoder_of(spec_of(COMPLETE, SMALL, "decoder.drafter.path=org/name")), "drafter", None)
+    drafter = getattr(with_absolute(spec_of(COMPLETE, SMALL, "decoder.drafter.path=org/name").decoder), "drafter", None)
     assert drafter.path == "org/name", "no folder here: an id of the hub"
 
 

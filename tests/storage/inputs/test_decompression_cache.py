@@ -27,9 +27,9 @@ class Unpackings:
     def __init__(self) -> None:
         self.count = 0
 
-    def open_stream(self, file: InputFile, *, s3: Any) -> io.BufferedReader:
+    def open_stream(self, file: InputFile) -> io.BufferedReader:
         self.count += 1
-        return open_stream(file, s3=s3)
+        return open_stream(file)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def packed(folder: Path, data: bytes, name: str = "a.txt.gz") -> InputFile:
 
 @pytest.mark.parametrize("kept", [30_000, 10**9])
 def test_whatever_is_sought_is_what_stands_there(tmp_path: Path, unpackings: Unpackings, kept: int) -> None:
-    stream = DecompressionCache(kept).open(packed(tmp_path, WHOLE), None)
+    stream = DecompressionCache(kept).open(packed(tmp_path, WHOLE))
     rng = random.Random(1)
     for _ in range(300):
         start = rng.choice([rng.randrange(len(WHOLE) + 100), rng.randrange(600)])
@@ -67,7 +67,7 @@ def test_a_file_is_unpacked_once_by_windows_that_follow_each_other_however_large
     file = packed(tmp_path, WHOLE)
     for window in range(0, len(WHOLE), 20_000):
         for unit in range(4):
-            stream = files.open(file, None)
+            stream = files.open(file)
             for start in sorted(random.Random(window + unit).sample(range(window, window + 20_000), 20)):
                 stream.seek(start)
                 assert stream.read(9) == WHOLE[start : start + 9]
@@ -75,7 +75,7 @@ def test_a_file_is_unpacked_once_by_windows_that_follow_each_other_however_large
             assert stream.read(300) == WHOLE[:300], "a csv's header"
             assert files.num_bytes <= 33_000
     assert unpackings.count == 1
-    stream = files.open(file, None)
+    stream = files.open(file)
     stream.seek(1000)
     assert stream.read(5) == WHOLE[1000:1005] and unpackings.count == 2
 
@@ -85,7 +85,7 @@ def test_files_that_were_not_read_for_long_are_let_go(tmp_path: Path, unpackings
     places = [packed(tmp_path, WHOLE[:20_000], f"{number}.txt.gz") for number in range(3)]
     for _ in range(2):
         for file in places[:2]:
-            assert files.open(file, None).read() in {WHOLE[:20_000], b""}
+            assert files.open(file).read() in {WHOLE[:20_000], b""}
     assert unpackings.count == 3, (
         "two do not fit: the second one's reading let go of the first, which is read once more"
     )
@@ -105,7 +105,7 @@ def test_a_full_disk_ends_nothing(
             return super().write(data)
 
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **options: Full())
-    stream = DecompressionCache(10**9).open(packed(tmp_path, WHOLE), None)
+    stream = DecompressionCache(10**9).open(packed(tmp_path, WHOLE))
     for start in (5, 30_000, 31_000, 90_000, 89_000, 199_990, 400):
         stream.seek(start)
         assert stream.read(100) == WHOLE[start : start + 100]
@@ -115,7 +115,7 @@ def test_damage_is_told_each_time(tmp_path: Path, unpackings: Unpackings) -> Non
     whole = gzip.compress(WHOLE, 1)
     (tmp_path / "a.txt.gz").write_bytes(whole[: len(whole) // 2])
     (file,) = list_inputs(str(tmp_path / "a.txt.gz"))
-    stream = DecompressionCache().open(file, None)
+    stream = DecompressionCache().open(file)
     for _ in range(3):
         stream.seek(len(WHOLE) - 1)
         with pytest.raises(UserError, match="damaged"):
@@ -126,7 +126,7 @@ def test_a_store_that_does_not_answer_for_a_while_is_asked_again(
     tmp_path: Path, unpackings: Unpackings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = DecompressionCache(30_000)
-    stream = files.open(packed(tmp_path, WHOLE), None)
+    stream = files.open(packed(tmp_path, WHOLE))
     stream.seek(150_000)
     assert stream.read(5) == WHOLE[150_000:150_005]
     with monkeypatch.context() as patch:
@@ -139,7 +139,7 @@ def test_a_store_that_does_not_answer_for_a_while_is_asked_again(
     assert stream.read(5) == WHOLE[90_000:90_005]
 
 
-def refused(file: InputFile, *, s3: Any) -> io.BufferedReader:
+def refused(file: InputFile) -> io.BufferedReader:
     raise StoreError("not now")
 
 

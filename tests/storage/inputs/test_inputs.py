@@ -17,7 +17,7 @@ from draftmill.storage.errors import StoreRefused, UserError
 from draftmill.storage.inputs.inputs import format_of, glob_pattern, list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, InputFiles, default_id
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import S3_DEFAULTS, Place, S3Options
 from draftmill.storage.stores.s3 import S3Store
 
 
@@ -29,8 +29,8 @@ def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:
     return folder
 
 
-def names(path: str | Path, *, s3: S3Options | None = None) -> list[str]:
-    return [file.name for file in list_inputs(str(path), s3=s3)]
+def names(path: str | Path, s3: S3Options = S3_DEFAULTS) -> list[str]:
+    return [file.name for file in list_inputs(Place(str(path), s3))]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_relative_path_is_found_by_workers_elsewhere(tmp_path: Path, monkeypat
 def test_a_file_is_plain_json_and_knows_its_version(tmp_path: Path) -> None:
     write(tmp_path, "a.jsonl")
     (file,) = list_inputs(str(tmp_path / "a.jsonl"))
-    assert InputFile(**json.loads(json.dumps(dataclasses.asdict(file)))) == file
+    assert InputFile(**json.loads(json.dumps(file.facts()))) == file
     assert file.size == 14 and file.mtime_s is not None
 
 
@@ -101,7 +101,7 @@ def test_what_is_no_file_is_passed_over_and_odd_names_can_be_ids(tmp_path: Path)
     files = list_inputs(str(tmp_path))
     assert [file.name for file in files] == ["a.jsonl", "caf\\udce9.jsonl"]
     assert [row.values for row in iterate(files[1])] == [{"a": 1}]
-    assert InputFile(**json.loads(json.dumps(dataclasses.asdict(files[1])))) == files[1]
+    assert InputFile(**json.loads(json.dumps(files[1].facts()))) == files[1]
 
 
 def test_a_folder_of_sources_keeps_its_private_modules(tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ def test_what_cannot_be_an_input_is_refused(
 def test_several_paths_are_read_in_turn_and_their_names_begin_where_they_part(tmp_path: Path) -> None:
     write(tmp_path, "data/en/b.jsonl", "data/en/a.jsonl", "data/de/a.jsonl")
     both = [f"{tmp_path}/data/en/*.jsonl", f"{tmp_path}/data/de", f"{tmp_path}/data/en/a.jsonl"]
-    assert [file.name for file in list_inputs(both)] == ["en/a.jsonl", "en/b.jsonl", "de/a.jsonl"], "each file once"
-    assert [file.name for file in list_inputs(both[:1])] == ["a.jsonl", "b.jsonl"]
+    assert [file.name for file in list_inputs(*both)] == ["en/a.jsonl", "en/b.jsonl", "de/a.jsonl"], "each file once"
+    assert [file.name for file in list_inputs(*both[:1])] == ["a.jsonl", "b.jsonl"]
     same = [f"{tmp_path}/data/en/b.jsonl", f"{tmp_path}/data/en/a.jsonl"]
-    assert [file.name for file in list_inputs(same)] == ["b.jsonl", "a.jsonl"], "as they are listed"
-    mixed = list_inputs([f"{tmp_path}/data/de", "builtin:python-stdlib"])
+    assert [file.name for file in list_inputs(*same)] == ["b.jsonl", "a.jsonl"], "as they are listed"
+    mixed = list_inputs(f"{tmp_path}/data/de", "builtin:python-stdlib")
     assert mixed[0].name.endswith("data/de/a.jsonl") and mixed[1].name.startswith("builtin:python-stdlib/")
     with pytest.raises(UserError, match=r"nothing is at '.*fr'"):
-        list_inputs([*both, f"{tmp_path}/data/fr"])
+        list_inputs(*both, f"{tmp_path}/data/fr")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_braces_that_name_what_is_not_there_are_refused(tmp_path: Path) -> None:
 
 def test_a_delimiter_is_for_csv_files(tmp_path: Path) -> None:
     write(tmp_path, "a.csv", "b.jsonl")
-    found = list_inputs([f"{tmp_path}/a.csv", f"{tmp_path}/b.jsonl"], delimiter=";")
+    found = list_inputs(f"{tmp_path}/a.csv", f"{tmp_path}/b.jsonl", delimiter=";")
     assert [file.delimiter for file in found] == [";", None]
     with pytest.raises(UserError, match=r"input\.delimiter: ';' is for csv files"):
         list_inputs(f"{tmp_path}/b.jsonl", delimiter=";")
@@ -209,9 +209,9 @@ PATHS = ("x[1].jsonl", "x[2024-11].jsonl", "q?.jsonl", "in [a]", "in [a]/", "{d,
          "s/[[]/*", "s/[/*", "a+b(1)*", "x[2-1]*.jsonl", "in [a]/*.jsonl", "s/*/*", "./*.jsonl")  # fmt: skip
 
 
-def found(path: str, s3: S3Options | None = None) -> list[str]:
+def found(path: str, s3: S3Options = S3_DEFAULTS) -> list[str]:
     try:
-        return names(path, s3=s3)
+        return names(path, s3)
     except UserError as error:
         return [str(error).partition(": ")[2].partition("'")[0]]
 
@@ -247,23 +247,23 @@ def test_empty_objects_that_stand_for_folders_are_ignored(
     s3_store.put("marks/in/b.jsonl", b"")
     for path in ("in", "in/", "in/*", "*/**"):
         expected = {"in/*": ["b.jsonl"], "*/**": ["in/b.jsonl", "in/sub/deep/a.jsonl"]}
-        assert names(f"{s3_url}/marks/{path}", s3=s3_options) == expected.get(path, ["b.jsonl", "sub/deep/a.jsonl"])
+        assert names(f"{s3_url}/marks/{path}", s3_options) == expected.get(path, ["b.jsonl", "sub/deep/a.jsonl"])
 
 
 @pytest.mark.s3
 def test_s3_inputs_are_files_folders_and_globs(s3_store: S3Store, s3_url: str, s3_options: S3Options) -> None:
     for name in ("in/a.jsonl", "in/sub/b.jsonl", "in/.x.jsonl", "in2/c.jsonl", "in/_SUCCESS"):
         s3_store.put(name, b'{"text": "a"}\n')
-    assert names(f"{s3_url}/in", s3=s3_options) == names(f"{s3_url}/in/", s3=s3_options) == ["a.jsonl", "sub/b.jsonl"]
-    assert names(f"{s3_url}/in/a.jsonl", s3=s3_options) == ["a.jsonl"]
-    assert names(f"{s3_url}/in*/*.jsonl", s3=s3_options) == ["in/a.jsonl", "in2/c.jsonl"]
-    braces = names(f"{s3_url}/{{in,in2}}/*.jsonl", s3=s3_options)
+    assert names(f"{s3_url}/in", s3_options) == names(f"{s3_url}/in/", s3_options) == ["a.jsonl", "sub/b.jsonl"]
+    assert names(f"{s3_url}/in/a.jsonl", s3_options) == ["a.jsonl"]
+    assert names(f"{s3_url}/in*/*.jsonl", s3_options) == ["in/a.jsonl", "in2/c.jsonl"]
+    braces = names(f"{s3_url}/{{in,in2}}/*.jsonl", s3_options)
     assert braces == ["in/a.jsonl", "in2/c.jsonl"]
-    (file,) = list_inputs(f"{s3_url}/in2", s3=s3_options)
+    (file,) = list_inputs(Place(f"{s3_url}/in2", s3_options))
     assert file.uri == f"{s3_url}/in2/c.jsonl" and file.etag and file.size == 14 and file.mtime_s
     for path in (f"{s3_url}/absent", "s3://no-such-bucket-of-mine/x"):
         with pytest.raises((UserError, StoreRefused), match=r"^input\.path"):
-            list_inputs(path, s3=s3_options)
+            list_inputs(Place(path, s3_options))
 
 
 def saved(folder: Path) -> datasets.Dataset:

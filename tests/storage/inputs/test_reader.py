@@ -23,7 +23,7 @@ from draftmill.storage.inputs.lines import MAX_LEVELS
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row
 from draftmill.storage.inputs.tables import BatchCache, group_batches
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.s3 import S3Store
 
 
@@ -177,10 +177,10 @@ def test_a_csv_file_may_have_another_delimiter(tmp_path: Path) -> None:
     rows = list(iterate(file))
     assert [row.values for row in rows] == [{"id": "1", "text": "a, b; c"}, {"id": "2", "text": "d"}]
     assert list(read_rows(file, [(1, rows[1].offset)])) == [rows[1]]
-    assert delimiter_hint([file], None) == ""
+    assert delimiter_hint([file]) == ""
     for header, named in (("id;text", "';'"), ("id\ttext", "'tab'"), ("id|text", "'|'")):
         (tmp_path / "a.csv").write_text(f"{header}\n")
-        assert delimiter_hint(list_inputs(str(tmp_path)), None).endswith(f"set input.delimiter to {named}")
+        assert delimiter_hint(list_inputs(str(tmp_path))).endswith(f"set input.delimiter to {named}")
 
 
 FIELDS = [
@@ -216,9 +216,9 @@ def test_of_a_struct_in_parquet_only_the_wanted_field_is_read(tmp_path: Path) ->
     rows = [{"meta": {"lang": "en", "page": "x" * 100, "at": {"n": 1, "m": 2}}, "text": "t"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     (file,) = list_inputs(str(tmp_path))
-    (batch,) = group_batches(file, 0, ("meta.at.n", "meta.lang", "gone.x", "text"), None)
+    (batch,) = group_batches(file, 0, ("meta.at.n", "meta.lang", "gone.x", "text"))
     assert batch.to_pylist() == [{"meta": {"lang": "en", "at": {"n": 1}}, "text": "t"}]
-    (batch,) = group_batches(file, 0, ("meta.at",), None)
+    (batch,) = group_batches(file, 0, ("meta.at",))
     assert batch.to_pylist() == [{"meta": {"at": {"n": 1, "m": 2}}}]
 
 
@@ -473,12 +473,12 @@ def test_rows_come_from_s3_as_from_disk(s3_store: S3Store, s3_url: str, s3_optio
     s3_store.put("in/b.jsonl.gz", gzip.compress(LINES))
     s3_store.put("in/c.parquet", Path(WRITERS["parquet in groups"](tmp_path).uri).read_bytes())
     s3_store.put("in/d.arrow", Path(WRITERS["arrow stream"](tmp_path).uri).read_bytes())
-    files = list_inputs(f"{s3_url}/in", s3=s3_options)
+    files = list_inputs(Place(f"{s3_url}/in", s3_options))
     expected = [json.loads(line) for line in LINES.splitlines()]
     for file, values in zip(files, [expected, expected, TABLE.to_pylist(), TABLE.to_pylist()], strict=True):
-        rows = list(iterate(file, s3=s3_options))
+        rows = list(iterate(file))
         assert [row.values for row in rows] == values
-        check_again(file, rows, s3=s3_options)
+        check_again(file, rows)
 
 
 def test_zeros_behind_a_gzip_file_are_padding(tmp_path: Path) -> None:

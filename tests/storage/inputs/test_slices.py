@@ -33,7 +33,7 @@ def cut(file: InputFile, step: int) -> Iterator[Slice]:
     row = 0
     for start in range(0, file.size, step):
         stop = min(start + step, file.size)
-        first, count = count_lines(file, start, stop, None)
+        first, count = count_lines(file, start, stop)
         if count:
             yield Slice(row, first, stop)
         row += count
@@ -63,7 +63,7 @@ def test_the_lines_of_a_range_are_counted_as_a_loop_counts_them(tmp_path: Path) 
             start = rng.randrange(len(data))
             stop = rng.randint(start + 1, len(data))
             inside = [place for place in begins if start <= place < stop]
-            assert count_lines(file, start, stop, None) == (inside[0] if inside else stop, len(inside))
+            assert count_lines(file, start, stop) == (inside[0] if inside else stop, len(inside))
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2000, 10**9])
@@ -71,7 +71,7 @@ def test_parquet_is_cut_at_row_groups(tmp_path: Path, slice_bytes: int) -> None:
     pq.write_table(pa.table({"a": [f"text {n}" for n in range(500)]}), tmp_path / "a.parquet", row_group_size=37)
     pq.write_table(pa.table({"a": pa.array([], pa.string())}), tmp_path / "b.parquet")
     for file in list_inputs(str(tmp_path)):
-        slices = list(group_slices(file, slice_bytes, None))
+        slices = list(group_slices(file, slice_bytes))
         assert [row for part in slices for row in seen(iterate(file, part=part))] == seen(iterate(file))
         assert len(slices) == 1 if slice_bytes == 10**9 or "b." in file.name else len(slices) > 3
 

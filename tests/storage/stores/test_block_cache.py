@@ -22,7 +22,7 @@ from draftmill.storage.stores.block_cache import (
     RangeFile,
     ahead,
 )
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import MemoryStore
 from tests.storage.stores.s3_server import S3Server
@@ -131,12 +131,12 @@ def test_many_small_files_on_s3_are_fetched_once_each(
     store = S3Store(f"s3://{s3_server.new_bucket()}", s3_options)
     for number in range(30):
         store.put(f"in/{number:02d}.txt", f"text {number}\n".encode())
-    files = list_inputs(f"{store.url}/in", s3=s3_options)
+    files = list_inputs(Place(f"{store.url}/in", s3_options))
     before = len(s3_server.app.requests)
     found = [
         row.values
-        for file, places in fetch_ahead([(file, [(0, 0)]) for file in files], s3=s3_options)
-        for row in read_rows(file, places, s3=s3_options)
+        for file, places in fetch_ahead([(file, [(0, 0)]) for file in files])
+        for row in read_rows(file, places)
     ]
     assert [str(values) for values in found] == [str({"text": f"text {number}"}) for number in range(30)]
     asked = [path for method, path in s3_server.app.requests[before:] if method == "GET"]
