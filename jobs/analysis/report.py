@@ -533,12 +533,12 @@ def _sections(cases: Sequence[RunStatistics], compared: Sequence[Comparisons]) -
     rates = curve_plot("Throughput", "seconds", "tokens per second", cases, lambda case: case.rates)
     active = curve_plot("Active slots", "seconds", "samples in a slot", cases, lambda case: case.active)
     for name, title, parts in (
-        ("results", "Results", [_results(cases), *_device_times(cases), *_times(cases), *_metrics(cases)]),
-        ("quality", "Quality against cost", _plots("quality", quality_plots(cases))),
-        ("pairs", "Paired comparison", [part for group in compared for part in _comparison(group)]),
+        ("results", "Results", [_results(cases)]),
+        ("quality", "Quality against cost", [*_plots("quality", quality_plots(cases)), *_metrics(cases)]),
         ("acceptance", "Acceptance", _plots("acceptance", accepted)),
         ("effort", "Forwards", _plots("effort", lengths)),
-        ("time", "Time", _plots("time", [*rates, *active])),
+        ("time", "Time", [*_plots("time", [*rates, *active]), *_device_times(cases), *_times(cases)]),
+        ("pairs", "Paired comparison", [part for group in compared for part in _comparison(group)]),
         ("errors", "Errors", [_errors(cases)]),
         ("run", "What was run", list(_what_was_run(cases))),
     ):
@@ -604,7 +604,7 @@ def _device_times(cases: Sequence[RunStatistics]) -> list[Part]:
 def _times(cases: Sequence[RunStatistics]) -> list[Part]:
     rows = [[case.figures.name, name, *map(number, values)] for case in cases for name, values in case.times.items()]
     head = ["case", "seconds of a sample", "median", "95 % are below"]
-    return [_table("Times", [head, *rows], is_one=len(cases) == 1)] if rows else []
+    return [_table("Times", [head, *rows], is_one=len(cases) == 1, words=[1])] if rows else []
 
 
 def _metrics(cases: Sequence[RunStatistics]) -> list[Part]:
