@@ -56,7 +56,7 @@ BROWSER = [
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--window-size=1150,4000"),
     *("--virtual-time-budget=8000", "--proxy-bypass-list=<-loopback>", "--dump-dom"),
 ]
-ITS_OWN = {"accounts.google.com", "clients2.google.com", "update.googleapis.com"}
+ITS_OWN = {"accounts.google.com", "clients2.google.com", "update.googleapis.com", "www.google.com"}
 """Hosts that the browser asks by itself, whatever the page."""
 
 
