@@ -280,11 +280,9 @@ class Engine:
         self._shape = shape
 
     def _spread(self, needed: int, longest: int) -> None:
-        """Have all slots in one pool, each as wide as its canvas. A pool that is smaller than a canvas is made anew."""
-        shape, least = (
-            self._capacity.spread(self._shape, needed=needed, longest=longest),
-            self._capacity.columns(longest),
-        )
+        """Have all slots in one pool, each as wide as its canvas. A pool smaller than a canvas is reallocated."""
+        shape = self._capacity.spread(self._shape, needed=needed, longest=longest)
+        least = self._capacity.columns(longest)
         if self._extents is not None and self._extents.num_cells < least:
             self._allocate(Shape())
         if self._extents is None:
@@ -527,9 +525,8 @@ class Engine:
         seconds, useful = sum(laps), batch.num_rows - dropped * len(batch.rows.lines)
         each = 2 if self.algorithm.guidance else 1  # with and without what was given
         for sample in samples:
-            if (
-                sample.slot not in running.chunks
-            ):  # a chunk is a part of the evaluation that the prompt's rest belongs to
+            # A chunk is a part of the evaluation that runs the rest of the prompt.
+            if sample.slot not in running.chunks:
                 sample.nfe += each
                 sample.batch_rows += active * each
             if sample.nfe <= each:
